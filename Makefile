@@ -1,0 +1,55 @@
+# make demo   set up and do the main job small      make test   set up and run the tests
+# make bench  the project's figures, as ratios      make test-faults   kill everything, in the middle of jobs
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Pinned and first: a looser range, also another package's, takes the newest build with its gigabytes of CUDA packages.
+# For another build: make venv TORCH=torch==2.12.1 TORCH_OPTIONS="--index-url URL_OF_THE_BUILDS_FOR_YOUR_CUDA"
+TORCH  ?= torch==2.13.0
+TORCH_OPTIONS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-faults test-gpu bench docs lint clean
+
+help:
+	@echo "make demo         set up, then do the main job small (a few minutes)"
+	@echo "make test         set up, then run the tests"
+	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
+	@echo "make test-gpu     the tests that need an NVIDIA GPU"
+	@echo "make bench        print the project's figures as ratios"
+	@echo "make lint         ruff, and whether the generated documents are true"
+	@echo "make docs         generate docs/commands.md"
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_OPTIONS) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: venv
+	PATH="$(abspath $(BIN)):$$PATH" bash infra/demo.sh
+
+test: venv
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-faults: venv
+	$(BIN)/python -m pytest -m slow tests/faults
+
+test-gpu: venv
+	$(BIN)/python -m pytest -m gpu
+
+bench: venv
+	$(BIN)/python -m tests.bench
+
+docs: venv
+	$(BIN)/python infra/generate_docs.py
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python infra/generate_docs.py --check
+
+clean:
+	rm -rf $(VENV) demo-data build *.egg-info

@@ -1,0 +1,103 @@
+"""The command line: overrides compose, mistakes are told together in one line with the valid choices, exit code 2."""
+
+import errno
+
+import pytest
+
+from conf import cli
+from conf.errors import UsageError
+
+
+def _run(argv, entry=lambda cfg: None, name="submit", positional=None):
+    return cli.run(name, entry, argv, positional)
+
+
+def test_overrides_reach_the_command():
+    seen = {}
+    code = _run(["+arch=cnn", "n=7", "window=fixed", "window.seconds=3"], seen.update)
+    assert code == 0
+    assert (seen["arch"]["family"], seen["n"], seen["window"]["seconds"]) == ("cnn", 7, 3)
+
+
+def test_every_bad_key_is_reported_together(capsys):
+    assert _run(["+arch=cnn", "nn=5", "polcy=uniform", "n=5"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "unknown key 'nn'" in said and "did you mean n?" in said
+    assert "unknown key 'polcy'" in said and "did you mean policy?" in said
+
+
+def test_an_unknown_family_lists_the_known(capsys):
+    assert _run(["+arch=cmm", "n=5"]) == 2
+    assert "unknown arch 'cmm'; known: cnn, mlp, transformer" in capsys.readouterr().err
+
+
+def test_arch_without_plus_says_how_to_write_it(capsys):
+    assert _run(["arch=cnn", "n=5"]) == 2
+    assert "+arch=cnn" in capsys.readouterr().err
+
+
+def test_an_unknown_choice_lists_the_choices(capsys):
+    assert _run(["+arch=cnn", "n=5", "cluster=slurm"]) == 2
+    assert "unknown cluster 'slurm'; known: inline, local" in capsys.readouterr().err
+
+
+def test_a_missing_required_key_is_named(capsys):
+    assert _run(["+arch=cnn"]) == 2
+    assert "missing n=" in capsys.readouterr().err
+
+
+def test_an_unreadable_override_is_quoted_back(capsys):
+    assert _run(["+arch=cnn", "n=5", "policy=[uniform"]) == 2
+    assert "policy=[uniform" in capsys.readouterr().err
+
+
+def test_an_option_is_told_from_a_key(capsys):
+    assert _run(["--n", "5"]) == 2
+    assert "unknown option '--n'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_what_the_machine_refuses_is_one_line_and_not_a_traceback(number, capsys):
+    def entry(cfg):
+        raise OSError(number, "refused", "/some/where")
+
+    assert _run(["+arch=cnn", "n=1"], entry) == 2
+    assert capsys.readouterr().err == "error: refused: /some/where\n"
+
+
+def test_our_own_bugs_keep_their_traceback():
+    def entry(cfg):
+        raise ValueError("not a user's mistake")
+
+    with pytest.raises(ValueError, match="not a user's"):
+        _run(["+arch=cnn", "n=1"], entry)
+
+
+def test_help_shows_every_key_with_its_default_and_meaning(capsys):
+    assert _run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "usage: python -m farm.submit" in text
+    for key, _default, meaning in cli.documented_keys("submit"):
+        assert f"  {key}=" in text
+        assert meaning and meaning in text, f"{key} has no help text"
+
+
+def test_cfg_prints_the_composed_configuration(capsys):
+    assert _run(["+arch=mlp", "n=3", "--cfg", "job"], entry=lambda cfg: pytest.fail("must not run")) == 0
+    assert "family: mlp" in capsys.readouterr().out
+
+
+def test_a_positional_argument_may_hold_an_equals_sign():
+    seen = {}
+    sql = "SELECT * FROM runs WHERE status = 'ok'"
+    assert _run([sql, "format=csv"], seen.update, name="query", positional="sql") == 0
+    assert (seen["sql"], seen["format"]) == (sql, "csv")
+
+
+def test_usage_errors_exit_with_2(capsys):
+    def entry(cfg):
+        raise UsageError("n must be >= 1, got 0")
+
+    assert _run(["+arch=cnn", "n=0"], entry) == 2
+    assert capsys.readouterr().err == "error: n must be >= 1, got 0\n"
