@@ -1,0 +1,34 @@
+"""The family table: every module in this folder whose name has no leading underscore is a family.
+
+A family module is imported without torch and holds
+
+    Config                        frozen dataclass, subclass of `featurize.trial.TrialConfig`, `family` = the module's name
+    layers(config)                -> list[featurize.layers.Layer]: the forward pass per sample, torch-free
+    build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default device
+    batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
+    repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
+
+`repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
+that divide the embedding, ...); `draw(name)` gives a further uniform number in [0, 1) that depends only on the sampled
+point and `name`. What can't be repaired is left as it is and rejected by `Config`'s validation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from conf.errors import unknown_name
+
+
+def family_names() -> tuple[str, ...]:
+    """The known families, sorted."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
+
+
+def get_family(name: str) -> ModuleType:
+    """The family's module. An unknown name raises `UsageError` listing the known ones."""
+    if name not in family_names():
+        raise unknown_name("family", name, family_names())
+    return importlib.import_module(f"{__name__}.{name}")

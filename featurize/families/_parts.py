@@ -1,0 +1,83 @@
+"""What families share without torch: entries of the layer plan, and checks of common fields.
+
+Start reading at `dense_block` for the order inside a block. FLOPs count matrix products and convolutions only, as
+`torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which `output_elements` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from featurize.layers import Layer
+from featurize.trial import TrialConfig
+
+
+def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
+    """`nn.Linear` with bias, applied to `rows` vectors a sample (the sequence length, or 1)."""
+    return Layer("linear", rows * outputs, inputs * outputs + outputs, 2 * rows * inputs * outputs)
+
+
+def activation(name: str, elements: int) -> Layer:
+    """Any of `featurize.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    return Layer(name, elements, 1 if name == "prelu" else 0)
+
+
+def dropout(rate: float, elements: int) -> list[Layer]:
+    """Nothing at rate 0: PyTorch then returns its input as it is."""
+    return [Layer("dropout", elements)] if rate > 0 else []
+
+
+def dense_block(
+    inputs: int, outputs: int, *, batch_norm: bool, activation_name: str, rate: float
+) -> list[Layer]:
+    """Linear, batch norm, activation, dropout: a hidden layer of an MLP."""
+    return [
+        linear(inputs, outputs),
+        *([Layer("batchnorm1d", outputs, 2 * outputs)] if batch_norm else []),
+        activation(activation_name, outputs),
+        *dropout(rate, outputs),
+    ]
+
+
+def rates(config: TrialConfig, *names: str) -> list[str]:
+    """`dropout must be a number in [0, 1), got 1.5` for each field that is no rate."""
+    found = []
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            found.append(f"{name} must be a number in [0, 1), got {value!r}")
+    return found
+
+
+def switches(config: TrialConfig, *names: str) -> list[str]:
+    """`batch_norm must be true or false, got 1` for each field that is no bool."""
+    return [
+        f"{name} must be true or false, got {getattr(config, name)!r}"
+        for name in names
+        if not isinstance(getattr(config, name), bool)
+    ]
+
+
+def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
+    """Consume the sampled switch `use_dropout`: false means `dropout` 0."""
+    values = dict(values)
+    if values.pop("use_dropout", True) is False:
+        values["dropout"] = 0.0
+    return values
+
+
+def at_least(values: dict[str, Any], name: str, floor: int) -> None:
+    """Raise an integer of a sampled point to `floor`; what is no integer is left for the config to reject."""
+    value = values.get(name)
+    if is_integer(value):
+        values[name] = max(value, floor)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def pick(options: list, draw: Callable[[str], float], name: str):
+    """One of `options`, evenly, by the sampled point's own draw."""
+    return options[min(int(draw(name) * len(options)), len(options) - 1)]

@@ -1,0 +1,300 @@
+"""Convolutional networks: blocks of convolutions, global average pool, one linear layer to the classes.
+
+Start reading at `blocks`: the topologies are those of GPUMemNet's CNNs (arXiv 2602.17817), width for width, with kernel
+size, dilation and pooling as further dimensions. `layers` and `build` both follow the list that `blocks` gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.layers import Layer
+from featurize.trial import ACTIVATIONS, TrialConfig, at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN = ("pyramid", "reverse_pyramid", "uniform", "bottleneck", "gradual", "hourglass")
+TOPOLOGIES = (*PLAIN, "residual", "dense")
+MAX_FILTERS = 2048
+SMALLEST_MAP = 7  # published: neither strides nor pooling go on below 7x7
+SAMPLED_ONLY = ("use_dropout",)  # dimensions of the search space that only `repair` consumes
+DENSE_LAYERS = 4  # convolutions in a dense block
+MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in their first block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """depth: convolutions; a residual block takes 2 of them and a dense block 4 (what is left over is not built).
+    base_filters: width of the first block (a dense network's widths follow from `growth_rate` instead).
+    Convolutions keep the map's size: an even kernel pads one side more. dropout: rate, 0 for no such layers.
+    pooling: 2x2 max pool after every `pool_interval`-th block but the first, down to 7x7; plain topologies only, since
+    residual networks shrink by strides and dense ones by transitions every `pool_interval`-th dense block.
+    softmax: ends in a softmax before the loss, as published; off, the outputs are logits."""
+
+    family: ClassVar[str] = "cnn"
+
+    image_size: int
+    channels: int
+    classes: int
+    base_filters: int
+    depth: int
+    topology: str = "pyramid"
+    kernel_size: int = 3
+    dilation: int = 1
+    growth_rate: int = 32
+    activation: str = "relu"
+    batch_norm: bool = False
+    dropout: float = 0.0
+    pooling: bool = False
+    pool_interval: int = 5
+    softmax: bool = False
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, image_size=1, channels=1, classes=1, base_filters=1, depth=1),
+            *at_least(self, kernel_size=1, dilation=1, growth_rate=1, pool_interval=1),
+            *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
+            *parts.rates(self, "dropout"),
+            *parts.switches(self, "batch_norm", "pooling", "softmax"),
+        ]
+        if found:
+            return found
+        if self.base_filters > MAX_FILTERS:
+            found.append(f"base_filters must be <= {MAX_FILTERS}, got {self.base_filters}")
+        if self.depth < (least := MIN_DEPTH.get(self.topology, 1)):
+            found.append(f"depth must be >= {least} for topology {self.topology}, got {self.depth}")
+        if not found and self.batch_norm and self.batch_size == 1:
+            smallest = min(b.map_out if b.kind == "residual" else b.map_in for b in blocks(self))
+            if smallest == 1:
+                found.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One step through the network. kind: `plain`, `residual`, `dense`, `transition`, `pool`; channels in and out; the
+    square feature map's side before and after."""
+
+    kind: str
+    inputs: int
+    outputs: int
+    map_in: int
+    map_out: int
+
+    @property
+    def stride(self) -> int:
+        return 1 if self.map_out == self.map_in else 2
+
+
+def widths(config: Config) -> list[int]:
+    """Filters of each block of a plain or residual topology, geometric between `base_filters` and 2,048."""
+    base, depth = config.base_filters, config.depth
+
+    def grow(steps: int, power: int) -> int:
+        # int() of this very product: published widths hang on its rounding
+        return min(int(base * ((MAX_FILTERS / base) ** (1 / steps)) ** power), MAX_FILTERS)
+
+    if config.topology == "residual":
+        return [grow(depth, i) for i in range(depth // 2)]
+    if config.topology == "uniform":
+        return [base] * depth
+    if config.topology == "pyramid":
+        return [grow(depth, i) for i in range(depth)]
+    if config.topology == "gradual":
+        return [grow(2 * depth, i) for i in range(depth)]
+    if config.topology == "reverse_pyramid":
+        factor = (MAX_FILTERS / base) ** (1 / depth)
+        return [max(int(base / factor**i), 1) for i in range(depth)]
+    if config.topology == "bottleneck":
+        rest = [base] if depth == 2 else [grow(depth - 1, i) for i in range(depth - 1)]
+        return [min(2 * base, MAX_FILTERS), *rest]
+    assert config.topology == "hourglass"
+    rising = depth // 2
+    falling = depth - rising
+    return [
+        *(grow(rising, i) for i in range(rising)),
+        *(max(grow(falling, falling - 1 - i), base) for i in range(falling)),
+    ]
+
+
+def blocks(config: Config) -> list[Block]:
+    """The network's body in the order of the forward pass."""
+    if config.topology == "dense":
+        return _dense_blocks(config)
+    found, inputs, side = [], config.channels, config.image_size
+    published_side = side  # the published stopping rule halves downwards, a strided convolution upwards
+    for i, outputs in enumerate(widths(config)):
+        if config.topology == "residual":
+            halve = i % 2 == 1 and published_side > SMALLEST_MAP
+            found.append(Block("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
+            side = found[-1].map_out
+            published_side = published_side // 2 if halve else published_side
+            if published_side <= SMALLEST_MAP:
+                break
+        else:
+            found.append(Block("plain", inputs, outputs, side, side))
+            if config.pooling and i and i % config.pool_interval == 0 and side > SMALLEST_MAP:
+                found.append(Block("pool", outputs, outputs, side, side // 2))
+                side //= 2
+        inputs = outputs
+    return found
+
+
+def _dense_blocks(config: Config) -> list[Block]:
+    found, inputs, side = [], config.channels, config.image_size
+    count = config.depth // DENSE_LAYERS
+    for i in range(count):
+        outputs = inputs + DENSE_LAYERS * config.growth_rate
+        found.append(Block("dense", inputs, outputs, side, side))
+        inputs = outputs
+        if i % config.pool_interval == 0 and i != count - 1:
+            after = side // 2 if side > 1 else side
+            found.append(Block("transition", inputs, inputs // 2, side, after))
+            inputs, side = inputs // 2, after
+    return found
+
+
+def published_pool_intervals(image_size: int, depth: int) -> tuple[int, int]:
+    """The two `pool_interval`s that GPUMemNet's generator chose between by an unrecorded toss."""
+    halvings = max(1, int(math.log2(max(1, image_size // SMALLEST_MAP))))
+    return 5, max(1, math.ceil(depth / halvings))
+
+
+def padding(config: Config) -> tuple[int, int]:
+    """Zeros before and after each side, so that stride 1 keeps the map's size."""
+    total = config.dilation * (config.kernel_size - 1)
+    return total // 2, total - total // 2
+
+
+def _conv(inputs: int, outputs: int, kernel: int, side_out: int) -> Layer:
+    weights, area = inputs * outputs * kernel**2, side_out**2
+    return Layer("conv2d", outputs * area, weights + outputs, 2 * weights * area)
+
+
+def _conv_block(config: Config, inputs: int, outputs: int, side_in: int, side_out: int) -> list[Layer]:
+    before, after = padding(config)
+    elements = outputs * side_out**2
+    padded = inputs * (side_in + before + after) ** 2
+    return [
+        *([Layer("pad2d", padded)] if before != after else []),
+        _conv(inputs, outputs, config.kernel_size, side_out),
+        *_norm(config, outputs, elements),
+        parts.activation(config.activation, elements),
+        *parts.dropout(config.dropout, elements),
+    ]
+
+
+def _norm(config: Config, channels: int, elements: int) -> list[Layer]:
+    return [Layer("batchnorm2d", elements, 2 * channels)] if config.batch_norm else []
+
+
+def _block_layers(config: Config, block: Block) -> list[Layer]:
+    inputs, outputs, side, after = block.inputs, block.outputs, block.map_in, block.map_out
+    elements = outputs * after**2
+    if block.kind == "plain":
+        return _conv_block(config, inputs, outputs, side, after)
+    if block.kind == "pool":
+        return [Layer("max_pool2d", elements)]
+    if block.kind == "residual":
+        shortcut = []
+        if inputs != outputs or block.stride != 1:
+            shortcut = [_conv(inputs, outputs, 1, after), *_norm(config, outputs, elements)]
+        return [
+            *shortcut,
+            *_conv_block(config, inputs, outputs, side, after),
+            *_conv_block(config, outputs, outputs, after, after),
+            Layer("add", elements),
+        ]
+    if block.kind == "dense":
+        found = []
+        for i in range(DENSE_LAYERS):
+            width = inputs + i * config.growth_rate
+            found.append(Layer("concat", width * side**2))
+            found += _conv_block(config, width, config.growth_rate, side, side)
+        return [*found, Layer("concat", elements)]
+    assert block.kind == "transition"
+    wide = outputs * side**2
+    return [
+        _conv(inputs, outputs, 1, side),
+        *_norm(config, outputs, wide),
+        parts.activation("relu", wide),
+        *([Layer("avg_pool2d", elements)] if after != side else []),
+    ]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    body = blocks(config)
+    plan = [layer for block in body for layer in _block_layers(config, block)]
+    channels = body[-1].outputs
+    plan += [Layer("adaptive_avg_pool2d", channels), parts.linear(channels, config.classes)]
+    if config.softmax:
+        plan.append(Layer("softmax", config.classes))
+    return plan
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, channels, image_size, image_size] floats -> [N, classes]."""
+    from torch import nn
+
+    from featurize import modules
+
+    style = modules.ConvStyle(
+        kernel_size=config.kernel_size,
+        dilation=config.dilation,
+        padding=padding(config),
+        batch_norm=config.batch_norm,
+        activation=config.activation,
+        dropout=config.dropout,
+    )
+
+    def module(block: Block) -> nn.Module:
+        if block.kind == "plain":
+            return modules.conv_block(block.inputs, block.outputs, style)
+        if block.kind == "pool":
+            return nn.MaxPool2d(2)
+        if block.kind == "residual":
+            return modules.ResidualBlock(block.inputs, block.outputs, block.stride, style)
+        if block.kind == "dense":
+            return modules.DenseBlock(block.inputs, config.growth_rate, DENSE_LAYERS, style)
+        assert block.kind == "transition"
+        return modules.transition(block.inputs, block.outputs, style, shrink=block.stride == 2)
+
+    body = blocks(config)
+    return nn.Sequential(
+        modules.Stack([module(block) for block in body], recompute=config.activation_checkpointing),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(1),
+        nn.Linear(body[-1].outputs, config.classes),
+        *([nn.Softmax(dim=1)] if config.softmax else []),
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    import torch
+
+    size = (config.batch_size, config.channels, config.image_size, config.image_size)
+    images = torch.randn(size, device=device)
+    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Deep enough for one residual or dense block; settings without effect at their defaults, so that two points which
+    build the same network get the same config. Consumes `use_dropout`."""
+    values = parts.switch_dropout(values)
+    topology = values.get("topology", "pyramid")
+    parts.at_least(values, "depth", MIN_DEPTH.get(topology, 1))
+    if values.get("kernel_size") == 1:
+        values["dilation"] = 1
+    if topology not in PLAIN:
+        values["pooling"] = False
+    if topology == "residual" or (topology in PLAIN and not values.get("pooling", False)):
+        values.pop("pool_interval", None)
+    return values

@@ -1,0 +1,125 @@
+"""Multi-layer perceptrons: blocks of linear, batch norm, activation and dropout, then one linear layer to the classes.
+
+Start reading at `widths`: the four topologies are those of GPUMemNet's MLPs (arXiv 2602.17817), width for width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.layers import Layer
+from featurize.trial import ACTIVATIONS, TrialConfig, at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
+
+TOPOLOGIES = ("pyramid", "uniform", "bottleneck", "gradual")
+SAMPLED_ONLY = ("linear_layers", "use_dropout")  # dimensions of the search space that only `repair` consumes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """depth: hidden layers by the topology's rule (a bottleneck adds one more), so `depth + 1` linear layers, or
+    `depth + 2`. classes: outputs; 1 trains on a loss of 0, at the same cost. dropout: rate, 0 for no such layers.
+    softmax: ends in a softmax before the loss, as published; off, the outputs are logits."""
+
+    family: ClassVar[str] = "mlp"
+
+    input_size: int
+    classes: int
+    depth: int
+    topology: str = "pyramid"
+    activation: str = "relu"
+    batch_norm: bool = False
+    dropout: float = 0.0
+    softmax: bool = False
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, input_size=1, classes=1, depth=1),
+            *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
+            *parts.rates(self, "dropout"),
+            *parts.switches(self, "batch_norm", "softmax"),
+        ]
+        if self.batch_norm is True and self.batch_size == 1:
+            found.append("batch_size must be >= 2 with batch_norm, got 1")
+        return found
+
+
+def widths(config: Config) -> list[int]:
+    """Outputs of every linear layer, the last one's (`classes`) included."""
+    width, hidden = config.input_size, []
+    step = (config.input_size - config.classes) // config.depth
+    for _ in range(config.depth + (config.topology == "bottleneck")):
+        if config.topology in ("pyramid", "bottleneck"):
+            width = max(width // 2, config.classes)
+        elif config.topology == "gradual":
+            width = max(width - step, config.classes)
+        hidden.append(width)
+    return [*hidden, config.classes]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    plan, inputs = [], config.input_size
+    *hidden, classes = widths(config)
+    for width in hidden:
+        plan += parts.dense_block(
+            inputs,
+            width,
+            batch_norm=config.batch_norm,
+            activation_name=config.activation,
+            rate=config.dropout,
+        )
+        inputs = width
+    plan.append(parts.linear(inputs, classes))
+    if config.softmax:
+        plan.append(Layer("softmax", classes))
+    return plan
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, input_size] floats -> [N, classes]."""
+    from torch import nn
+
+    from featurize import modules
+
+    blocks, inputs = [], config.input_size
+    *hidden, classes = widths(config)
+    for width in hidden:
+        blocks.append(
+            nn.Sequential(
+                nn.Linear(inputs, width),
+                *([nn.BatchNorm1d(width)] if config.batch_norm else []),
+                modules.activation(config.activation),
+                *modules.dropout(config.dropout),
+            )
+        )
+        inputs = width
+    return nn.Sequential(
+        modules.Stack(blocks, recompute=config.activation_checkpointing),
+        nn.Linear(inputs, classes),
+        *([nn.Softmax(dim=1)] if config.softmax else []),
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Inputs [N, input_size] float32 and class indices [N]."""
+    import torch
+
+    inputs = torch.randn(config.batch_size, config.input_size, device=device)
+    return (inputs,), torch.randint(config.classes, (config.batch_size,), device=device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Turns `linear_layers`, counted in all, into `depth` unless that is given, and consumes `use_dropout`."""
+    values = parts.switch_dropout(values)
+    linear_layers = values.pop("linear_layers", None)
+    if "depth" not in values and linear_layers is not None:
+        extra = 2 if values.get("topology") == "bottleneck" else 1
+        values["depth"] = max(1, linear_layers - extra) if parts.is_integer(linear_layers) else linear_layers
+    return values

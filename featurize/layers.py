@@ -1,0 +1,52 @@
+"""The layer plan: what a family's forward pass is made of, per sample, without torch.
+
+The same granularity as GPUMemNet's `Activations-Params` tuples (arXiv 2602.17817), with true sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One module of the forward pass.
+
+    kind: `linear`, `conv2d`, `batchnorm2d`, `relu`, `dropout`, `attention`, ...; `output_elements` per sample;
+    `parameters` counted once, in the layer that owns them; `flops` per sample, forward, a multiply-add counts 2.
+    """
+
+    kind: str
+    output_elements: int
+    parameters: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over a plan. Elements, parameters and FLOPs; not bytes."""
+
+    layers: int
+    parameters: int
+    output_elements: int
+    flops: int
+
+
+def totals(plan: Iterable[Layer]) -> Totals:
+    """Sum a plan."""
+    plan = list(plan)
+    return Totals(
+        layers=len(plan),
+        parameters=sum(layer.parameters for layer in plan),
+        output_elements=sum(layer.output_elements for layer in plan),
+        flops=sum(layer.flops for layer in plan),
+    )
+
+
+def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> float:
+    """A quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
+    layer's output kept once. No context, no workspace, no allocator. Not an estimator: see `learn`."""
+    sums = totals(plan)
+    copies = {"adam": 4, "adamw": 4, "momentum": 3, "sgd": 2}[optimizer]
+    return 4 * (copies * sums.parameters + batch_size * sums.output_elements) / 2**20

@@ -1,0 +1,115 @@
+"""The trial config: one family's hyper-parameters plus the training settings that every family shares.
+
+Start reading at `TrialConfig`. Torch-free, so that sampling and the dispatcher can use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from conf.errors import UsageError
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
+ACTIVATIONS = (
+    "relu", "leaky_relu", "prelu", "elu", "selu", "gelu", "tanh", "silu", "softplus", "mish", "identity",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig:
+    """Base of every family's config. Raises `ValueError` naming the field, the rule and the value.
+
+    A subclass sets `family`, adds its fields, and extends `problems`.
+    """
+
+    family: ClassVar[str]
+
+    batch_size: int
+    optimizer: str = "adam"
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    cudnn_benchmark: bool = False
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        if found := self.problems():
+            raise UsageError(f"{self.family}: " + "; ".join(found))
+
+    def problems(self) -> list[str]:
+        """Every rule this config breaks, in words; empty when it can be built."""
+        found = [
+            *at_least(self, batch_size=1),
+            *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
+        ]
+        for name in ("activation_checkpointing", "cudnn_benchmark", "channels_last"):
+            if not isinstance(getattr(self, name), bool):
+                found.append(f"{name} must be true or false, got {getattr(self, name)!r}")
+        return found
+
+    def to_mapping(self) -> dict[str, Any]:
+        """`{"family": ..., field: value, ...}`: what `runs.config` holds as JSON."""
+        return {"family": self.family, **dataclasses.asdict(self)}
+
+
+TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
+
+
+def at_least(config: TrialConfig, **floors: int) -> list[str]:
+    """`batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
+    found = []
+    for name, floor in floors.items():
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < floor:
+            found.append(f"{name} must be an integer >= {floor}, got {value!r}")
+    return found
+
+
+def one_of(config: TrialConfig, **choices: tuple) -> list[str]:
+    """`optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
+    return [
+        f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
+        for name, known in choices.items()
+        if getattr(config, name) not in known
+    ]
+
+
+def canonical_json(mapping: Mapping[str, Any]) -> str:
+    """Same mapping, same text: keys sorted, no spaces."""
+    return json.dumps(mapping, sort_keys=True, separators=(",", ":"))
+
+
+def mapping_hash(mapping: Mapping[str, Any]) -> str:
+    """The identity of a trial config in mapping form: 16 hex digits of the SHA-256 of its canonical JSON."""
+    return hashlib.sha256(canonical_json(mapping).encode()).hexdigest()[:16]
+
+
+def config_hash(config: TrialConfig) -> str:
+    """The trial config's identity, see `mapping_hash`."""
+    return mapping_hash(config.to_mapping())
+
+
+def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
+    """The config that `TrialConfig.to_mapping` wrote. Unknown family or fields raise `UsageError` naming the known."""
+    from featurize.families import get_family
+
+    values = dict(mapping)
+    if "family" not in values:
+        raise UsageError("a trial config needs the key 'family'")
+    cls = get_family(values.pop("family")).Config
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
+    missing = [
+        name for name, field in fields.items()
+        if name not in values and field.default is dataclasses.MISSING
+    ]  # fmt: skip
+    if missing:
+        raise UsageError(f"{cls.family}: missing {', '.join(missing)}")
+    return cls(**values)

@@ -1,0 +1,395 @@
+"""Families: spaces build, plans tell the truth about the modules, modules train. Runs over the family table."""
+
+import dataclasses
+import itertools
+import math
+import random
+import subprocess
+import sys
+from collections import Counter
+from importlib import resources
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
+
+from conf.errors import UsageError
+from farm.sampling import sample_range
+from farm.space import parse_space
+from featurize import modules
+from featurize.families import cnn, family_names, get_family, mlp, transformer
+from featurize.layers import totals
+from featurize.trial import ACTIVATIONS, OPTIMIZERS, PRECISIONS, config_from_mapping
+
+SMALL = {
+    "mlp": dict(batch_size=4, input_size=37, classes=5, depth=3),
+    "cnn": dict(batch_size=2, image_size=33, channels=3, classes=5, base_filters=6, depth=9, growth_rate=3),
+    "transformer": dict(
+        batch_size=2, vocabulary_size=50, sequence_length=7, embedding_size=16, heads=4, depth=3,
+        feed_forward=24, classes=5,
+    ),
+}  # fmt: skip
+MODULE_KINDS = {
+    torch.nn.Linear: "linear",
+    torch.nn.Conv2d: "conv2d",
+    torch.nn.ZeroPad2d: "pad2d",
+    torch.nn.BatchNorm1d: "batchnorm1d",
+    torch.nn.BatchNorm2d: "batchnorm2d",
+    torch.nn.LayerNorm: "layernorm",
+    torch.nn.Dropout: "dropout",
+    torch.nn.Embedding: "embedding",
+    torch.nn.MultiheadAttention: "attention",
+    torch.nn.MaxPool2d: "max_pool2d",
+    torch.nn.AvgPool2d: "avg_pool2d",
+    torch.nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    torch.nn.Softmax: "softmax",
+    **{type(modules.activation(name)): name for name in ACTIVATIONS},
+}
+FUNCTIONAL = ("add", "concat", "position", "mean_pool")  # in the plan, but no modules
+
+
+def space_of(family):
+    arch = OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
+    assert arch.family == family
+    return parse_space(family, OmegaConf.to_container(arch.space))
+
+
+def small(family, **changes):
+    return get_family(family).Config(**{**SMALL[family], **changes})
+
+
+def small_cases():
+    """Every topology, with the other dimensions varied around it."""
+    for topology, norm in itertools.product(mlp.TOPOLOGIES, (False, True)):
+        yield small("mlp", topology=topology, batch_norm=norm, dropout=0.3, activation="gelu", softmax=norm)
+    for topology, kernel, dilation in itertools.product(cnn.TOPOLOGIES, (1, 2, 3), (1, 2)):
+        extra = dict(
+            batch_norm=kernel == 3, pooling=dilation == 2, softmax=kernel == 2, pool_interval=dilation
+        )
+        yield small(
+            "cnn",
+            topology=topology,
+            kernel_size=kernel,
+            dilation=dilation,
+            **extra,
+            activation="silu",
+            dropout=0.2,
+        )
+    for topology, rate in itertools.product(transformer.TOPOLOGIES, (0.0, 0.2)):
+        yield small("transformer", topology=topology, dropout=rate, activation="mish", softmax=rate > 0)
+
+
+SMALL_CASES = list(small_cases())
+
+
+def case_name(config):
+    return "-".join(
+        str(v)
+        for k, v in config.to_mapping().items()
+        if k in ("family", "topology", "kernel_size", "dilation")
+    )
+
+
+over_small_cases = pytest.mark.parametrize("config", SMALL_CASES, ids=case_name)
+over_families = pytest.mark.parametrize("family", family_names())
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return get_family(config.family).build(config)
+
+
+def numel(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def train_step(config, module, seed=0):
+    torch.manual_seed(seed)
+    inputs, targets = get_family(config.family).batch(config, "cpu")
+    loss = torch.nn.functional.cross_entropy(module(*inputs), targets)
+    loss.backward()
+    return loss
+
+
+def test_families_and_features_import_without_torch():
+    names = [f"featurize.families.{name}" for name in family_names()] + ["featurize.features"]
+    code = f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@over_families
+def test_every_point_of_the_default_space_is_a_valid_config(family):
+    rejections = Counter()
+    configs = list(sample_range(space_of(family), 7, 0, 300, rejections=rejections))
+    assert not rejections
+    assert len({str(config.to_mapping()) for config in configs}) == 300
+    for config in configs[:20]:
+        assert config_from_mapping(config.to_mapping()) == config
+
+
+@over_families
+def test_default_space_holds_training_settings_constant_and_reaches_every_topology(family):
+    space = space_of(family)
+    fixed = {"optimizer", "precision", "activation_checkpointing", "cudnn_benchmark", "channels_last"}
+    assert fixed <= {d.name for d in space.dimensions} - {d.name for d in space.varied}
+    config = next(sample_range(space, 1, 0, 1))
+    assert (config.optimizer, config.precision, config.activation_checkpointing) == ("adam", "fp32", False)
+    if hasattr(config, "topology"):
+        seen = {c.topology for c in sample_range(space, 1, 0, 300)}
+        assert seen == set(get_family(family).TOPOLOGIES)
+
+
+@over_families
+def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
+    for config in sample_range(space_of(family), 3, 0, 30):
+        assert totals(get_family(family).layers(config)).parameters == numel(on_meta(config)), config
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("family", sorted(SMALL))
+def test_plan_parameters_equal_the_modules_for_every_topology_and_activation(family, activation):
+    for topology in get_family(family).TOPOLOGIES:
+        config = small(family, topology=topology, activation=activation)
+        plan = get_family(family).layers(config)
+        assert totals(plan).parameters == numel(on_meta(config))
+        assert activation in {layer.kind for layer in plan}
+
+
+@over_small_cases
+def test_plan_lists_the_modules_outputs_in_forward_order(config):
+    family, seen = get_family(config.family), []
+    module = on_meta(config)
+
+    def record(child, _, output):
+        output = output[0] if isinstance(output, tuple) else output
+        seen.append((MODULE_KINDS[type(child)], output.numel() / config.batch_size))
+
+    for child in module.modules():
+        silent = (
+            type(child) is torch.nn.Identity or getattr(child, "p", None) == 0
+        )  # hand their input through
+        if type(child) in MODULE_KINDS and not silent:
+            child.register_forward_hook(record)
+    inputs, _ = family.batch(config, "meta")
+    module(*inputs)
+    plan = [(x.kind, x.output_elements) for x in family.layers(config) if x.kind not in FUNCTIONAL]
+    assert seen == plan
+
+
+@over_small_cases
+def test_plan_flops_equal_torchs_flop_counter(config):
+    family = get_family(config.family)
+    module, (inputs, _) = on_meta(config), family.batch(config, "meta")
+    with FlopCounterMode(display=False) as counter:
+        module(*inputs)
+    assert counter.get_total_flops() == config.batch_size * totals(family.layers(config)).flops
+
+
+@over_small_cases
+def test_one_training_step_on_the_cpu_gives_finite_loss_and_gradients(config):
+    torch.manual_seed(0)
+    module = get_family(config.family).build(config)
+    assert math.isfinite(train_step(config, module).item())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@over_families
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_batch_fits_the_model(family, device):
+    if family not in SMALL:
+        pytest.skip("no small config here")
+    config = small(family)
+    inputs, targets = get_family(family).batch(config, device)
+    with torch.device(device):
+        outputs = get_family(family).build(config)(*inputs)
+    assert outputs.shape == (config.batch_size, config.classes)
+    assert targets.dtype == torch.int64 and targets.shape == (config.batch_size,)
+    assert all(tensor.device.type == device for tensor in (*inputs, targets))
+    if device == "cpu":
+        assert targets.min() >= 0 and targets.max() < config.classes
+
+
+CHECKPOINTED = [small(f, topology=t, dropout=0.0) for f in sorted(SMALL) for t in get_family(f).TOPOLOGIES]
+
+
+@pytest.mark.parametrize("config", CHECKPOINTED, ids=case_name)
+def test_activation_checkpointing_runs_blocks_twice_and_keeps_the_gradients(config):
+    def gradients_and_calls(config):
+        torch.manual_seed(0)
+        module, calls = get_family(config.family).build(config), Counter()
+        for stack in (m for m in module.modules() if isinstance(m, modules.Stack)):
+            for block in stack.blocks:
+                block.register_forward_pre_hook(lambda block, _: calls.update([id(block)]))
+        train_step(config, module)
+        grads = [p.grad for p in module.parameters()]
+        module.eval()
+        once = Counter(calls)
+        train_step(config, module)
+        return grads, set(once.values()), set((calls - once).values())
+
+    kept, plain, plain_eval = gradients_and_calls(config)
+    again = dataclasses.replace(config, activation_checkpointing=True)
+    recomputed, twice, eval_calls = gradients_and_calls(again)
+    assert (plain, plain_eval, twice, eval_calls) == ({1}, {1}, {2}, {1})
+    for a, b in zip(kept, recomputed, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_mlp_widths_follow_each_topology():
+    def widths(**changes):
+        return mlp.widths(small("mlp", **changes))
+
+    shape = dict(input_size=1000, classes=100, depth=4)
+    assert widths(topology="pyramid", **shape) == [500, 250, 125, 100, 100]
+    assert widths(topology="bottleneck", **shape) == [500, 250, 125, 100, 100, 100]
+    assert widths(topology="uniform", **shape) == [1000, 1000, 1000, 1000, 100]
+    assert widths(topology="gradual", **shape) == [775, 550, 325, 100, 100]
+    assert widths(topology="gradual", input_size=10, classes=30, depth=2) == [30, 40, 30]  # as published
+
+
+def test_cnn_widths_follow_each_topology_and_stay_within_2048_filters():
+    def widths(topology, depth=4, base=128):
+        return cnn.widths(small("cnn", topology=topology, depth=depth, base_filters=base))
+
+    assert widths("uniform") == [128] * 4
+    assert widths("pyramid") == [128, 256, 512, 1024]
+    assert widths("reverse_pyramid") == [128, 64, 32, 16]
+    assert widths("gradual", base=512) == [512, 608, 724, 861]
+    assert widths("bottleneck", depth=5) == [256, 128, 256, 512, 1024]
+    assert widths("hourglass", depth=8) == [128, 256, 512, 1024, 1024, 512, 256, 128]
+    assert widths("residual", depth=8, base=8) == [8, 16, 32, 64]
+    for topology, depth, base in itertools.product(cnn.PLAIN, range(1, 30), (1, 16, 511, 2048)):
+        found = widths(topology, depth, base)
+        assert len(found) == depth
+        assert min(found) >= 1 and max(found) <= 2048
+
+
+def test_cnn_blocks_shrink_by_strides_transitions_and_pools_but_not_below_7():
+    def maps(**changes):
+        return [(b.kind, b.map_out) for b in cnn.blocks(small("cnn", image_size=64, **changes))]
+
+    assert {side for _, side in maps(topology="pyramid", depth=9)} == {64}
+    pooled = maps(topology="pyramid", depth=29, pooling=True, pool_interval=1)
+    assert [side for kind, side in pooled if kind == "pool"] == [32, 16, 8, 4]
+    residual = maps(topology="residual", depth=20)
+    assert residual == [("residual", s) for s in (64, 32, 32, 16, 16, 8, 8, 4)]
+    dense = maps(topology="dense", depth=16, pool_interval=2)
+    assert dense == [
+        ("dense", 64),
+        ("transition", 32),
+        ("dense", 32),
+        ("dense", 32),
+        ("transition", 16),
+        ("dense", 16),
+    ]
+
+
+def test_decoder_positions_see_only_what_came_before():
+    for topology in transformer.TOPOLOGIES:
+        config = small("transformer", topology=topology, dropout=0.0)
+        torch.manual_seed(0)
+        module = transformer.build(config)
+        seen = []
+        module.encoder.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out))
+        (tokens,), _ = transformer.batch(config, "cpu")
+        module(tokens)
+        tokens[:, -1] = (tokens[:, -1] + 1) % config.vocabulary_size
+        module(tokens)
+        unchanged = torch.allclose(seen[0][:, :-1], seen[1][:, :-1])
+        assert unchanged == (topology == "decoder")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mlp", dict(depth=0), "depth must be an integer >= 1, got 0"),
+        (
+            "mlp",
+            dict(topology="cube"),
+            "topology must be one of pyramid, uniform, bottleneck, gradual, got 'cube'",
+        ),
+        ("mlp", dict(dropout=1.0), r"dropout must be a number in \[0, 1\), got 1.0"),
+        ("mlp", dict(batch_size=1, batch_norm=True), "batch_size must be >= 2 with batch_norm, got 1"),
+        ("cnn", dict(topology="dense", depth=3), "depth must be >= 4 for topology dense, got 3"),
+        ("cnn", dict(base_filters=4096), "base_filters must be <= 2048, got 4096"),
+        ("cnn", dict(pooling=1), "pooling must be true or false, got 1"),
+        ("cnn", dict(image_size=1, batch_size=1, batch_norm=True), "batch_norm on a 1x1 feature map"),
+        ("transformer", dict(heads=3), "heads must divide embedding_size, got 3 heads"),
+        ("transformer", dict(topology="hybrid", depth=1), "depth must be >= 2 for topology hybrid"),
+        (
+            "transformer",
+            dict(optimizer="lion"),
+            f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'lion'",
+        ),
+        (
+            "transformer",
+            dict(precision="fp8"),
+            f"precision must be one of {', '.join(PRECISIONS)}, got 'fp8'",
+        ),
+    ],
+)
+def test_impossible_configs_are_refused_in_words(family, changes, message):
+    with pytest.raises(UsageError, match=message):
+        small(family, **changes)
+
+
+def test_all_problems_of_a_config_are_reported_together():
+    with pytest.raises(UsageError, match=r"depth .*; activation .*"):
+        small("cnn", depth=0, activation="swish")
+
+
+def test_batch_norm_at_batch_size_1_trains_wherever_it_is_accepted():
+    accepted = 0
+    for topology, side, depth in itertools.product(cnn.TOPOLOGIES, (1, 2, 3, 9), (4, 20)):
+        shape = dict(topology=topology, image_size=side, depth=depth, pooling=True, pool_interval=1)
+        try:
+            config = small("cnn", batch_size=1, batch_norm=True, base_filters=1024, **shape)
+        except UsageError:
+            continue
+        accepted += 1
+        on_meta(config)(*cnn.batch(config, "meta")[0])
+        assert math.isfinite(
+            train_step(config, cnn.build(dataclasses.replace(config, base_filters=2))).item()
+        )
+    assert accepted > 20
+
+
+def test_repair_depends_only_on_values_and_draw_and_leaves_its_argument_alone():
+    for family in sorted(SMALL):
+        space = space_of(family)
+        for seed in range(20):
+            values = space.values([random.Random(seed).random()] * len(space.varied))
+            before = dict(values)
+            draw = {"heads": 0.6}.__getitem__
+            assert get_family(family).repair(values, draw) == get_family(family).repair(dict(values), draw)
+            assert values == before
+
+
+def test_repair_turns_sampled_dimensions_into_fields():
+    draw = {"heads": 0.0}.__getitem__
+    assert mlp.repair({"linear_layers": 4, "topology": "pyramid"}, draw)["depth"] == 3
+    assert mlp.repair({"linear_layers": 4, "topology": "bottleneck"}, draw)["depth"] == 2
+    assert mlp.repair({"linear_layers": 2, "topology": "bottleneck"}, draw)["depth"] == 1
+    assert mlp.repair({"use_dropout": False, "dropout": 0.4}, draw) == {"dropout": 0.0}
+    assert mlp.repair({"use_dropout": True, "dropout": 0.4}, draw) == {"dropout": 0.4}
+    assert cnn.repair({"topology": "dense", "depth": 1, "pooling": True}, draw)["depth"] == 4
+    repaired = transformer.repair({"embedding_size": 130, "feed_forward_multiple": 2.5}, draw)
+    assert repaired == {"embedding_size": 128, "heads": 16, "feed_forward": 320}
+    assert transformer.repair({"embedding_size": 130, "heads": 12}, draw) == {
+        "embedding_size": 120,
+        "heads": 12,
+    }
+
+
+def test_repair_leaves_what_it_cannot_mend_to_the_config():
+    draw = {"heads": 0.5}.__getitem__
+    for family in sorted(SMALL):
+        values = get_family(family).repair({**SMALL[family], "depth": "many"}, draw)
+        with pytest.raises(UsageError, match="depth must be an integer >= 1, got 'many'"):
+            get_family(family).Config(**values)
+
+
+def test_sampled_heads_divide_the_embedding_and_vary():
+    sizes = {c.embedding_size // c.heads for c in sample_range(space_of("transformer"), 0, 0, 300)}
+    assert min(sizes) >= 8 and max(sizes) <= 256 and len(sizes) > 8

@@ -1,0 +1,107 @@
+"""Scalar features, group keys and the feature version."""
+
+import dataclasses
+import math
+from importlib import resources
+
+import pytest
+from omegaconf import OmegaConf
+
+from farm.sampling import sample_range
+from farm.space import parse_space
+from featurize import features
+from featurize.families import cnn, family_names, get_family, mlp, transformer
+from featurize.features import feature_version, group_key, scalar_features
+from featurize.layers import rough_memory_mib, totals
+
+CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
+
+
+def sampled(family, n):
+    arch = OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
+    return list(sample_range(parse_space(family, OmegaConf.to_container(arch.space)), 11, 0, n))
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_features_are_finite_numbers_or_text_and_the_same_columns_for_a_family(family):
+    tables = [scalar_features(config) for config in sampled(family, 50)]
+    assert len({tuple(table) for table in tables}) == 1
+    for value in (value for table in tables for value in table.values()):
+        assert isinstance(value, str) or (type(value) is float and math.isfinite(value))
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_features_hold_the_configs_own_fields_and_the_plans_totals(family):
+    for config in sampled(family, 20):
+        found, plan = scalar_features(config), get_family(family).layers(config)
+        for name, value in config.to_mapping().items():
+            if isinstance(value, str | int | float):
+                assert found[name] == value
+        sums = totals(plan)
+        for name in ("layers", "parameters", "output_elements", "flops"):
+            assert found[name] == getattr(sums, name)
+        assert found["batch_output_elements"] == config.batch_size * sums.output_elements
+        assert found["rough_memory_mib"] == rough_memory_mib(plan, config.batch_size, config.optimizer)
+        for prefix, total in (("count", sums.layers), ("elements", sums.output_elements)):
+            assert sum(found[f"{prefix}_{kind}"] for kind in features.KINDS) == total
+        if family in ("mlp", "cnn", "transformer"):
+            assert found["count_other"] == 0
+
+
+def test_features_shared_by_all_families_make_a_joint_table():
+    common = set.intersection(*(set(scalar_features(sampled(f, 1)[0])) for f in family_names()))
+    assert {
+        "family",
+        "optimizer",
+        "precision",
+        "batch_size",
+        "log_parameters",
+        "max_output_elements",
+    } <= common
+    assert {f"count_{kind}" for kind in features.KINDS} <= common
+
+
+def test_group_key_ignores_batch_size_training_settings_and_dropout():
+    config = cnn.Config(**CNN)
+    for change in (
+        dict(batch_size=60), dict(optimizer="sgd"), dict(precision="bf16"), dict(dropout=0.3),
+        dict(activation_checkpointing=True), dict(cudnn_benchmark=True), dict(channels_last=True),
+    ):  # fmt: skip
+        assert group_key(dataclasses.replace(config, **change)) == group_key(config)
+
+
+def test_group_key_tells_architectures_apart():
+    config = cnn.Config(**CNN)
+    keys = {group_key(config), group_key(mlp.Config(input_size=9, classes=2, depth=1, batch_size=4))}
+    changes = (
+        dict(image_size=33), dict(channels=1), dict(classes=11), dict(base_filters=17), dict(depth=9),
+        dict(topology="gradual"), dict(kernel_size=1), dict(activation="prelu"), dict(batch_norm=True),
+    )  # fmt: skip
+    keys |= {group_key(dataclasses.replace(config, **change)) for change in changes}
+    assert len(keys) == 2 + len(changes)
+
+
+def test_group_key_joins_configs_that_build_the_same_network():
+    dense = cnn.Config(**CNN | dict(topology="dense"))
+    assert group_key(dense) == group_key(dataclasses.replace(dense, base_filters=99, depth=11))
+
+
+def test_features_read_a_transformers_absolute_sizes():
+    config = transformer.Config(
+        vocabulary_size=1000, sequence_length=10, embedding_size=32, heads=4, depth=2, feed_forward=70,
+        classes=3, batch_size=5,
+    )  # fmt: skip
+    found = scalar_features(config)
+    assert (found["feed_forward"], found["count_attention"], found["parameters_embedding"]) == (70, 2, 32_000)
+
+
+def test_feature_version_follows_the_sources(tmp_path):
+    assert feature_version() == feature_version()
+    assert len(feature_version()) == 12
+    source = tmp_path / "a'; echo foo.py"
+    source.write_bytes(b"x = 1\ny = 2\n")
+    first = features._version.__wrapped__((source,))
+    source.write_bytes(b"x = 1\r\ny = 2\r\n")
+    assert features._version.__wrapped__((source,)) == first
+    source.write_bytes(b"x = 1\ny = 3\n")
+    assert features._version.__wrapped__((source,)) != first
