@@ -1,0 +1,156 @@
+"""What every telemetry sensor keeps to, run for each implementation. Start reading at `CASES`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the recordings live with the sensors' own tests
+
+from dcgm_server import DcgmServer
+from recorded_nvml import A100_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
+
+from warehouse.schema import METRICS
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, Target
+from workers.telemetry.dcgm import DcgmSensor
+from workers.telemetry.gpm import GpmSensor
+from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.process import ProcessSensor
+from workers.telemetry.sampler import SENSORS
+
+RATIOS = {name for name, (unit, _) in METRICS.items() if unit == "ratio"}
+
+
+@dataclass
+class Case:
+    """A sensor, what makes its source move on, and a target it cannot know."""
+
+    sensor: Sensor
+    step: Callable[[], None] = lambda: None
+    target: Target = field(default_factory=lambda: Target(A100_UUID, os.getpid()))
+    unknown: Target = field(default_factory=lambda: Target(UNKNOWN_UUID, os.getpid()))
+
+
+@contextlib.contextmanager
+def nvml_case() -> Iterator[Case]:
+    nvml = RecordedNvml(pids={"trial": os.getpid()})
+    yield Case(NvmlSensor(nvml, pcie=True), nvml.advance)
+
+
+@contextlib.contextmanager
+def gpm_case() -> Iterator[Case]:
+    nvml = FakeGpmNvml()
+    nvml.returns[13] = 3
+    yield Case(GpmSensor(nvml))
+
+
+@contextlib.contextmanager
+def dcgm_case() -> Iterator[Case]:
+    with DcgmServer() as server:
+        energy = iter(range(81234605949, 81234999999))
+        last = [next(energy)]
+
+        def step() -> None:
+            new = next(energy)
+            server.replace(str(last[0]), str(new))
+            last[0] = new
+
+        yield Case(DcgmSensor(server.url), step)
+
+
+@contextlib.contextmanager
+def process_case() -> Iterator[Case]:
+    yield Case(ProcessSensor(), unknown=Target(None, 999_999_999))
+
+
+CASES = {"nvml": nvml_case, "gpm": gpm_case, "dcgm": dcgm_case, "process": process_case}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    with CASES[request.param]() as made:
+        yield made
+        made.sensor.close()
+
+
+def readings(case: Case, enough: int = 4) -> list[Sample]:
+    """At least `enough` samples: asked again and again, as the sampler does, until the sensor has them."""
+    case.sensor.watch(case.target)
+    found: list[Sample] = []
+    deadline = time.monotonic() + 30
+    while len(found) < enough:
+        assert time.monotonic() < deadline, "the sensor gives no samples"
+        case.step()
+        found += case.sensor.sample()
+    return found
+
+
+def test_every_source_of_the_factory_has_a_case():
+    assert set(CASES) == set(SENSORS)
+
+
+def test_sensor_satisfies_the_protocol(case):
+    assert isinstance(case.sensor, Sensor)
+    assert case.sensor.name in SENSORS
+    assert 0 < case.sensor.period_s <= 1
+
+
+def test_metrics_are_declared_in_the_schema_and_by_the_sensor(case):
+    assert set(case.sensor.metrics) <= set(METRICS)
+    assert len(set(case.sensor.metrics)) == len(case.sensor.metrics)
+    for sample in readings(case):
+        assert set(sample.values) <= set(case.sensor.metrics)
+
+
+def test_sample_times_grow_and_are_not_in_the_future(case):
+    before_ns = time.monotonic_ns()
+    times = [sample.t_ns for sample in readings(case)]
+    assert times == sorted(times)
+    assert before_ns <= times[0] and times[-1] <= time.monotonic_ns()
+
+
+def test_every_value_is_a_number_and_none_is_negative(case):
+    for sample in readings(case):
+        assert sample.values
+        for name, value in sample.values.items():
+            assert isinstance(value, int | float) and value == value, name
+            assert value >= 0, name
+
+
+def test_ratios_lie_between_zero_and_one(case):
+    for sample in readings(case):
+        for name in RATIOS & set(sample.values):
+            assert 0 <= sample.values[name] <= 1, name
+
+
+def test_what_was_not_measured_is_absent(case):
+    for sample in readings(case):
+        assert None not in sample.values.values()
+        for name in getattr(case.sensor, "dropped", {}):
+            assert name not in sample.values
+
+
+def test_unknown_target_is_refused_with_a_reason(case):
+    with pytest.raises(SensorUnavailable, match=r".{10,}"):
+        case.sensor.watch(case.unknown)
+
+
+def test_sensor_can_watch_one_trial_after_another(case):
+    first = readings(case, enough=2)
+    second = readings(case, enough=2)
+    assert second[0].t_ns >= first[-1].t_ns
+
+
+def test_close_can_be_repeated_and_ends_the_readings(case):
+    case.sensor.watch(case.target)
+    case.sensor.close()
+    case.sensor.close()
+    with pytest.raises(SensorUnavailable):
+        case.sensor.sample()

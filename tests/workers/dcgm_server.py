@@ -1,0 +1,47 @@
+"""A real HTTP server on the loopback that serves a dcgm-exporter page; the page can be changed while it runs."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+PAGE = Path(__file__).parent / "data" / "dcgm_exporter_metrics.txt"
+
+
+class DcgmServer:
+    """Use as a context manager; `url` is where it listens, `page` and `status` what it answers."""
+
+    def __init__(self) -> None:
+        self.page = PAGE.read_text()
+        self.status = 200
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = owner.page.encode()
+                self.send_response(owner.status)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/metrics"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+
+    def replace(self, old: str, new: str) -> None:
+        assert old in self.page
+        self.page = self.page.replace(old, new)
+
+    def __enter__(self) -> DcgmServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

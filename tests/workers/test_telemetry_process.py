@@ -1,0 +1,148 @@
+"""The process sensor on real processes: CPU time, memory, children that vanish."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workers.telemetry.base import SensorUnavailable, Target
+from workers.telemetry.process import ProcessSensor, ProcessTree
+
+WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
+SPAWNS = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {WAITS!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print("up", flush=True)
+sys.stdin.readline()
+child.communicate()
+print("child gone", flush=True)
+sys.stdin.read()
+"""
+BURNS_IN_A_CHILD = """
+import subprocess, sys
+print("up", flush=True)
+sys.stdin.readline()
+subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.3: pass"])
+print("burnt", flush=True)
+sys.stdin.read()
+"""
+
+
+class Program:
+    """A child Python process that talks in lines."""
+
+    def __init__(self, source: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", source],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self._process.pid
+        self.expect("up")
+
+    def expect(self, line: str) -> None:
+        assert self._process.stdout.readline().strip() == line
+
+    def tell(self) -> None:
+        self._process.stdin.write("go\n")
+
+    def __enter__(self) -> Program:
+        return self
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def __exit__(self, *_exception) -> None:
+        if self._process.poll() is None:
+            self.end()
+        self._process.stdout.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_ns = time.monotonic_ns()
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def watched(pid: int) -> tuple[ProcessSensor, Clock]:
+    clock = Clock()
+    sensor = ProcessSensor(clock_ns=clock)
+    sensor.watch(Target(None, pid))
+    return sensor, clock
+
+
+def test_cpu_time_of_reaped_children_counts_once():
+    with Program(BURNS_IN_A_CHILD) as program:
+        sensor, clock = watched(program.pid)
+        program.tell()
+        program.expect("burnt")
+        clock.now_ns += 1_000_000_000
+        (sample,) = sensor.sample()
+        assert (
+            0.25 <= sample.values["cpu_cores"] < 0.9
+        )  # of one second: the child's 0.3 s and interpreters' starts
+        clock.now_ns += 1_000_000_000
+        assert sensor.sample()[0].values["cpu_cores"] < 0.1
+
+
+def test_memory_is_the_trees_and_survives_a_vanishing_child():
+    with Program(SPAWNS) as program:
+        assert len(ProcessTree(program.pid).processes()) == 2
+        sensor, _ = watched(program.pid)
+        with_child = sensor.sample()[0].values["rss_mib"]
+        program.tell()
+        program.expect("child gone")
+        alone = sensor.sample()[0].values["rss_mib"]
+        assert 2 < alone < with_child - 2
+        assert len(ProcessTree(program.pid).processes()) == 1
+
+
+def test_tree_is_found_without_the_kernels_list_of_children():
+    with Program(SPAWNS) as program:
+        tree = ProcessTree(program.pid)
+        tree._listed = False
+        assert len(tree.processes()) == 2
+
+
+def test_calls_too_close_for_the_kernels_ticks_give_memory_only():
+    with Program(WAITS) as program:
+        sensor, clock = watched(program.pid)
+        assert "cpu_cores" not in sensor.sample()[0].values
+        clock.now_ns += 100_000_000
+        assert "cpu_cores" in sensor.sample()[0].values
+
+
+def test_ended_process_gives_no_readings():
+    with Program(WAITS) as program:
+        sensor, clock = watched(program.pid)
+        program.end()
+        clock.now_ns += 100_000_000
+        assert sensor.sample() == []
+
+
+def test_process_that_waits_to_be_reaped_gives_no_readings():
+    pid = os.fork()
+    if pid == 0:
+        os.read(0, 0)
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        sensor, _ = watched(pid)
+        assert sensor.sample() == []
+    finally:
+        os.waitpid(pid, 0)
+
+
+def test_unknown_process_is_a_reason():
+    with pytest.raises(SensorUnavailable, match="999999999"):
+        ProcessSensor().watch(Target(None, 999_999_999))

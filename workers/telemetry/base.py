@@ -1,0 +1,50 @@
+"""The sensor Protocol: what every telemetry source offers, and the one error family it may raise.
+
+A sensor declares its metrics (keys of `warehouse.schema.METRICS`) and its period, and converts units once, here.
+Constructing a sensor must raise `SensorUnavailable` with a reason a person can act on when the hardware, driver,
+library or exporter is not there; after that `sample` returns what it has, without the metrics it could not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+class SensorUnavailable(RuntimeError):
+    """This sensor gives nothing here; the message says why and, where there is one, the mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reading. `t_ns` is `time.monotonic_ns()` at the moment the values are of; no key means not measured."""
+
+    t_ns: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be watched: the device by UUID (None: no GPU) and the trial's root process."""
+
+    device_uuid: str | None
+    pid: int
+
+
+@runtime_checkable
+class Sensor(Protocol):
+    """A source of samples. Used from one thread at a time; `watch` is called before a trial's first `sample`."""
+
+    name: str  # nvml | gpm | dcgm | process
+    metrics: tuple[str, ...]
+    period_s: float  # the fastest useful period; the sampler never asks more often
+
+    def watch(self, target: Target) -> None:
+        """Point the sensor at a device and process. Raises `SensorUnavailable`."""
+        ...
+
+    def sample(self) -> list[Sample]:
+        """The readings since the last call, oldest first; usually one, none when nothing new is there."""
+        ...
+
+    def close(self) -> None: ...
