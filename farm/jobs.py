@@ -1,0 +1,439 @@
+"""The durable queue: jobs and their tasks in one SQLite file, leased at least once, never lost.
+
+Start reading at `Queue`; the life of a task is drawn in `farm.queue_file`. Time comes in as an argument, in
+seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from conf.errors import UsageError, unknown_name
+from farm.job_records import (
+    JOB_COLUMNS,
+    Added,
+    Counts,
+    Job,
+    JobProgress,
+    Task,
+    TaskError,
+    counts_of,
+    job_id_for,
+    job_of,
+    progress_of,
+)
+from farm.queue_file import QueueError, QueueFile
+
+__all__ = ["Added", "Counts", "Job", "JobProgress", "Queue", "QueueError", "Task", "TaskError", "job_id_for"]
+
+MAX_ATTEMPTS = 3
+BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
+MAX_BACKOFF_S = 600.0
+SUBMIT_CHUNK = 2000  # tasks per transaction of `submit`
+ERROR_CHARACTERS = 2000  # of an error kept in the queue; the whole of it lands with the run
+
+_AT = "job_seq = ? AND task_index = ?"
+_HELD = f"{_AT} AND attempt = ? AND state = 'leased'"
+_UNLESS_CANCELLED = (
+    "CASE WHEN (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NULL THEN '{}' ELSE 'cancelled' END"
+)
+_FINISH = (
+    "UPDATE tasks SET state = 'done', status = ?, finished_at = ?, due = NULL, "
+    f"error = coalesce(?, error), error_at = coalesce(?, error_at) WHERE {_AT} AND state != 'done'"
+)
+_TASK_NAMES = ("job_id", "family", "settings_json", "device", "task_index", "attempt", "config_json")
+_TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and reads every task of the job
+    f"SELECT {', '.join(_TASK_NAMES)} FROM tasks INDEXED BY {{}} JOIN configs USING (job_seq, task_index) "
+    "JOIN jobs ON seq = job_seq "
+)
+# Of one job (?1), of one device (?2), or of all.
+_OF = "(?1 IS NULL OR seq = ?1) AND (?2 IS NULL OR device = ?2)"
+
+
+class Queue:
+    """Jobs and tasks in one SQLite file (WAL). Any number of processes may have it open; each method is atomic.
+
+    What the user is told has happened (submit, cancel) is synced to the disk. Leases and finishes are not: they
+    survive a killed process, and after a power failure the last ones are undone, which repeats a lease or is
+    reconciled from the warehouse with `mark_done`; syncing each would cost a factor of 20.
+    Errors: `QueueError`; `UsageError` for an unknown job.
+    """
+
+    def __init__(self, file: QueueFile, max_attempts: int, backoff_s: float) -> None:
+        self._file = file
+        self._seqs: dict[str, int] = {}
+        self.max_attempts = max_attempts
+        self.backoff_s = backoff_s
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike,
+        *,
+        max_attempts: int = MAX_ATTEMPTS,
+        backoff_s: float = BACKOFF_S,
+        busy_timeout_s: float = 30.0,
+    ) -> Queue:
+        """Open the file, creating it if there is none. Its folder has to exist.
+
+        Raises `UsageError` for a file that is no queue, or one written by a newer version.
+        """
+        if max_attempts < 1:
+            raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
+        return cls(QueueFile(Path(path), busy_timeout_s), max_attempts, backoff_s)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+    # Submitting
+
+    def submit(self, job: Job, configs: Iterable[tuple[int, str]], now: float) -> Added:
+        """Add the job and the tasks `(index, config JSON)` that it does not hold yet.
+
+        The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
+        in the middle, it leaves the tasks of whole chunks, and the same call completes it. `configs` is read
+        lazily and may start at `next_index`.
+        """
+        with self._file.transaction(durable=True):
+            seq = self._upsert_job(job)
+            revived = self._file.change(
+                "UPDATE tasks SET state = 'queued', attempt = 0, due = NULL, error = NULL, error_at = NULL "
+                "WHERE job_seq = ? AND state = 'cancelled'", (seq,),
+            )  # fmt: skip
+            self._file.change("UPDATE jobs SET cancelled_at = NULL, ready = 1 WHERE seq = ?", (seq,))
+        added = existing = 0
+        pairs = iter(configs)
+        while chunk := list(islice(pairs, SUBMIT_CHUNK)):
+            with self._file.transaction(durable=True):
+                # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
+                (runs,) = self._file.one("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
+                state = "queued" if runs else "cancelled"
+                new = self._file.many(
+                    "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                    [(seq, index, state) for index, _ in chunk],
+                )
+                self._file.many(
+                    "INSERT INTO configs VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                    [(seq, index, text) for index, text in chunk],
+                )
+                self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
+            added += new
+            existing += len(chunk) - new
+        with self._file.transaction(durable=True):
+            self._file.change(
+                "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) WHERE seq = ?",
+                (seq,),
+            )
+        return Added(added=added, existing=existing, revived=revived)
+
+    def _upsert_job(self, job: Job) -> int:
+        row = self._file.one(
+            "SELECT seq, family, space_json, seed, policy, settings_json, device FROM jobs WHERE job_id = ?",
+            (job.job_id,),
+        )
+        defined = (job.family, job.space_json, job.seed, job.policy, job.settings_json, job.device)
+        if row is None:
+            seq = self._file.one("SELECT coalesce(max(seq), 0) + 1 FROM jobs")[0]
+            self._file.change(
+                "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, "
+                "seq, job_id, n, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*defined, seq, job.job_id, job.n, job.priority, job.submitted_at),
+            )
+            return seq
+        if tuple(row[1:]) != defined:
+            raise UsageError(f"job {job.job_id} exists with another space, seed, policy, settings or device")
+        self._file.change(
+            "UPDATE jobs SET complete = complete AND n >= ?, n = max(n, ?), priority = ? WHERE seq = ?",
+            (job.n, job.n, job.priority, row[0]),
+        )
+        return row[0]
+
+    def next_index(self, job_id: str) -> int:
+        """One past the highest index that the job holds, from which a submission need go on; 0 for a new job."""
+        return self._file.one(
+            "SELECT coalesce(max(task_index) + 1, 0) FROM tasks "
+            "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)", (job_id,),
+        )[0]  # fmt: skip
+
+    def cancel(self, job_id: str, now: float) -> int:
+        """Take out the tasks that have not started; how many. Leased ones finish, but are not tried again."""
+        seq = self._seq(job_id)
+        with self._file.transaction(durable=True):
+            self._file.change("UPDATE jobs SET cancelled_at = ?, ready = 0 WHERE seq = ?", (now, seq))
+            return self._file.change(
+                "UPDATE tasks SET state = 'cancelled', due = NULL "
+                "WHERE job_seq = ? AND state IN ('queued', 'waiting')", (seq,),
+            )  # fmt: skip
+
+    # Working
+
+    def lease(
+        self,
+        worker: str,
+        limit: int,
+        now: float,
+        lease_s: float,
+        job_id: str | None = None,
+        device: str | None = None,
+    ) -> list[Task]:
+        """Up to `limit` tasks for `worker`, held until now + lease_s: highest priority, oldest job, lowest index.
+
+        Only those of `job_id` and of jobs for `device`, where given.
+        """
+        only = None if job_id is None else self._seq(job_id)
+        tasks: list[Task] = []
+        with self._file.transaction():
+            self._queue_what_is_due(now)
+            ready = self._file.all(
+                f"SELECT seq FROM jobs INDEXED BY jobs_ready WHERE ready = 1 AND {_OF} "
+                "ORDER BY priority DESC, submitted_at, seq", (only, device),
+            )  # fmt: skip
+            for (seq,) in ready:
+                wanted = limit - len(tasks)
+                if wanted <= 0:
+                    break
+                rows = self._file.all(
+                    _TASKS.format("tasks_queued")
+                    + "WHERE job_seq = ? AND state = 'queued' ORDER BY task_index LIMIT ?",
+                    (seq, wanted),
+                )
+                if len(rows) < wanted:
+                    self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
+                found = [_task(row, further=1) for row in rows]
+                self._file.many(
+                    f"UPDATE tasks SET state = 'leased', attempt = ?, due = ?, worker = ? WHERE {_AT}",
+                    [(task.attempt, now + lease_s, worker, seq, task.task_index) for task in found],
+                )
+                tasks += found
+        return tasks
+
+    def renew(self, tasks: Sequence[Task], now: float, lease_s: float) -> int:
+        """Hold these tasks until now + lease_s; how many are still held by this attempt."""
+        with self._file.transaction():
+            return self._file.many(
+                f"UPDATE tasks SET due = ? WHERE {_HELD}", [(now + lease_s, *self._held(t)) for t in tasks]
+            )
+
+    def release(self, tasks: Sequence[Task]) -> int:
+        """Give back tasks that were not started: no attempt is counted. How many were still held."""
+        released = 0
+        with self._file.transaction():
+            for task in tasks:
+                seq = self._seq(task.job_id)
+                released += self._file.change(
+                    f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('queued')}, "
+                    f"attempt = attempt - 1, due = NULL, worker = NULL WHERE {_HELD}", self._held(task),
+                )  # fmt: skip
+                self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
+        return released
+
+    def finish(self, task: Task, status: str, now: float, error: str | None = None) -> bool:
+        """The task's run is durable: done with this status. False if it was done already: drop the result.
+
+        Also true for a holder whose lease has expired meanwhile, whoever holds the task now.
+        """
+        changed = self._file.change(
+            _FINISH,
+            (status, now, *_error_values(error, now), self._seq(task.job_id), task.task_index),
+        )
+        return changed == 1
+
+    def retry(self, task: Task, now: float, error: str) -> bool:
+        """The attempt failed through no fault of the trial. True: nothing left to do for the caller.
+
+        True: queued again after a backoff, or no longer this holder's, or its job was cancelled. False: that was the
+        last attempt; the task stays leased until the caller has landed a `crashed` run and calls `finish`. If it
+        never does, the task turns up in `expired`.
+        """
+        with self._file.transaction():
+            held = f"{_AT} AND attempt = ? AND state IN ('leased', 'exhausted')"
+            still_held = self._file.change(
+                f"UPDATE tasks SET error = ?, error_at = ?, worker = NULL WHERE {held}",
+                (*_error_values(error, now), *self._held(task)),
+            )
+            if not still_held:
+                return True
+            if task.attempt >= self.max_attempts:
+                return False
+            delay_s = min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
+            self._file.change(
+                f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('waiting')}, due = ? WHERE {held}",
+                (now + delay_s, *self._held(task)),
+            )
+            return True
+
+    def expired(self, now: float, device: str | None = None) -> list[Task]:
+        """Tasks whose lease ran out on their last attempt, again at each call until `finish`: land them as crashed."""
+        with self._file.transaction():
+            self._queue_what_is_due(now)
+            rows = self._file.all(
+                _TASKS.format("tasks_exhausted")
+                + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
+                (None, device),
+            )
+        return [_task(row) for row in rows]
+
+    def leased(self) -> list[Task]:
+        """All tasks that somebody holds, or held last and has not landed."""
+        due = _TASKS.format("tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
+        exhausted = _TASKS.format("tasks_exhausted") + "WHERE state = 'exhausted'"
+        return [_task(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
+
+    def void_leases(self) -> int:
+        """End every lease, when no holder can be alive any more; how many. Counts as an attempt, as an expiry does."""
+        return self._file.change(
+            "UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'"
+        )
+
+    def is_done(self, task: Task) -> bool:
+        """Whether somebody has finished the task."""
+        row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
+        return row == ("done",)
+
+    def mark_done(self, job_id: str, statuses: Mapping[int, str]) -> int:
+        """Done, because their runs were found durable in the warehouse: index -> status. How many were not yet."""
+        seq = self._seq(job_id)
+        with self._file.transaction():
+            return self._file.many(
+                _FINISH,
+                [(status, None, None, None, seq, index) for index, status in statuses.items()],
+            )
+
+    def _queue_what_is_due(self, now: float) -> None:
+        """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""
+        rows = self._file.all(
+            "SELECT job_seq, task_index, state, attempt, cancelled_at FROM tasks INDEXED BY tasks_due "
+            "JOIN jobs ON seq = job_seq WHERE state IN ('waiting', 'leased') AND due <= ?",
+            (now,),
+        )
+        for seq, index, state, attempt, cancelled_at in rows:
+            lost = state == "leased"
+            to = "queued" if cancelled_at is None else "cancelled"
+            if lost and attempt >= self.max_attempts:
+                to = "exhausted"
+            self._file.change(f"UPDATE tasks SET state = ?, due = NULL WHERE {_AT}", (to, seq, index))
+            if (
+                lost
+            ):  # without a worker it was a last retry that was never landed: that has its own, better error
+                self._file.change(
+                    "UPDATE tasks SET error = 'worker ' || worker || ' lost: the lease of attempt ' || attempt || "
+                    f"' ran out', error_at = ? WHERE {_AT} AND worker IS NOT NULL",
+                    (now, seq, index),
+                )
+            if to == "queued":
+                self._file.change("UPDATE jobs SET ready = 1 WHERE seq = ?", (seq,))
+
+    # Looking
+
+    def jobs(self) -> list[Job]:
+        """All jobs, oldest first."""
+        rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")
+        return [job_of(row) for row in rows]
+
+    def job(self, job_id: str) -> Job:
+        """One job; an unknown id raises `UsageError` listing the known ones."""
+        return job_of(self._file.one(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
+
+    def counts(self, job_id: str | None = None, device: str | None = None) -> Counts:
+        """Tasks by state: of one job, of all jobs for one device, or of all."""
+        only = None if job_id is None else self._seq(job_id)
+        return counts_of(row[1:] for row in self._tallies(only, device))
+
+    def pending(self, job_id: str | None = None, device: str | None = None) -> int:
+        """Tasks that are neither done nor cancelled."""
+        return self.counts(job_id, device).pending
+
+    def next_device(self, job_id: str | None = None) -> str | None:
+        """The device of the job to work on next, of those with pending tasks; None when nothing is pending."""
+        only = None if job_id is None else self._seq(job_id)
+        row = self._file.one(
+            "SELECT device FROM jobs WHERE (?1 IS NULL OR seq = ?1) AND EXISTS (SELECT 1 FROM tallies "
+            "WHERE job_seq = seq AND state IN ('queued', 'waiting', 'leased', 'exhausted') AND count > 0) "
+            "ORDER BY priority DESC, submitted_at, seq LIMIT 1", (only,),
+        )  # fmt: skip
+        return None if row is None else row[0]
+
+    def progress(self, now: float, job_id: str | None = None, window_s: float = 300.0) -> list[JobProgress]:
+        """Every job (or one), oldest first, with its rate over the last `window_s` seconds."""
+        only = None if job_id is None else self._seq(job_id)
+        tallies: dict[int, list[tuple]] = {}
+        for seq, *tally in self._tallies(only, None):
+            tallies.setdefault(seq, []).append(tuple(tally))
+        jobs = self._file.all(
+            f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
+            "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq", (only,),
+        )  # fmt: skip
+        found = []
+        for seq, complete, cancelled, *row in jobs:
+            counts = counts_of(tallies.get(seq, []))
+            recent, first_at = 0, None
+            if counts.pending:
+                recent, first_at = self._file.one(
+                    "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
+                    "WHERE job_seq = ? AND finished_at >= ?", (seq, now - window_s),
+                )  # fmt: skip
+            found.append(
+                progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now)
+            )
+        return found
+
+    def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
+        return self._file.all(
+            "SELECT job_seq, state, status, count FROM tallies JOIN jobs ON seq = job_seq "
+            f"WHERE count > 0 AND {_OF}", (seq, device),
+        )  # fmt: skip
+
+    def errors(self, job_id: str, limit: int = 10) -> list[TaskError]:
+        """The latest failed attempts of the job's tasks, newest first."""
+        rows = self._file.all(
+            "SELECT task_index, attempt, state, status, error, error_at FROM tasks "
+            "WHERE job_seq = ? AND error IS NOT NULL ORDER BY error_at DESC, task_index DESC LIMIT ?",
+            (self._seq(job_id), limit),
+        )
+        names = ("task_index", "attempt", "state", "status", "error", "error_at")
+        return [TaskError(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def next_due(self, now: float) -> float | None:
+        """When `lease` or `expired` next has something to give: `now` if at once, None if nothing is on its way."""
+        for state in ("queued", "exhausted"):
+            if self._file.one(
+                f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"
+            ):
+                return now
+        due = self._file.one(
+            "SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')"
+        )[0]
+        return None if due is None else max(due, now)
+
+    def _seq(self, job_id: str) -> int:
+        if job_id not in self._seqs:  # jobs are never deleted, so this never goes stale
+            row = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (job_id,))
+            if row is None:
+                known = [name for (name,) in self._file.all("SELECT job_id FROM jobs")]
+                if not known:
+                    raise UsageError(f"unknown job {job_id!r}; there are no jobs yet")
+                raise unknown_name("job", job_id, known)
+            self._seqs[job_id] = row[0]
+        return self._seqs[job_id]
+
+    def _held(self, task: Task) -> tuple[int, int, int]:
+        return self._seq(task.job_id), task.task_index, task.attempt
+
+
+def _task(row: Sequence, further: int = 0) -> Task:
+    task = dict(zip(_TASK_NAMES, row, strict=True))
+    return Task(**{**task, "attempt": task["attempt"] + further})
+
+
+def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:
+    # The end of a traceback says what happened.
+    return (None, None) if error is None else (error[-ERROR_CHARACTERS:], now)

@@ -1,0 +1,173 @@
+"""`python -m farm.status`: how far every job is, as a table or as JSON. Start reading at `entry`.
+
+With format=json it prints `{"data": path, "at": time, "jobs": [...]}`. Each job has `job_id, family, policy, seed,
+n, priority, state` (submitting, queued, running, done, cancelling or cancelled)`, submitted_at, queued, waiting` (those
+of the queued that wait for another attempt)`, running, done, cancelled, by_status` (status -> runs)`, rate_per_min,
+eta_s`; with job=ID also `space, settings` and `errors`, a list of `task_index, attempt, state, status, error,
+error_at`, newest first. Times are ISO 8601 in UTC; what is not known is null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from farm.jobs import JobProgress, Queue
+from warehouse.folder import DataFolder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+FORMATS = ("table", "json")
+_PLAIN_WIDTH = 200  # without a terminal nothing is cut off
+
+
+def entry(cfg: DictConfig) -> None:
+    """Print the jobs of the folder. An unknown job or format is a `UsageError`; a folder without jobs is none."""
+    if cfg.format not in FORMATS:
+        raise unknown_name("format", cfg.format, FORMATS)
+    folder = DataFolder.resolve(cfg.data)
+    report = read(folder, None if cfg.job is None else str(cfg.job), time.time())
+    if cfg.format == "json":
+        print(json.dumps(report, indent=2))
+    elif report["jobs"]:
+        _print_table(report)
+    else:
+        print(f"no jobs in {folder.root} yet; start one with `python -m farm.submit +arch=cnn n=100`")
+
+
+def read(folder: DataFolder, job_id: str | None, now: float) -> dict[str, Any]:
+    """What format=json prints (see the top of this file)."""
+    report: dict[str, Any] = {"data": str(folder.root), "at": _iso(now), "jobs": []}
+    if job_id is None and not folder.queue.is_file():
+        return report
+    with Queue.open(existing_queue(folder, job_id)) as queue:
+        report["jobs"] = [_job_report(progress) for progress in queue.progress(now, job_id)]
+        if job_id is not None:
+            job, (detail,) = queue.job(job_id), report["jobs"]
+            detail["space"] = json.loads(job.space_json)
+            detail["settings"] = json.loads(job.settings_json)
+            detail["errors"] = [
+                {**dataclasses.asdict(error), "error_at": _iso(error.error_at)}
+                for error in queue.errors(job_id)
+            ]
+    return report
+
+
+def existing_queue(folder: DataFolder, job_id: str | None) -> Path:
+    """The queue's path in a readable data folder. `UsageError` where there is none: then the job is not known."""
+    if not folder.queue.is_file():
+        raise UsageError(f"unknown job {job_id!r}; there are no jobs in {folder.root}")
+    return folder.open().queue
+
+
+def _job_report(progress: JobProgress) -> dict[str, Any]:
+    job, counts = progress.job, progress.counts
+    return {
+        "job_id": job.job_id,
+        "family": job.family,
+        "policy": job.policy,
+        "seed": job.seed,
+        "n": job.n,
+        "priority": job.priority,
+        "state": progress.state,
+        "submitted_at": _iso(job.submitted_at),
+        "queued": counts.queued,
+        "waiting": counts.waiting,
+        "running": counts.leased,
+        "done": counts.done,
+        "cancelled": counts.cancelled,
+        "by_status": dict(sorted(counts.by_status.items())),
+        "rate_per_min": None if progress.rate_per_s is None else round(progress.rate_per_s * 60, 3),
+        "eta_s": None if progress.eta_s is None else round(progress.eta_s, 1),
+    }
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("job", "family", "policy"):
+        table.add_column(name, no_wrap=name == "job")
+    for name in ("n", "queued", "running", "done"):
+        table.add_column(name, justify="right")
+    table.add_column("runs by status")
+    for name in ("per min", "time left", "priority"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for job in report["jobs"]:
+        statuses = ", ".join(f"{status} {count:,}" for status, count in job["by_status"].items())
+        rate = "" if job["rate_per_min"] is None else f"{job['rate_per_min']:,.1f}"
+        numbers = [f"{job[name]:,}" for name in ("n", "queued", "running", "done")]
+        table.add_row(
+            *(Text(text) for text in (job["job_id"], job["family"], job["policy"], *numbers, statuses, rate)),
+            "" if job["eta_s"] is None else str(datetime.timedelta(seconds=round(job["eta_s"]))),
+            str(job["priority"]),
+            _state_text(job),
+        )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console.print(table)
+    if any(job["state"] == "submitting" for job in report["jobs"]):
+        console.print("A submission that was interrupted is completed by the same command.", soft_wrap=True)
+    for job in report["jobs"]:
+        if "errors" in job:
+            _print_detail(console, job)
+
+
+def _state_text(job: dict[str, Any]) -> str:
+    if job["state"] != "submitting":
+        return job["state"]
+    there = job["queued"] + job["running"] + job["done"] + job["cancelled"]
+    return f"submitting {there:,}/{job['n']:,}"
+
+
+def _print_detail(console, job: dict[str, Any]) -> None:
+    def line(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    line(f"submitted {job['submitted_at']}, seed {job['seed']}")
+    if job["waiting"]:
+        line(f"{job['waiting']:,} of the queued wait for their next attempt")
+    if job["cancelled"]:
+        line(f"{job['cancelled']:,} cancelled; submit the same job again to put them back")
+    line("space")
+    for name, spec in job["space"].get("space", []):
+        line(f"  {name}: {_spec_text(spec)}")
+    line("settings")
+    for name, value in job["settings"].items():
+        line(f"  {name}: {json.dumps(value)}")
+    if job["errors"]:
+        line("last errors, newest first")
+    for error in job["errors"]:
+        last = error["error"].strip().splitlines() or [""]
+        outcome = error["status"] or error["state"]
+        line(f"  task {error['task_index']}, attempt {error['attempt']} ({outcome}): {last[-1]}")
+
+
+def _spec_text(spec: Any) -> str:
+    if not isinstance(spec, dict):
+        return json.dumps(spec)
+    step = f", step {spec['step']}" if "step" in spec else ""
+    return f"{spec['low']} to {spec['high']}, {spec['scale']}{step}"
+
+
+def _iso(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="seconds")
+
+
+def main() -> None:
+    command("status", entry)
+
+
+if __name__ == "__main__":
+    main()

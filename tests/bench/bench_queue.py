@@ -1,0 +1,55 @@
+"""How many tasks a second the durable queue takes in and gives out, as the dispatcher uses it: one at a time.
+
+Start reading at `run`; `python tests/bench/bench_queue.py [TASKS]`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from farm.jobs import Job, Queue
+from featurize.trial import canonical_json
+
+
+def run(tasks: int = 100_000, batch: int = 1) -> dict[str, float]:
+    """Enqueue, then lease `batch` and finish each, on the disk under TMPDIR; prints and returns tasks per second."""
+    config = canonical_json({f"hyper_parameter_{i}": i * 1.5 for i in range(20)})  # about 600 characters
+    job = Job(
+        job_id="cnn-00000000",
+        family="cnn",
+        space_json="{}",
+        n=tasks,
+        seed=0,
+        policy="stratified",
+        submitted_at=0.0,
+    )
+    with tempfile.TemporaryDirectory() as folder, Queue.open(Path(folder) / "queue.sqlite") as queue:
+        start = time.perf_counter()
+        queue.submit(job, ((i, config) for i in range(tasks)), now=0.0)
+        enqueued = time.perf_counter()
+        done, now = 0, 0.0
+        while leased := queue.lease("worker", batch, now, lease_s=60.0):
+            for task in leased:
+                now += 0.001
+                done += queue.finish(task, "ok", now)
+        finished = time.perf_counter()
+        queue.counts()
+        counted = time.perf_counter()
+    assert done == tasks, f"{done} of {tasks} tasks finished"
+    result = {
+        "tasks": tasks,
+        "enqueue_per_s": tasks / (enqueued - start),
+        "lease_finish_per_s": tasks / (finished - enqueued),
+        "overall_per_s": tasks / (finished - start),
+        "counts_ms": (counted - finished) * 1e3,
+    }
+    for name, value in result.items():
+        print(f"{name:>20} {value:12,.1f}")
+    return result
+
+
+if __name__ == "__main__":
+    run(*map(int, sys.argv[1:]))

@@ -1,0 +1,550 @@
+"""The durable queue: what is leased, retried, cancelled and finished, and what outlives a killed process."""
+
+import dataclasses
+import itertools
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conf.errors import UsageError
+from farm.jobs import Added, Job, Queue, QueueError, job_id_for
+
+LEASE_S = 60.0
+
+
+def a_job(job_id="cnn-1", n=5, **changes):
+    return Job(
+        **{
+            "job_id": job_id,
+            "family": "cnn",
+            "space_json": "{}",
+            "n": n,
+            "seed": 0,
+            "policy": "stratified",
+            "settings_json": '{"window":"fixed"}',
+            "submitted_at": 1000.0,
+            **changes,
+        }
+    )
+
+
+def configs(n, start=0):
+    return ((i, f'{{"depth":{i}}}') for i in range(start, n))
+
+
+def submit(queue, *args, **kwargs):
+    job = a_job(*args, **kwargs)
+    return queue.submit(job, configs(job.n), 1000.0)
+
+
+def indices(tasks):
+    return [(task.job_id, task.task_index) for task in tasks]
+
+
+@pytest.fixture
+def path(tmp_path):
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    return folder / "queue.sqlite"
+
+
+@pytest.fixture
+def queue(path):
+    with Queue.open(path) as queue:
+        yield queue
+
+
+# Submitting
+
+
+def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
+    assert submit(queue, n=5) == Added(added=5, existing=0)
+    assert submit(queue, n=5) == Added(added=0, existing=5)
+    assert queue.next_index("cnn-1") == 5
+    assert queue.submit(a_job(n=8), configs(8, start=5), 2000.0) == Added(added=3, existing=0)
+    assert submit(queue, n=2) == Added(added=0, existing=2)
+    assert (queue.counts("cnn-1").queued, queue.job("cnn-1").n) == (8, 8)
+    assert queue.job("cnn-1").submitted_at == 1000.0
+
+
+def test_a_submission_again_changes_the_priority_and_nothing_else_may_differ(queue):
+    submit(queue)
+    submit(queue, priority=4)
+    assert queue.jobs() == [a_job(priority=4)]
+    with pytest.raises(UsageError, match="job cnn-1 exists with another space"):
+        submit(queue, seed=1)
+
+
+def test_job_id_is_the_submission_s_without_n_and_priority():
+    base = dict(family="cnn", space={"a": 1}, seed=0, policy="uniform", limits={}, settings={"x": 1, "y": 2})
+    job_id = job_id_for(**base)
+    assert job_id.startswith("cnn-") and len(job_id) == len("cnn-3f2a9c1b")
+    assert job_id == job_id_for(**{**base, "settings": {"y": 2, "x": 1}})
+    for change in (
+        {"space": {"a": 2}},
+        {"seed": 1},
+        {"policy": "stratified"},
+        {"limits": {"m": 1}},
+        {"settings": {}},
+    ):
+        assert job_id_for(**{**base, **change}) != job_id
+
+
+def test_an_interrupted_submission_keeps_its_chunks_and_is_completed_by_the_next(queue):
+    def interrupted():
+        yield from configs(5000)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(a_job(n=9000), interrupted(), 1000.0)
+    (progress,) = queue.progress(1000.0)
+    assert (progress.state, progress.counts.queued) == ("submitting", 4000)
+    assert len(queue.lease("w", 1, 1000.0, LEASE_S)) == 1
+    assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == Added(added=5000, existing=4000)
+    assert queue.progress(1000.0)[0].state == "running"
+
+
+# Leasing
+
+
+def test_leases_go_by_priority_then_age_then_index(queue):
+    submit(queue, "cnn-new", n=2, submitted_at=30.0)
+    submit(queue, "cnn-old", n=2, submitted_at=20.0)
+    submit(queue, "cnn-urgent", n=1, submitted_at=40.0, priority=1)
+    assert indices(queue.lease("w", 4, 100.0, LEASE_S)) == [
+        ("cnn-urgent", 0), ("cnn-old", 0), ("cnn-old", 1), ("cnn-new", 0),
+    ]  # fmt: skip
+    assert indices(queue.lease("w", 4, 100.0, LEASE_S)) == [("cnn-new", 1)]
+    assert queue.lease("w", 4, 100.0, LEASE_S) == []
+
+
+def test_a_lease_carries_what_its_worker_needs(queue):
+    submit(queue, device="cpu")
+    (task,) = queue.lease("w", 1, 0.0, LEASE_S)
+    assert dataclasses.asdict(task) == {
+        "job_id": "cnn-1",
+        "task_index": 0,
+        "attempt": 1,
+        "config_json": '{"depth":0}',
+        "settings_json": '{"window":"fixed"}',
+        "family": "cnn",
+        "device": "cpu",
+    }
+
+
+def test_leases_can_be_kept_to_one_job_or_one_device(queue):
+    submit(queue, "cnn-a", n=1, device="A100")
+    submit(queue, "cnn-b", n=1, device="H200")
+    submit(queue, "cnn-c", n=1, device="H200")
+    assert queue.next_device() == "A100" and queue.next_device("cnn-b") == "H200"
+    assert indices(queue.lease("w", 9, 0.0, LEASE_S, job_id="cnn-c")) == [("cnn-c", 0)]
+    assert indices(queue.lease("w", 9, 0.0, LEASE_S, device="H200")) == [("cnn-b", 0)]
+    assert queue.lease("w", 9, 0.0, LEASE_S, device="cpu") == []
+    assert (queue.pending(), queue.pending(device="H200"), queue.counts(device="A100").queued) == (3, 2, 1)
+    (task,) = queue.lease("w", 9, 0.0, LEASE_S)
+    queue.finish(task, "ok", 1.0)
+    assert queue.next_device() == "H200" and queue.next_device("cnn-a") is None
+
+
+def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
+    submit(queue, n=1)
+    for attempt in (1, 2, 3):
+        (task,) = queue.lease("w", 1, attempt * 100.0, LEASE_S)
+        assert task.attempt == attempt
+        assert queue.lease("w", 1, attempt * 100.0 + 59, LEASE_S) == []
+        assert queue.expired(attempt * 100.0 + 59) == []
+    assert queue.next_due(310.0) == 360.0
+    assert queue.lease("w", 1, 400.0, LEASE_S) == []
+    assert queue.expired(400.0) == queue.expired(500.0) == [task]
+    assert queue.pending() == 1
+    assert "lease of attempt 3 ran out" in queue.errors("cnn-1")[0].error
+    assert queue.finish(task, "crashed", 500.0)
+    assert queue.expired(600.0) == [] and queue.pending() == 0
+
+
+def test_a_renewed_lease_does_not_expire(queue):
+    submit(queue, n=2)
+    first, second = queue.lease("w", 2, 0.0, LEASE_S)
+    assert queue.renew([first], 50.0, LEASE_S) == 1
+    assert indices(queue.lease("w", 2, 100.0, LEASE_S)) == indices([second])
+    assert queue.renew([first, second], 100.0, LEASE_S) == 1, "the second is held by a later attempt"
+
+
+def test_released_tasks_are_ready_at_once_and_no_attempt_is_counted(queue):
+    submit(queue, n=2)
+    held = queue.lease("w", 2, 0.0, LEASE_S)
+    assert queue.release(held) == 2
+    assert queue.lease("w", 2, 0.0, LEASE_S) == held
+    assert queue.release([]) == 0
+
+
+def test_void_leases_count_as_attempts_and_are_ready_at_once(queue):
+    submit(queue, n=2)
+    held = queue.lease("w", 1, 1000.0, LEASE_S)
+    assert queue.leased() == held
+    assert queue.void_leases() == 1
+    again = queue.lease("w", 1, 1001.0, LEASE_S)
+    assert indices(again) == indices(held) and again[0].attempt == 2
+
+
+# Finishing
+
+
+def test_finish_is_true_once(queue):
+    submit(queue, n=1)
+    (task,) = queue.lease("w", 1, 0.0, LEASE_S)
+    assert not queue.is_done(task)
+    assert queue.finish(task, "oom", 1.0)
+    assert not queue.finish(task, "ok", 2.0)
+    assert queue.is_done(task)
+    assert queue.counts("cnn-1").by_status == {"oom": 1}
+
+
+def test_a_late_holder_finishes_and_the_second_drops_its_result(queue):
+    submit(queue, n=1)
+    (late,) = queue.lease("slow", 1, 0.0, LEASE_S)
+    (second,) = queue.lease("w", 1, 100.0, LEASE_S)
+    assert queue.finish(late, "ok", 110.0)
+    assert not queue.finish(second, "ok", 120.0)
+    assert queue.retry(second, 120.0, "lost"), "nothing left to do: the task is done"
+    assert queue.counts().by_status == {"ok": 1}
+
+
+def test_a_late_holder_s_retry_does_not_disturb_the_present_holder(queue):
+    submit(queue, n=1)
+    (late,) = queue.lease("slow", 1, 0.0, LEASE_S)
+    (present,) = queue.lease("w", 1, 100.0, LEASE_S)
+    assert queue.retry(late, 110.0, "lost")
+    assert queue.release([late]) == 0
+    assert queue.counts().leased == 1 and queue.finish(present, "ok", 120.0)
+
+
+def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(queue):
+    submit(queue, n=1)
+    now = 0.0
+    for delay_s in (5.0, 10.0):
+        (task,) = queue.lease("w", 1, now, LEASE_S)
+        assert queue.retry(task, now, "Traceback ...\nRayActorError")
+        assert queue.counts().waiting == queue.counts().queued == 1
+        assert queue.next_due(now) == now + delay_s
+        assert queue.lease("w", 1, now + delay_s - 0.001, LEASE_S) == []
+        now += delay_s
+    (task,) = queue.lease("w", 1, now, LEASE_S)
+    assert task.attempt == 3
+    assert not queue.retry(task, now, "third time")
+    assert queue.counts().leased == 1
+    assert queue.lease("w", 1, now + 1, LEASE_S) == [] and queue.expired(now + 1) == []
+    assert queue.finish(task, "crashed", now + 2)
+    (error,) = queue.errors("cnn-1")
+    assert (error.error, error.status, error.attempt) == ("third time", "crashed", 3)
+
+
+def test_a_last_retry_whose_holder_dies_before_landing_turns_up_as_expired_with_its_error(path):
+    with Queue.open(path, max_attempts=1) as queue:
+        submit(queue, n=1)
+        (task,) = queue.lease("w", 1, 0.0, LEASE_S)
+        assert not queue.retry(task, 1.0, "boom")
+        assert queue.expired(100.0) == [task]
+        assert queue.errors("cnn-1")[0].error == "boom"
+
+
+def test_mark_done_takes_runs_that_are_durable_already(queue):
+    submit(queue, n=4)
+    (task,) = queue.lease("w", 1, 0.0, LEASE_S)
+    assert queue.mark_done("cnn-1", {0: "ok", 2: "oom"}) == 2
+    assert queue.mark_done("cnn-1", {0: "crashed", 2: "oom"}) == 0
+    assert not queue.finish(task, "ok", 1.0)
+    assert indices(queue.lease("w", 9, 1.0, LEASE_S)) == [("cnn-1", 1), ("cnn-1", 3)]
+    assert queue.counts().by_status == {"ok": 1, "oom": 1}
+
+
+def test_next_due_is_now_with_ready_tasks_and_none_with_nothing_on_its_way(queue):
+    assert queue.next_due(5.0) is None
+    submit(queue, n=1)
+    assert queue.next_due(5.0) == 5.0
+    (task,) = queue.lease("w", 1, 5.0, LEASE_S)
+    assert queue.next_due(6.0) == 65.0
+    queue.finish(task, "ok", 7.0)
+    assert queue.next_due(8.0) is None
+
+
+def test_next_due_is_now_while_an_exhausted_task_is_not_landed(path):
+    with Queue.open(path, max_attempts=1) as queue:
+        submit(queue, n=1)
+        (task,) = queue.lease("w", 1, 0.0, LEASE_S)
+        assert queue.lease("w", 1, 100.0, LEASE_S) == []  # sets it aside
+        assert queue.next_due(100.0) == 100.0
+        queue.finish(task, "crashed", 101.0)
+        assert queue.next_due(101.0) is None
+
+
+# Cancelling
+
+
+def test_cancel_takes_waiting_tasks_and_a_later_submission_revives_them(queue):
+    submit(queue, n=5)
+    running, failed, released = queue.lease("w", 3, 0.0, LEASE_S)
+    assert queue.cancel("cnn-1", 1.0) == 2
+    assert queue.lease("w", 9, 1.0, LEASE_S) == []
+    assert queue.progress(1.0)[0].state == "cancelling"
+    assert queue.retry(failed, 2.0, "lost"), "not tried again, nothing to land"
+    queue.release([released])
+    assert queue.finish(running, "ok", 2.0)
+    counts = queue.counts("cnn-1")
+    assert (counts.done, counts.cancelled, counts.pending) == (1, 4, 0)
+    assert queue.progress(2.0)[0].state == "cancelled" and queue.next_due(2.0) is None
+    assert submit(queue, n=5) == Added(added=0, existing=5, revived=4)
+    assert [task.attempt for task in queue.lease("w", 9, 3.0, LEASE_S)] == [1, 1, 1, 1]
+
+
+def test_expired_leases_of_a_cancelled_job_are_not_tried_again(queue):
+    submit(queue, n=1)
+    queue.lease("w", 1, 0.0, LEASE_S)
+    queue.cancel("cnn-1", 1.0)
+    assert queue.lease("w", 1, 100.0, LEASE_S) == [] == queue.expired(100.0)
+    assert queue.counts().cancelled == 1
+
+
+def test_a_job_cancelled_while_it_is_submitted_stays_cancelled(queue, path):
+    def cancelled_in_the_middle():
+        yield from configs(2000)
+        with Queue.open(path) as other:
+            other.cancel("cnn-1", 1.0)
+        yield from configs(3000, start=2000)
+
+    queue.submit(a_job(n=3000), cancelled_in_the_middle(), 0.0)
+    assert (queue.counts().pending, queue.counts().cancelled) == (0, 3000)
+
+
+@pytest.mark.parametrize("method", ["counts", "job", "errors", "pending", "progress_of", "cancel", "lease"])
+def test_an_unknown_job_lists_the_known_ones(queue, method):
+    calls = {
+        "cancel": lambda: queue.cancel("cnn-9", 0.0),
+        "lease": lambda: queue.lease("w", 1, 0.0, LEASE_S, job_id="cnn-9"),
+        "progress_of": lambda: queue.progress(0.0, "cnn-9"),
+    }
+    call = calls.get(method) or (lambda: getattr(queue, method)("cnn-9"))
+    with pytest.raises(UsageError, match="there are no jobs yet"):
+        call()
+    submit(queue)
+    with pytest.raises(UsageError, match="unknown job 'cnn-9'; known: cnn-1"):
+        call()
+
+
+# Progress
+
+
+def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
+    submit(queue, n=30)
+    now = 1000.0
+    assert queue.progress(now)[0].state == "queued"
+    for _ in range(10):
+        (task,) = queue.lease("w", 1, now, LEASE_S)
+        queue.finish(task, "ok", now)
+        now += 2.0
+    (progress,) = queue.progress(now)
+    assert progress.rate_per_s == pytest.approx(9 / 20)
+    assert progress.eta_s == pytest.approx(20 / (9 / 20))
+    (later,) = queue.progress(now + 1000.0)
+    assert later.rate_per_s is None and later.eta_s is None
+
+
+def test_a_done_job_has_no_time_left(queue):
+    submit(queue, n=2)
+    for task in queue.lease("w", 2, 0.0, LEASE_S):
+        queue.finish(task, "ok", 1.0)
+    (progress,) = queue.progress(2.0)
+    assert (progress.state, progress.rate_per_s, progress.eta_s) == ("done", None, None)
+
+
+# Files
+
+
+def test_a_newer_queue_is_refused_by_name(path):
+    Queue.open(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(UsageError, match=r"newer version .*99"):
+        Queue.open(path)
+
+
+def test_what_is_no_queue_is_refused(path):
+    path.write_text("this is no database, and long enough to be told from an empty file" * 20)
+    with pytest.raises(UsageError, match="not a queue"):
+        Queue.open(path)
+    path.unlink()
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE notes (text)")
+    connection.close()
+    with pytest.raises(UsageError, match="not a queue of this project"):
+        Queue.open(path)
+
+
+def test_a_missing_folder_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        Queue.open(tmp_path / "nowhere" / "queue.sqlite")
+
+
+def test_a_queue_held_for_too_long_says_so(path):
+    with Queue.open(path), Queue.open(path, busy_timeout_s=0.0) as second:
+        holder = sqlite3.connect(path, isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        with pytest.raises(UsageError, match="held by another process"):
+            submit(second)
+        holder.execute("ROLLBACK")
+        holder.close()
+        assert submit(second).added == 5
+
+
+def test_a_full_disk_is_an_os_error_with_its_errno_and_undoes_the_whole_chunk(queue):
+    submit(queue, n=10)
+    pages = queue._file.one("PRAGMA page_count")[0]
+    queue._file.all(f"PRAGMA max_page_count = {pages + 2}")
+    with pytest.raises(QueueError, match="full") as caught:
+        submit(queue, n=2000)
+    assert caught.value.errno == 28
+    assert queue.counts().queued == 10
+
+
+# Several processes, and killed ones
+
+
+def start(code, path, **kwargs):
+    preamble = (
+        "import sys, itertools\n"
+        "from farm.jobs import Job, Queue\n"
+        "def say(*words): print(*words, flush=True)\n"
+        "queue = Queue.open(sys.argv[1])\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", preamble + code, str(path)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def test_two_processes_at_once_never_get_the_same_task(queue, path):
+    submit(queue, n=600)
+    code = (
+        "sys.stdin.readline()\n"
+        "while tasks := queue.lease('w', 3, 0.0, 60.0):\n"
+        "    for task in tasks: say(task.task_index); queue.finish(task, 'ok', 1.0)\n"
+    )
+    both = [start(code, path) for _ in range(2)]
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    taken = [[int(line) for line in process.communicate()[0].split()] for process in both]
+    assert sorted(itertools.chain(*taken)) == list(range(600))
+    assert queue.counts().by_status == {"ok": 600}
+
+
+def test_processes_that_create_the_same_queue_at_once_all_succeed(path):
+    all_of_them = [start("say(queue.next_index('x'))", path) for _ in range(3)]
+    assert [process.communicate()[0].strip() for process in all_of_them] == ["0"] * 3
+
+
+@pytest.mark.parametrize("after", [1, 40, 173])
+def test_a_killed_worker_loses_nothing(path, after):
+    with Queue.open(path) as queue:
+        submit(queue, n=300)
+    code = (
+        "while tasks := queue.lease('w', 4, 0.0, 60.0):\n"
+        "    for task in tasks:\n"
+        "        queue.finish(task, 'ok', 1.0); say(task.task_index)\n"
+    )
+    process = start(code, path)
+    said = [int(process.stdout.readline()) for _ in range(after)]
+    os.kill(process.pid, signal.SIGKILL)
+    said += [int(line) for line in process.communicate()[0].split("\n")[:-1]]
+    with Queue.open(path) as queue:
+        counts = queue.counts()
+        assert counts.total == 300
+        assert counts.done >= len(said) and counts.leased <= 4
+        assert all(queue.mark_done("cnn-1", {index: "ok"}) == 0 for index in said), (
+            "what was said done is done"
+        )
+        while tasks := queue.lease("w", 50, 100.0, 60.0):
+            assert all(queue.finish(task, "ok", 101.0) for task in tasks)
+        assert queue.counts().by_status == {"ok": 300}
+        assert queue._file.one("PRAGMA integrity_check") == ("ok",)
+
+
+def test_a_killed_submission_is_completed_by_the_same_one(path):
+    code = (
+        "def configs():\n"
+        "    for i in range(5000): yield i, '{}'\n"
+        "    say('half'); sys.stdin.readline()\n"
+        "queue.submit(Job(job_id='cnn-1', family='cnn', space_json='{}', n=9000, seed=0, policy='stratified',\n"
+        '    settings_json=\'{"window":"fixed"}\', submitted_at=1000.0), configs(), 0.0)\n'
+    )
+    process = start(code, path)
+    assert process.stdout.readline() == "half\n"
+    process.kill()
+    process.communicate()
+    with Queue.open(path) as queue:
+        assert queue.progress(0.0)[0].state == "submitting"
+        assert queue.next_index("cnn-1") == queue.counts().queued == 4000
+        assert submit(queue, n=9000) == Added(added=5000, existing=4000)
+        assert queue.progress(0.0)[0].state == "queued"
+
+
+# Any order of operations
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=60), st.integers(1, 3))
+def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, steps, max_attempts):
+    path = tmp_path_factory.mktemp("any") / "queue.sqlite"
+    with Queue.open(path, max_attempts=max_attempts) as queue:
+        now, n, held, finished = 0.0, 4, [], set()
+        submit(queue, n=n)
+        for what, which in steps:
+            now += which * 15.0
+            task = held[which % len(held)] if held else None
+            if what == 0:
+                n += 1
+                submit(queue, n=n)
+            elif what in (1, 2):
+                held += queue.lease("w", which, now, LEASE_S)
+            elif what == 3 and task and queue.finish(task, "ok", now):
+                assert task.task_index not in finished
+                finished.add(task.task_index)
+            elif what == 4 and task and not queue.retry(task, now, "lost"):
+                assert task.attempt == max_attempts
+            elif what == 5:
+                queue.release(held)
+                held = []
+            elif what == 6:
+                for task in queue.expired(now):
+                    assert queue.finish(task, "crashed", now)
+                    finished.add(task.task_index)
+            elif what == 7 and which == 0:
+                queue.cancel("cnn-1", now)
+            elif what == 8:
+                queue.renew(held, now, LEASE_S)
+            counts = queue.counts()
+            assert counts.total == n and counts.done == len(finished)
+            told = {(state, status or ""): count for state, status, count in queue._file.all(
+                "SELECT state, status, count(*) FROM tasks GROUP BY state, status")}  # fmt: skip
+            kept = queue._file.all("SELECT state, status, count FROM tallies WHERE count != 0")
+            assert told == {(state, status): count for state, status, count in kept}
+        submit(queue, n=n)  # revives what was cancelled
+        for _ in range(n * (max_attempts + 1) + 1):
+            if (due := queue.next_due(now)) is None:
+                break
+            now = due
+            for task in queue.lease("w", 100, now, LEASE_S):
+                assert queue.finish(task, "ok", now)
+            for task in queue.expired(now):
+                assert queue.finish(task, "crashed", now)
+        assert queue.counts().done == n and queue.pending() == 0

@@ -1,0 +1,221 @@
+"""Sampling: deterministic, even, within limits; over a small family of the test's own and over the family table."""
+
+import dataclasses
+import types
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from conf.errors import UsageError
+from farm.sampling import Limits, sample, sample_range
+from farm.space import Space, parse_space
+from featurize import families
+from featurize.layers import Layer, rough_memory_mib, totals
+from featurize.trial import TrialConfig, config_from_mapping
+
+ARCH = Path(__file__).parents[2] / "conf" / "arch"
+POLICIES = ("uniform", "stratified")
+SPACE = {
+    "width": {"low": 1, "high": 1000},
+    "depth": {"low": 1, "high": 12},
+    "rate": {"low": 0.0, "high": 0.5},
+    "batch_size": {"low": 8, "high": 512, "step": 8},
+    "optimizer": ["adam", "sgd", "momentum"],
+    "precision": "bf16",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(TrialConfig):
+    family: ClassVar[str] = "toy"
+    width: int
+    depth: int
+    rate: float = 0.0
+    heads: int = 1
+
+    def problems(self):
+        return [*super().problems(), *([f"width must be odd, got {self.width}"] if self.width == 666 else [])]
+
+
+def toy_repair(values, draw):
+    return {**values, "heads": 1 + int(draw("heads") * 8)}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    module = types.SimpleNamespace(
+        Config=ToyConfig,
+        layers=lambda c: [Layer("linear", c.width, c.width**2)] * c.depth,
+        repair=toy_repair,
+    )
+    known = families.get_family
+    monkeypatch.setattr(families, "get_family", lambda name: module if name == "toy" else known(name))
+    return module
+
+
+@pytest.fixture
+def space(toy):
+    return parse_space("toy", SPACE)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_batch_gives_the_same_configs_as_index_by_index_in_any_order(space, policy):
+    batch = list(sample_range(space, 7, 1000, 1100, policy))
+    assert [sample(space, 7, i, policy) for i in reversed(range(1000, 1100))] == batch[::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_seed_space_and_index_decide_the_config(space, policy):
+    here = list(sample_range(space, 0, 0, 50, policy))
+    wider = parse_space("toy", {**SPACE, "depth": {"low": 1, "high": 13}})
+    assert here == list(sample_range(Space.from_mapping(space.to_mapping()), 0, 0, 50, policy))
+    assert len(set(here)) == 50
+    assert set(here).isdisjoint(sample_range(space, 1, 0, 50, policy))
+    assert set(here).isdisjoint(sample_range(wider, 0, 0, 50, policy))
+
+
+def test_configs_of_a_seed_stay_what_they_were():
+    """Other configs for the same seed would break the resumption of jobs: then SAMPLER_VERSION has to grow."""
+    space = parse_space("mlp", {"input_size": {"low": 1, "high": 4096}, "classes": 10, "depth": {"low": 1, "high": 9},
+                                "batch_size": [8, 16, 32]})  # fmt: skip
+    drawn = {
+        policy: [(c.input_size, c.depth, c.batch_size) for c in sample_range(space, 3, 0, 4, policy)]
+        for policy in POLICIES
+    }
+    assert drawn == {
+        "uniform": [(6, 6, 16), (1309, 1, 32), (1, 8, 8), (397, 4, 16)],
+        "stratified": [(13, 4, 32), (462, 6, 8), (1388, 1, 16), (4, 8, 16)],
+    }
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+@pytest.mark.parametrize("n", [10, 37, 64, 500])
+def test_stratified_fills_every_range_evenly_for_any_n(space, n, seed):
+    points = list(sample_range(space, seed, 0, n, "stratified"))
+    positions = {  # each value's place in its range, in [0, 1)
+        "depth": [(c.depth - 1) / 12 for c in points],
+        "rate": [c.rate / 0.5 for c in points],
+        "batch_size": [(c.batch_size // 8 - 1) / 64 for c in points],
+        "optimizer": [("adam", "sgd", "momentum").index(c.optimizer) / 3 for c in points],
+    }
+    for name, places in positions.items():
+        for k in {"optimizer": (3,), "depth": (2, 3, 4, 6, 12)}.get(name, (2, 4, 8)):
+            bins = Counter(min(int(place * k + 1e-9), k - 1) for place in places)
+            worst = max(abs(bins[b] - n / k) for b in range(k))
+            assert worst <= 3, f"{name}: {k} bins of {n} points hold {bins}"
+
+
+def test_uniform_is_less_even_than_stratified(space):
+    def unevenness(policy):
+        bins = Counter(int(c.rate / 0.5 * 16) for c in sample_range(space, 0, 0, 512, policy))
+        return sum((bins[b] - 32) ** 2 for b in range(16))
+
+    assert unevenness("stratified") <= 16 < unevenness("uniform")
+
+
+def test_draws_of_the_repair_depend_on_the_point_and_the_name_only(toy, space):
+    seen = []
+    toy.repair = lambda values, draw: seen.append((draw("a"), draw("b"), draw("a"))) or values
+    sample(space, 0, 5)
+    sample(space, 0, 5)
+    sample(space, 0, 6)
+    (a, b, a2), again, other = seen
+    assert a == a2 != b
+    assert again == (a, b, a2) and other[0] != a
+    assert all(0 <= u < 1 for draws in seen for u in draws)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rejected_points_are_replaced_the_same_way_every_time(space, policy):
+    limits = Limits(max_parameters=20_000, max_memory_mib=0.5)
+    told = Counter()
+    configs = list(sample_range(space, 0, 0, 200, policy, limits, told))
+    assert configs == [sample(space, 0, i, policy, limits) for i in range(200)]
+    free = list(sample_range(space, 0, 0, 200, policy))
+    kept = [limited == unlimited for limited, unlimited in zip(configs, free, strict=True)]
+    assert 0 < sum(kept) < 200
+    assert set(told) == {
+        "parameters must be <= max_parameters=20000",
+        "memory must be <= max_memory_mib=0.5",
+    }
+    for config in configs:
+        assert config.depth * config.width**2 <= 20_000
+
+
+def test_configs_that_the_family_refuses_are_replaced(toy):
+    space = parse_space("toy", {**SPACE, "width": [665, 666]})
+    assert {c.width for c in sample_range(space, 0, 0, 50)} == {665}
+
+
+def test_a_space_without_valid_configuration_says_which_rule_rejected_how_many(toy):
+    space = parse_space("toy", {**SPACE, "width": [666, 1000]})
+    with pytest.raises(UsageError) as caught:
+        sample(space, 0, 3, "uniform", Limits(max_parameters=100))
+    message = str(caught.value)
+    assert "search space of toy has no valid configuration: all 1,000 points tried for index 3" in message
+    assert "broke 'width must be odd, got 666', e.g. {" in message
+    assert "broke 'parameters must be <= max_parameters=100, got " in message
+
+
+def test_a_field_that_nothing_sets_is_a_usage_error(toy):
+    space = parse_space("toy", {"depth": 3})
+    with pytest.raises(UsageError, match="gives no value for batch_size, width"):
+        sample(space, 0, 0)
+
+
+def test_a_space_of_constants_gives_its_one_configuration(toy):
+    space = parse_space("toy", {"depth": 3, "width": 4, "batch_size": 8})
+    assert {dataclasses.replace(c, heads=1) for c in sample_range(space, 0, 0, 5)} == {
+        ToyConfig(depth=3, width=4, batch_size=8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"policy": "sobol"}, "unknown sampling policy 'sobol'; known: stratified, uniform"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"seed": 2**63}, "seed must be an integer"),
+        ({"index": -1}, "index must be >= 0"),
+    ],
+)
+def test_wrong_arguments_are_usage_errors(space, kwargs, message):
+    with pytest.raises(UsageError, match=message):
+        sample(**{"space": space, "seed": 0, "index": 0, **kwargs})
+
+
+def test_limits_report_every_bad_value():
+    with pytest.raises(
+        UsageError, match=r"max_parameters must be > 0, got 0; max_memory_mib must be > 0, got 'x'"
+    ):
+        Limits(max_parameters=0, max_memory_mib="x")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", families.family_names())
+def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
+    space = Space.from_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{name}.yaml")))
+    limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)
+    module = families.get_family(name)
+    configs = list(sample_range(space, 0, 0, 200, policy, limits))
+    assert len(set(configs)) > 190
+    for config in configs:
+        plan = module.layers(config)
+        assert totals(plan).parameters <= 200_000_000
+        assert rough_memory_mib(plan, config.batch_size, config.optimizer) <= 40_000
+        assert config_from_mapping(config.to_mapping()) == config
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**63 - 1), index=st.integers(0, 10**6), policy=st.sampled_from(POLICIES))
+def test_any_seed_and_index_give_a_valid_config(seed, index, policy):
+    space = parse_space("mlp", {"input_size": {"low": 1, "high": 4096}, "classes": {"low": 2, "high": 9},
+                                "depth": {"low": 1, "high": 9}, "batch_size": {"low": 1, "high": 999}})  # fmt: skip
+    config = sample(space, seed, index, policy)
+    assert (1 <= config.input_size <= 4096) and (1 <= config.depth <= 9) and (2 <= config.classes <= 9)

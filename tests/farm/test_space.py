@@ -1,0 +1,169 @@
+"""What a search space says, and what is said about one that is wrong."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from conf.errors import UsageError
+from farm.space import Choice, Constant, Range, Space, parse_space
+from featurize.families import family_names
+
+ARCH = sorted((Path(__file__).parents[2] / "conf" / "arch").glob("*.yaml"))
+
+
+def problems_of(mapping):
+    with pytest.raises(UsageError) as caught:
+        parse_space("mlp", mapping)
+    return str(caught.value)
+
+
+def test_scalars_are_constants_lists_choices_and_mappings_ranges():
+    space = parse_space(
+        "mlp", {"batch_size": 8, "optimizer": ["adam", "sgd"], "depth": {"low": 1, "high": 9}}
+    )
+    assert space.dimensions == (
+        Constant("batch_size", 8),
+        Choice("optimizer", ("adam", "sgd")),
+        Range("depth", 1, 9, "uniform"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "scale"),
+    [(1, 100, "log"), (2, 199, "uniform"), (0, 1000, "uniform"), (0.001, 0.1, "log"), (-5, 5000, "uniform")],
+)
+def test_auto_is_log_from_a_ratio_of_100_on(low, high, scale):
+    (dimension,) = parse_space("mlp", {"depth": {"low": low, "high": high, "scale": "auto"}}).dimensions
+    assert dimension.scale == scale
+    assert parse_space("mlp", {"depth": {"low": low, "high": high}}).dimensions == (dimension,)
+
+
+def test_every_problem_is_reported_together():
+    message = problems_of(
+        {
+            "depth": {"low": 9, "high": 3},
+            "optimizer": [],
+            "dropout": {"low": 0.0, "high": 0.5, "scale": "log"},
+            "input_size": {"low": 1, "high": 5, "scale": "linear", "stop": 3},
+            "classes": {"low": "1e-4"},
+            "batch_size": [1, [2, 3]],
+            "activation": {"low": 1, "high": 8, "step": 0},
+            "dpeth": 3,
+            "family": "mlp",
+        }
+    )
+    for part in (
+        "depth: low 9 > high 3",
+        "optimizer: the list of choices is empty",
+        "dropout: a log scale needs low > 0, got 0.0",
+        "input_size: unknown stop; valid keys of a range are low, high, scale, step",
+        "input_size: unknown scale 'linear'; known: auto, uniform, log",
+        "classes: low must be a finite number, got '1e-4'",
+        "classes: high is missing",
+        "batch_size: choices must be numbers, strings or booleans, got [2, 3]",
+        "activation: step must be > 0, got 0",
+        "unknown dpeth, family; valid keys are activation, ",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, True, "3"])
+def test_an_end_that_is_no_finite_number_is_a_usage_error(bad):
+    assert "depth: high must be a finite number" in problems_of({"depth": {"low": 1, "high": bad}})
+
+
+def test_an_integer_range_needs_an_integer_step():
+    assert "must be an integer, got 0.5" in problems_of({"depth": {"low": 1, "high": 3, "step": 0.5}})
+
+
+def test_keys_that_only_the_family_s_repair_consumes_are_valid():
+    assert parse_space("mlp", {"use_dropout": [True, False]}).dimensions[0].name == "use_dropout"
+
+
+def test_an_unknown_family_lists_the_known_ones():
+    with pytest.raises(UsageError, match="unknown family 'cmm'; known: "):
+        parse_space("cmm", {})
+
+
+@pytest.mark.parametrize("mapping", [{}, {"family": "mlp"}, {"family": "mlp", "space": 3}])
+def test_what_is_no_space_is_a_usage_error(mapping):
+    with pytest.raises(UsageError, match="space"):
+        Space.from_mapping(mapping)
+
+
+@pytest.mark.parametrize("low, high", [(1, 3), (1, 200), (5, 5), (2, 4096)])
+@pytest.mark.parametrize("scale", ["uniform", "log"])
+def test_integer_ranges_reach_both_ends_and_nothing_past_them(low, high, scale):
+    dimension = Range("depth", low, high, scale)
+    values = [dimension.value((i + 0.5) / 50_000) for i in range(50_000)]
+    assert values == sorted(values)
+    assert {type(value) for value in values} == {int}
+    assert (dimension.value(0.0), dimension.value(1 - 2**-53)) == (low, high)
+    assert set(values) >= {low, high}
+    if scale == "uniform" and high < 1000:
+        shares = Counter(values)
+        assert max(shares.values()) - min(shares.values()) <= 1
+
+
+def test_log_integers_are_even_over_octaves():
+    dimension = Range("depth", 1, 255, "log")
+    octaves = Counter(dimension.value((i + 0.5) / 8000).bit_length() for i in range(8000))
+    assert octaves == dict.fromkeys(range(1, 9), 1000)
+
+
+@pytest.mark.parametrize("scale", ["uniform", "log"])
+def test_float_ranges_stay_within_their_ends(scale):
+    dimension = Range("dropout", 0.1, 0.7, scale)
+    values = [dimension.value(u) for u in (0.0, 0.25, 0.5, 1 - 2**-53)]
+    assert values == sorted(values)
+    assert all(0.1 <= value <= 0.7 for value in values)
+    assert values[0] == 0.1 and values[-1] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("scale", ["uniform", "log"])
+def test_a_step_gives_a_grid(scale):
+    integers = Range("depth", 8, 64, scale, 8)
+    assert {integers.value(i / 1000) for i in range(1000)} == set(range(8, 65, 8))
+    floats = Range("dropout", 0.05, 0.5, scale, 0.05)
+    assert {floats.value(i / 1000) for i in range(1000)} == {round(0.05 * k, 2) for k in range(1, 11)}
+
+
+def test_mapping_and_json_round_trip_and_keep_the_order():
+    mapping = {"depth": {"low": 1, "high": 900}, "batch_size": [8, 16], "activation": "relu", "dropout": 0.0}
+    space = parse_space("mlp", mapping)
+    again = Space.from_mapping(json.loads(space.to_json()))
+    assert again == space
+    assert [dimension.name for dimension in again.dimensions] == list(mapping)
+    assert (again.to_json(), again.identity) == (space.to_json(), space.identity)
+
+
+def test_identity_tells_spaces_apart_and_not_spellings():
+    wide = parse_space("mlp", {"depth": {"low": 1, "high": 900}})
+    assert wide.identity == parse_space("mlp", {"depth": {"low": 1, "high": 900, "scale": "log"}}).identity
+    assert wide.identity != parse_space("mlp", {"depth": {"low": 1, "high": 901}}).identity
+
+
+@pytest.mark.parametrize("path", ARCH, ids=lambda path: path.stem)
+def test_every_arch_file_is_a_valid_space_of_its_family(path):
+    space = Space.from_mapping(OmegaConf.to_container(OmegaConf.load(path)))
+    assert space.family == path.stem
+    assert space.varied
+
+
+def test_every_family_has_an_arch_file():
+    assert tuple(path.stem for path in ARCH) == family_names()
+
+
+def test_the_farm_s_queue_and_sampling_import_neither_torch_nor_ray_nor_duckdb():
+    code = (
+        "import sys, farm.space, farm.sampling, farm.jobs, farm.status, farm.cancel; "
+        "print(*{'torch', 'ray', 'duckdb', 'scipy', 'rich', 'hydra'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

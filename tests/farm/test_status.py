@@ -1,0 +1,205 @@
+"""`farm.status` and `farm.cancel` as a user calls them."""
+
+import json
+import sys
+
+import pytest
+
+from conf.cli import run
+from farm import cancel, status
+from farm.jobs import Job, Queue
+from farm.space import parse_space
+from warehouse.folder import DataFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return DataFolder.resolve(tmp_path / "a'; echo foo")
+
+
+@pytest.fixture
+def call(folder, capsys):
+    """Run a command on the folder: (exit code, standard output, standard error)."""
+
+    def call(module, *arguments):
+        name = module.__name__.removeprefix("farm.")
+        code = run(name, module.entry, [f'data="{folder.root}"', *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def queue(folder):
+    folder.create()
+    with Queue.open(folder.queue) as queue:
+        yield queue
+
+
+def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):
+    space = parse_space("mlp", {"depth": {"low": 1, "high": 3}, "batch_size": 8})
+    job = Job(
+        job_id=job_id,
+        family="mlp",
+        space_json=space.to_json(),
+        n=n,
+        seed=0,
+        policy="stratified",
+        settings_json='{"timeout_s":300}',
+        submitted_at=1_000_000_000.0,
+    )
+    queue.submit(job, ((i, "{}") for i in range(n if given is None else given)), 1_000_000_000.0)
+
+
+def work(queue, statuses, now=1_000_000_000.0):
+    for outcome in statuses:
+        (task,) = queue.lease("w", 1, now, 60.0)
+        queue.finish(
+            task, outcome, now, error="Traceback ...\n[red]boom[/red]" if outcome == "crashed" else None
+        )
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_empty_folder_says_how_to_submit(call, folder, exists):
+    if exists:
+        folder.create()
+    code, out, err = call(status)
+    assert (code, err) == (0, "")
+    assert "no jobs" in out and "python -m farm.submit +arch=" in out
+    code, out, _ = call(status, "format=json")
+    assert code == 0 and json.loads(out)["jobs"] == []
+    assert not folder.queue.exists(), "asking leaves nothing behind"
+
+
+def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue):
+    submit(queue)
+    submit(queue, "mlp-0badcafe", n=3000, given=2000)
+    work(queue, ["ok"] * 3 + ["oom"])
+    queue.lease("w", 2, 1_000_000_000.0, 60.0)
+    code, out, _ = call(status)
+    assert code == 0
+    (row,) = [line.split() for line in out.splitlines() if "mlp-00c0ffee" in line]
+    assert " ".join(row) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
+    (row,) = [line for line in out.splitlines() if "mlp-0badcafe" in line]
+    assert "submitting 2,000/3,000" in row
+    assert "completed by the same command" in out
+
+
+def test_json_is_complete_and_stable(call, queue, folder):
+    submit(queue)
+    work(queue, ["ok", "crashed"])
+    code, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
+    report = json.loads(out)
+    assert code == 0 and report["data"] == str(folder.root)
+    assert report["jobs"] == [
+        {
+            "job_id": "mlp-00c0ffee",
+            "family": "mlp",
+            "policy": "stratified",
+            "seed": 0,
+            "n": 10,
+            "priority": 0,
+            "state": "queued",
+            "submitted_at": "2001-09-09T01:46:40+00:00",
+            "queued": 8,
+            "waiting": 0,
+            "running": 0,
+            "done": 2,
+            "cancelled": 0,
+            "by_status": {"crashed": 1, "ok": 1},
+            "rate_per_min": None,
+            "eta_s": None,
+            "space": {
+                "family": "mlp",
+                "space": [["depth", {"low": 1, "high": 3, "scale": "uniform"}], ["batch_size", 8]],
+            },
+            "settings": {"timeout_s": 300},
+            "errors": [
+                {
+                    "task_index": 1,
+                    "attempt": 1,
+                    "state": "done",
+                    "status": "crashed",
+                    "error": "Traceback ...\n[red]boom[/red]",
+                    "error_at": "2001-09-09T01:46:40+00:00",
+                }
+            ],
+        }
+    ]
+
+
+def test_rate_and_time_left_are_those_of_the_last_minutes(queue, folder):
+    submit(queue)
+    for i in range(5):
+        work(queue, ["ok"], now=1_000_000_000.0 + 10 * i)
+    (job,) = status.read(folder, None, 1_000_000_040.0)["jobs"]
+    assert (job["rate_per_min"], job["eta_s"]) == (6.0, 50.0)
+
+
+def test_one_job_in_detail_shows_its_space_settings_and_errors(call, queue):
+    submit(queue)
+    work(queue, ["crashed"])
+    code, out, _ = call(status, "job=mlp-00c0ffee")
+    assert code == 0
+    assert "depth: 1 to 3, uniform" in out and "batch_size: 8" in out
+    assert "timeout_s: 300" in out
+    assert "task 0, attempt 1 (crashed): [red]boom[/red]" in out
+
+
+@pytest.mark.parametrize("module", [status, cancel])
+def test_an_unknown_job_exits_with_2_and_the_known_ones(call, queue, module):
+    code, _, err = call(module, "job=cnn-1")
+    assert code == 2 and "unknown job 'cnn-1'" in err
+    submit(queue)
+    code, _, err = call(module, "job=cnn-1")
+    assert (code, err) == (2, "error: unknown job 'cnn-1'; known: mlp-00c0ffee\n")
+
+
+@pytest.mark.parametrize("module", [status, cancel])
+def test_a_job_in_a_folder_without_jobs_exits_with_2_and_names_the_folder(call, folder, module):
+    code, _, err = call(module, "job=cnn-1")
+    assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
+    assert not folder.root.exists()
+
+
+def test_an_unknown_format_lists_the_known_ones(call, queue):
+    code, _, err = call(status, "format=xml")
+    assert code == 2 and "unknown format 'xml'; known: json, table" in err
+
+
+def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
+    submit(queue)
+    work(queue, ["ok"] * 3)
+    (running,) = queue.lease("w", 1, 1_000_000_000.0, 60.0)
+    code, out, _ = call(cancel, "job=mlp-00c0ffee")
+    assert code == 0
+    assert "6 waiting tasks cancelled, 1 running ones will finish, 3 are done and stay" in out
+    queue.finish(running, "ok", 1_000_000_001.0)
+    code, out, _ = call(cancel, "job=mlp-00c0ffee")
+    assert code == 0 and "no task was waiting, 4 are done and stay" in out
+    assert call(status)[1].split()[-1] == "cancelled"
+
+
+def test_cancel_needs_a_job(call):
+    code, _, err = call(cancel)
+    assert code == 2 and "missing job=" in err
+
+
+@pytest.mark.parametrize("module", [status, cancel])
+def test_help_needs_no_data(module, capsys):
+    assert run(module.__name__.removeprefix("farm."), module.entry, ["--help"]) == 0
+    assert "job=" in capsys.readouterr().out
+
+
+def test_status_as_a_module_is_runnable(folder, tmp_path):
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-m", "farm.status"],
+        env={"GPUFARM_DATA": str(folder.root), "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "no jobs in" in done.stdout
