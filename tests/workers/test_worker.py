@@ -1,0 +1,190 @@
+"""A worker on the CPU: whatever happens to a trial becomes one run with a status, and the worker goes on."""
+
+import json
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from featurize.families import get_family
+from featurize.trial import canonical_json
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
+from workers.trial import classify
+from workers.worker import TaskSpec, Worker
+
+SHORT = WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0)
+LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_seconds=0)
+
+
+def mlp(**changes):
+    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **changes}
+    return get_family("mlp").Config(**values).to_mapping()
+
+
+def task(config, window=SHORT, index=0, **settings):
+    trial = TrialSettings(window=window, **settings)
+    return TaskSpec(
+        job_id="mlp-00000000",
+        task_index=index,
+        attempt=1,
+        config=canonical_json(config),
+        settings=canonical_json(trial.to_mapping()),
+        seed=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker")
+    yield worker
+    worker.close()
+
+
+class InBackground:
+    """Runs a task in a thread, so that the test can do something to its process meanwhile."""
+
+    def __init__(self, worker, spec):
+        self._thread = threading.Thread(target=lambda: setattr(self, "result", worker.run(spec)))
+        self._thread.start()
+        self.server = psutil.Process(worker._server.pid)
+        self.trial = self._await_trial()
+
+    def _await_trial(self):
+        pause = threading.Event()
+        for _ in range(3000):
+            if children := self.server.children():
+                return children[0]
+            pause.wait(0.01)
+        raise AssertionError("no trial was forked")
+
+    def join(self):
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+        return self.result
+
+
+def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(worker):
+    hello = worker.ready()
+    assert hello["threads"] == 1
+    assert hello["torch_version"]
+
+
+def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker):
+    result = worker.run(task(mlp()))
+    run = result.run
+    assert (run["status"], run["source"], run["error"]) == ("ok", "measured", None)
+    assert run["run_id"] == "mlp-00000000-000000"
+    assert run["steps"] >= 1 and run["step_time_ms"] > 0 and run["window_s"] >= 0.05
+    assert run["peak_memory_mib"] > 0 and run["peak_rss_mib"] > 0
+    assert run["parameters"] == sum(layer.parameters for layer in get_family("mlp").layers(_config(run)))
+    assert run.get("smact") is None, "a CPU has no SMs"
+    sensors = set(result.telemetry["sensor"].to_pylist())
+    assert {"process", "torch"} <= sensors
+    assert set(result.telemetry["run_id"].to_pylist()) == {run["run_id"]}
+    assert "nvml" in json.loads(run["telemetry_missing"])
+
+
+def _config(run):
+    from featurize.trial import config_from_mapping
+
+    return config_from_mapping(json.loads(run["config"]))
+
+
+def test_a_config_that_cannot_be_built_is_invalid(worker):
+    result = worker.run(task({**mlp(), "batch_size": 0}))
+    assert result.run["status"] == "invalid"
+    assert "batch_size must be an integer >= 1, got 0" in result.run["error"]
+    assert not result.retryable
+
+
+def test_too_much_memory_on_the_cpu_device_is_an_oom():
+    small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=700), "0", "small")
+    try:
+        result = small.run(task(mlp(input_size=16384, depth=2, topology="uniform")))
+        assert (result.run["status"], result.run["oom_kind"]) == ("oom", "device")
+        assert result.run["device_memory_mib"] == 700
+        assert not result.retryable
+        assert small.run(task(mlp())).run["status"] == "ok", "the next trial starts clean"
+    finally:
+        small.close()
+
+
+def test_a_trial_that_takes_the_hosts_memory_is_killed_and_is_an_oom(worker):
+    result = worker.run(task(mlp(), window=LONG, host_memory_limit_mib=1))
+    assert (result.run["status"], result.run["oom_kind"]) == ("oom", "host")
+    assert "trial.host_memory_limit_mib=1" in result.run["error"]
+
+
+def test_a_trial_past_its_deadline_is_killed_and_is_a_timeout(worker):
+    result = worker.run(task(mlp(), window=LONG, timeout_s=1.0))
+    assert result.run["status"] == "timeout"
+    assert "trial.timeout_s=1" in result.run["error"]
+    assert result.run["peak_rss_mib"] > 0, "what was sampled until then is kept"
+
+
+def test_a_hanging_trial_is_a_timeout(worker):
+    running = InBackground(worker, task(mlp(), window=LONG, timeout_s=3.0))
+    running.trial.suspend()
+    assert running.join().run["status"] == "timeout"
+    assert not running.trial.is_running() or running.trial.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_trial_killed_from_outside_is_tried_again(worker):
+    running = InBackground(worker, task(mlp(), window=LONG))
+    running.trial.kill()
+    result = running.join()
+    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "SIGKILL", True)
+
+
+def test_a_segmentation_fault_is_a_crash_that_names_the_signal(worker):
+    running = InBackground(worker, task(mlp(), window=LONG))
+    running.trial.send_signal(signal.SIGSEGV)
+    result = running.join()
+    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "SIGSEGV", False)
+
+
+def test_a_killed_trial_server_takes_its_trial_along_and_is_replaced(worker):
+    running = InBackground(worker, task(mlp(), window=LONG))
+    running.server.kill()
+    result = running.join()
+    assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+    psutil.wait_procs([running.trial], timeout=10)
+    assert not running.trial.is_running()
+    assert worker.run(task(mlp())).run["status"] == "ok"
+
+
+def test_closing_a_worker_ends_its_server_and_its_trial():
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
+    doomed.ready()
+    server = psutil.Process(doomed._server.pid)
+    doomed.close()
+    assert not server.is_running()
+
+
+def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):
+    worker.run(task(mlp()))
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(5):
+        worker.run(task(mlp(), index=index))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not psutil.Process(worker._server.pid).children()
+
+
+@pytest.mark.parametrize(
+    ("error", "host_is_device", "expected"),
+    [
+        (MemoryError(), False, ("oom", "host")),
+        (MemoryError(), True, ("oom", "device")),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 bytes"), False, ("oom", "host")),
+        (RuntimeError("CUDA error: out of memory"), False, ("oom", "device")),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), False, ("oom", "device")),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory."), False, ("oom", "device")),
+        (RuntimeError("shape mismatch"), False, ("crashed", None)),
+        (ValueError("a bug of ours"), False, ("crashed", None)),
+    ],
+)
+def test_exceptions_are_told_apart(error, host_is_device, expected):
+    assert classify(error, host_is_device) == expected

@@ -1,0 +1,42 @@
+"""Device backends behind one Protocol: `cuda`, `cpu`, `simulated`, and `auto`, which chooses.
+
+Start reading at `base.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from workers.devices.base import Device, DeviceChoice, DeviceUnavailable, Slot
+
+__all__ = ["Device", "DeviceChoice", "DeviceUnavailable", "Slot", "choose_device", "make_device"]
+
+_TABLE = {
+    "cuda": "workers.devices.cuda:CudaDevice",
+    "cpu": "workers.devices.cpu:CpuDevice",
+    "simulated": "workers.devices.simulated:SimulatedDevice",
+}
+
+
+def make_device(choice: DeviceChoice) -> Device:
+    """The backend that `choice` names; `auto` must have been resolved by `choose_device`."""
+    module, _, name = _TABLE[choice.backend].partition(":")
+    return getattr(importlib.import_module(module), name)(choice)
+
+
+def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:
+    """Resolve `auto`: (`cuda` where there is a usable GPU, else `simulated`, and one line that says so and why)."""
+    if choice.backend != "auto":
+        return choice, f"device: {_describe(choice)}"
+    cuda = DeviceChoice(backend="cuda")
+    try:
+        make_device(cuda).slots()
+        return cuda, f"device: {_describe(cuda)}"
+    except DeviceUnavailable as reason:
+        simulated = DeviceChoice(backend="simulated", count=choice.count, spec=choice.spec)
+        return simulated, f"device: {_describe(simulated)}, because there is no usable GPU here ({reason})"
+
+
+def _describe(choice: DeviceChoice) -> str:
+    slots = make_device(choice).slots()
+    return f"{len(slots)} x {slots[0].device_name} ({choice.backend})"

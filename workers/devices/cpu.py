@@ -1,0 +1,103 @@
+"""The CPU as a device: trials really train on it, and the process is what is measured. Start reading at `CpuDevice`."""
+
+from __future__ import annotations
+
+import platform
+
+from workers.devices.base import DeviceChoice, Report, Slot
+
+
+class CpuDevice:
+    """`count` workers (default 1) that share the cores and the memory evenly.
+
+    The labels are the process's: `peak_memory_mib` is its peak resident set, which like a GPU process's memory holds
+    the runtime as well as the tensors. There is no SM, so `smact`, `smocc` and `drama` stay NULL.
+    """
+
+    backend = "cpu"
+    source = "measured"
+    sampled = True
+
+    def __init__(self, choice: DeviceChoice):
+        self.choice = choice
+        self.count = choice.count or 1
+
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(
+            Slot(index=i, device_name=_cpu_name(), device_uuid=None, device_memory_mib=self._limit_mib())
+            for i in range(self.count)
+        )
+
+    def environment(self, slot: Slot) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+
+    def measure(self, config, slot: Slot, settings, seed: int, report: Report) -> None:
+        import torch
+
+        from workers.devices.training import measure_training
+        from workers.trial import thread_budget
+
+        torch.set_num_threads(thread_budget(self.count))
+        limit_memory(slot.device_memory_mib)
+        measure_training(config, CpuMeter(), settings, seed, report)
+
+    def _limit_mib(self) -> float:
+        if self.choice.memory_limit_mib is not None:
+            return self.choice.memory_limit_mib
+        import psutil
+
+        return psutil.virtual_memory().total / 2**20 * 0.9 / self.count
+
+
+def limit_memory(limit_mib: float | None) -> None:
+    """Cap this process's private memory (RLIMIT_DATA, Linux): too much raises instead of waking the OOM killer."""
+    if limit_mib is None:
+        return
+    import resource
+
+    limit = int(limit_mib * 2**20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+class CpuMeter:
+    """The process's resident set; nothing to wait for, operators on the CPU are synchronous."""
+
+    def __init__(self) -> None:
+        import psutil
+        import torch
+
+        self.device = torch.device("cpu")
+        self._process = psutil.Process()
+        self._peak_mib = 0.0
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> dict[str, float]:
+        """The resident set in MiB stands for what a GPU allocator would have reserved; peaks are the kernel's own."""
+        rss_mib = self._process.memory_info().rss / 2**20
+        self._peak_mib = max(self._peak_mib, rss_mib, _peak_resident_mib())
+        return {"reserved_mib": rss_mib, "peak_memory_mib": self._peak_mib}
+
+
+def _peak_resident_mib() -> float:
+    """VmHWM: the kernel's own high-water mark, which sees the peaks between two readings."""
+    try:
+        with open("/proc/self/status") as lines:
+            for line in lines:
+                if line.startswith("VmHWM"):
+                    return int(line.split()[1]) / 1024
+    except OSError:
+        pass
+    return 0.0

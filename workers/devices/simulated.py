@@ -1,0 +1,106 @@
+"""A GPU that is not here: the same trial path, one training step traced and modelled, in virtual time.
+
+Start reading at `SimulatedDevice.measure`. Rows say so: `source` is `simulated`, the UUID begins with `SIM-`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from workers.devices.base import DeviceChoice, Report, Slot
+
+DEFAULT_MODEL = "A100-SXM4-40GB"
+_SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
+
+
+class SimulatedDevice:
+    """`count` (default 4) devices of the described model. Nothing of what is simulated is ever allocated."""
+
+    backend = "simulated"
+    source = "simulated"
+    sampled = False
+
+    def __init__(self, choice: DeviceChoice):
+        from featurize.device_spec import device_from_mapping, load_device
+
+        self.spec = device_from_mapping(dict(choice.spec)) if choice.spec else load_device(DEFAULT_MODEL)
+        self.count = choice.count or 4
+
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(
+            Slot(
+                index=index,
+                device_name=self.spec.name,
+                device_uuid=f"SIM-{self.spec.name}-{index}",
+                device_memory_mib=self.spec.memory_mib,
+            )
+            for index in range(self.count)
+        )
+
+    def environment(self, slot: Slot) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+
+    def measure(self, config, slot: Slot, settings, seed: int, report: Report) -> None:
+        """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
+        import torch
+
+        from featurize.simulate import simulate
+        from featurize.trace import trace_config
+
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        trace = trace_config(config)
+        step = simulate(trace, self.spec, config)
+        report("built", parameters=step.parameters)
+        if not step.fits:
+            raise SimulatedOutOfMemoryError(
+                f"{self.spec.name} (simulated): the step needs {step.peak_memory_mib:.0f} MiB, "
+                f"the device has {self.spec.memory_mib:.0f} MiB"
+            )
+        window = settings.window
+        step_s = step.step_time_ms / 1e3
+        warmup_s = window.warmup_steps * step_s
+        # Every step takes the same time here, so that an adaptive window is steady as soon as it is long enough.
+        steps = max(window.min_steps, math.ceil(window.min_seconds / step_s))
+        if window.kind == "adaptive":
+            steps = max(1, min(steps, math.floor(window.max_seconds / step_s)))
+        window_s = steps * step_s
+        ended = "fixed" if window.kind == "fixed" else "steady" if window_s >= window.min_seconds else "max_seconds"
+        report("warmup", t_ns=0)
+        report("window", t_ns=round(warmup_s * 1e9))
+        self._report_samples(step, warmup_s, window_s, report)
+        report(
+            "result",
+            window_end_ns=round((warmup_s + window_s) * 1e9),
+            window_ended=ended,
+            values={
+                "peak_memory_mib": step.peak_memory_mib,
+                "peak_reserved_mib": step.peak_reserved_mib,
+                "peak_allocated_mib": step.peak_allocated_mib,
+                "step_time_ms": step.step_time_ms,
+                "steps": steps,
+                "energy_j": step.power_w * window_s,
+            },
+        )
+
+    def _report_samples(self, step, warmup_s: float, window_s: float, report: Report) -> None:
+        """What a sampler would read every 100 ms of virtual time: the model knows means, so every sample is one."""
+        steady = {
+            "memory_used_mib": step.peak_memory_mib,
+            "process_memory_mib": step.peak_memory_mib,
+            "gpu_util": step.gpu_util,
+            "smact": step.smact,
+            "smocc": step.smocc,
+            "drama": step.drama,
+            "power_w": step.power_w,
+            "allocated_mib": step.peak_allocated_mib,
+            "reserved_mib": step.peak_reserved_mib,
+            "step_time_ms": step.step_time_ms,
+        }
+        for index in range(max(1, math.floor(window_s / _SAMPLE_PERIOD_S))):
+            t_s = warmup_s + index * _SAMPLE_PERIOD_S
+            report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady)
+
+
+class SimulatedOutOfMemoryError(RuntimeError):
+    """The modelled step does not fit the modelled device: the run is an `oom`, as on the real one."""

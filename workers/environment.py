@@ -1,0 +1,31 @@
+"""What can invalidate labels: versions of torch, CUDA, cuDNN, Python and the allocator's settings.
+
+Called where torch is imported already (the trial server and its children).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+
+def software_environment() -> dict[str, str | None]:
+    """Columns of `runs` that are known without touching the GPU."""
+    import torch
+
+    return {
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "python_version": platform.python_version(),
+        "allocator_settings": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        "farm_version": farm_version(),
+    }
+
+
+def farm_version() -> str | None:
+    """This project's installed version; None when run from a tree that is not installed."""
+    try:
+        return version("gpufarm")
+    except PackageNotFoundError:
+        return None

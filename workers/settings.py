@@ -1,0 +1,78 @@
+"""What a worker has to know about a job, as typed frozen values; plain mappings on the wire.
+
+Start reading at `TrialSettings`, which travels with every task. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSettings:
+    """When the measured window of a run begins and ends. Seconds are real on a real device, virtual when simulated."""
+
+    kind: str
+    warmup_steps: int = 3
+    warmup_max_seconds: float = 20.0
+    min_steps: int = 5
+    min_seconds: float = 1.0
+    max_seconds: float = 60.0
+    tolerance: float = 0.02
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("adaptive", "fixed"):
+            raise unknown_name("window", self.kind, ("adaptive", "fixed"))
+        _check(
+            self, "window", warmup_steps=0, min_steps=1, warmup_max_seconds=0, min_seconds=0, max_seconds=0, tolerance=0
+        )
+        if self.kind == "fixed":
+            _check(self, "window", seconds=0)
+            object.__setattr__(self, "min_seconds", self.seconds)
+            object.__setattr__(self, "max_seconds", self.seconds)
+        if self.max_seconds < self.min_seconds:
+            raise UsageError(
+                f"window.max_seconds must be >= window.min_seconds ({self.min_seconds}), got {self.max_seconds}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSettings:
+    """How each trial of a job is run: everything but its config and the device."""
+
+    window: WindowSettings
+    timeout_s: float = 300.0
+    host_memory_limit_mib: float | None = None
+    telemetry_sources: tuple[str, ...] = ("nvml", "gpm", "dcgm", "process", "torch")
+    telemetry_period_s: float = 0.1
+    dcgm_url: str = "http://localhost:9400/metrics"
+
+    def __post_init__(self) -> None:
+        _check(self, "trial", timeout_s=0, telemetry_period_s=0)
+        if self.host_memory_limit_mib is not None:
+            _check(self, "trial", host_memory_limit_mib=1)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> TrialSettings:
+        values = dict(mapping)
+        window = WindowSettings(**values.pop("window"))
+        values["telemetry_sources"] = tuple(values["telemetry_sources"])
+        return cls(window=window, **values)
+
+
+def _check(settings: Any, prefix: str, **floors: float) -> None:
+    """`window.min_steps must be >= 1, got 0` for a number that is none, not finite, or below its floor."""
+    for name, floor in floors.items():
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < floor:
+            raise UsageError(f"{prefix}.{name} must be a number >= {floor}, got {value!r}")

@@ -1,0 +1,99 @@
+"""The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
+
+Start reading at `run_trial`. Events: `built` (parameters), `warmup`, `window` (their monotonic times), `result`
+(labels, step times, telemetry), or `failed` (status, kind of memory, traceback). After `result` or `failed` the child
+holds its memory until the worker answers, so that a last sample sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from conf.errors import UsageError
+
+_ACKNOWLEDGE_TIMEOUT_S = 5.0
+
+# Messages that mean "no memory" where the exception's type does not say so.
+_DEVICE_OOM_MARKS = (
+    "out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY",
+)  # fmt: skip
+_HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
+Report = Callable[..., None]
+
+
+def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
+    """Run one trial and report. `trial`: config, settings, device choice, slot and seed, as mappings."""
+
+    def report(event: str, **values: Any) -> None:
+        channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
+
+    try:
+        _measure(trial, report)
+    except BaseException as error:
+        status, oom_kind = classify(error, host_is_device=trial["device"]["backend"] == "cpu")
+        report(
+            "failed",
+            status=status,
+            oom_kind=oom_kind,
+            error_type=type(error).__name__,
+            error=traceback.format_exc(limit=-12),
+            values=_memory_at_failure(trial["device"]["backend"]),
+        )
+    channel.settimeout(_ACKNOWLEDGE_TIMEOUT_S)
+    try:
+        channel.recv(1)
+    except OSError:
+        pass  # the worker is busy or gone: the labels have been sent
+
+
+def _measure(trial: dict[str, Any], report: Report) -> None:
+    from featurize.trial import config_from_mapping
+    from workers.devices import DeviceChoice, Slot, make_device
+    from workers.settings import TrialSettings
+
+    config = config_from_mapping(trial["config"])
+    settings = TrialSettings.from_mapping(trial["settings"])
+    device = make_device(DeviceChoice(**trial["device"]))
+    device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], report)
+
+
+def classify(error: BaseException, host_is_device: bool) -> tuple[str, str | None]:
+    """(status, oom_kind) of an exception: `oom` when memory ran out, `invalid` for a config that cannot be built."""
+    text = str(error)
+    if isinstance(error, MemoryError) or any(mark in text for mark in _HOST_OOM_MARKS):
+        return "oom", "device" if host_is_device else "host"
+    if type(error).__name__ in ("OutOfMemoryError", "SimulatedOutOfMemoryError") or (
+        isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_OOM_MARKS)
+    ):
+        return "oom", "device"
+    if isinstance(error, UsageError):
+        return "invalid", None
+    return "crashed", None
+
+
+def _memory_at_failure(backend: str) -> dict[str, float]:
+    """What the allocator had taken when the trial failed: a lower bound, worth keeping with an `oom`."""
+    if backend != "cuda":
+        return {}
+    try:
+        import torch
+
+        return {
+            "peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
+            "peak_reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
+        }
+    except Exception:  # a broken context cannot answer, and the failure itself must still be reported
+        traceback.print_exc()
+        return {}
+
+
+def thread_budget(workers: int) -> int:
+    """CPU threads for one of `workers` trials that run side by side."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, workers))
