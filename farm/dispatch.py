@@ -1,0 +1,269 @@
+"""The dispatcher: leases tasks, hands them to workers, lands their runs, and leaves nothing lost when it is killed.
+
+Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`DispatcherLock`); a task is done only
+after its run is durable in the warehouse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from conf.errors import UsageError
+from farm.executors import Completion, Executor, InlineExecutor
+from farm.jobs import Queue, Task
+from farm.progress import Progress
+from farm.ray_executor import ClusterSettings, RayExecutor
+from farm.sweep import SESSION_VARIABLE, alive, descendants, session_marker, sweep_orphans
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+from workers.devices import DeviceChoice
+from workers.worker import RunResult, TaskSpec
+
+LEASE_S = 60.0
+_RENEW_EVERY_S = LEASE_S / 3
+_WAIT_S = 0.2
+
+
+class DispatcherBusy(UsageError):
+    """Another dispatcher works on this data folder."""
+
+
+class DispatcherLock:
+    """One dispatcher for a data folder: an advisory lock that the kernel drops with the process, however it ends.
+
+    The file also says who holds it and what processes it started, for the sweep of a later dispatcher.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = None
+
+    def __enter__(self) -> DispatcherLock:
+        """Raises `DispatcherBusy` naming the holder; sweeps what a killed holder left behind."""
+        self._file = open(self._path, "a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            holder = _parse(self._file.read()).get("dispatcher", "?").partition("@")[0]
+            self._file.close()
+            raise DispatcherBusy(f"a dispatcher (process {holder}) already works on {self._path.parent}") from error
+        self._file.seek(0)
+        left = _parse(self._file.read())
+        sweep_orphans(recorded=left.get("processes", ()))
+        self.record([])
+        return self
+
+    def record(self, processes: list[str]) -> None:
+        """Write down the processes that are to be swept should this one be killed."""
+        self._file.seek(0)
+        self._file.truncate()
+        json.dump({"dispatcher": session_marker(), "processes": processes}, self._file)
+        self._file.flush()
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def dispatcher_of(path: Path) -> int | None:
+    """The process id of the dispatcher that works on this folder, None when there is none."""
+    try:
+        marker = _parse(path.read_text()).get("dispatcher")
+    except FileNotFoundError:
+        return None
+    return int(marker.partition("@")[0]) if marker and alive(marker) else None
+
+
+def _parse(text: str) -> dict:
+    try:
+        return json.loads(text) if text else {}
+    except json.JSONDecodeError:  # the holder was killed while it wrote
+        return {}
+
+
+def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
+    """The executor that `cluster` asks for, its processes marked as this dispatcher's."""
+    environment = {SESSION_VARIABLE: session_marker()}
+    if cluster.kind == "inline":
+        return InlineExecutor(choice, environment)
+    os.environ.update(environment)  # Ray's own processes inherit it
+    return RayExecutor(choice, cluster, environment)
+
+
+class Dispatcher:
+    """Works off the tasks of one device. `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        folder: DataFolder,
+        queue: Queue,
+        executor: Executor,
+        device_key: str,
+        progress: Progress,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._queue = queue
+        self._executor = executor
+        self._device_key = device_key
+        self._progress = progress
+        self._clock = clock
+        self._writer = RunWriter(folder)
+        self._leased: dict[str, Task] = {}  # run_id -> task
+        self._renewed_at = clock()
+
+    def run(self, stop: StopRequest, lock: DispatcherLock) -> bool:
+        """Work until this device's tasks are done (True) or `stop` asks to leave (False).
+
+        On the way out, whatever the reason, tasks that were handed out and did not land are given back.
+        """
+        try:
+            self._executor.start()
+            recorded = False
+            while True:
+                if not stop.requested:
+                    self._hand_out()
+                if not self._executor.running() and (stop.requested or not self._waits_for_work()):
+                    return not stop.requested
+                for completion in self._executor.wait(_WAIT_S):
+                    self._land(completion)
+                if not recorded and self._executor.idle():
+                    lock.record(descendants())
+                    recorded = True
+                self._renew()
+                self._progress.update()
+        finally:
+            self._queue.release(list(self._leased.values()))
+            self._executor.close()
+
+    def _hand_out(self) -> None:
+        for worker in self._executor.idle():
+            tasks = self._queue.lease(worker, 1, self._clock(), LEASE_S, device=self._device_key)
+            if not tasks:
+                break
+            (task,) = tasks
+            spec = task_spec(task)
+            self._leased[spec.run_id] = task
+            self._executor.submit(worker, spec)
+        for task in self._queue.expired(self._clock(), device=self._device_key):
+            self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
+
+    def _waits_for_work(self) -> bool:
+        """Whether tasks of this device are left that become due later (backoff)."""
+        return self._queue.pending(device=self._device_key) > 0
+
+    def _land(self, completion: Completion) -> None:
+        task = self._leased.pop(completion.task.run_id)
+        result = completion.result
+        if completion.lost is not None or result.retryable:
+            error = completion.lost or result.run["error"]
+            if self._queue.retry(task, self._clock(), error):
+                return
+            result = result or lost_run(task, error)
+        self._land_run(task, result)
+
+    def _land_run(self, task: Task, result: RunResult) -> None:
+        """Durable first, done second: a kill in between is mended by `reconcile`."""
+        if self._queue.is_done(task):
+            return  # another dispatcher was quicker, after this one's lease had run out
+        self._writer.write(result.run, result.telemetry)
+        self._queue.finish(task, result.run["status"], self._clock(), error=result.run.get("error"))
+        self._progress.landed(result.run)
+
+    def _renew(self) -> None:
+        now = self._clock()
+        if now - self._renewed_at >= _RENEW_EVERY_S and self._leased:
+            self._queue.renew(list(self._leased.values()), now, LEASE_S)
+            self._renewed_at = now
+
+
+class StopRequest:
+    """Ctrl-C (or SIGTERM) once asks to finish what runs and leave; twice raises `KeyboardInterrupt` at once."""
+
+    def __init__(self, announce: Callable[[], None]):
+        self.requested = False
+        self._announce = announce
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, *_: object) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self._announce()
+
+
+def task_spec(task: Task) -> TaskSpec:
+    """A queued task as its worker needs it; the trial's seed is the task's index, so that repeats are alike."""
+    return TaskSpec(
+        job_id=task.job_id,
+        task_index=task.task_index,
+        attempt=task.attempt,
+        config=task.config_json,
+        settings=task.settings_json,
+        seed=task.task_index,
+    )
+
+
+def lost_run(task: Task, error: str) -> RunResult:
+    """The run of a task that no worker ever brought back: `crashed`, with what is known."""
+    import datetime
+
+    from featurize.trial import mapping_hash
+    from warehouse.schema import SCHEMA_VERSION, TELEMETRY_SCHEMA
+
+    config = json.loads(task.config_json)
+    device = json.loads(task.device)
+    run = {
+        "run_id": task_spec(task).run_id,
+        "job_id": task.job_id,
+        "task_index": task.task_index,
+        "attempt": task.attempt,
+        "family": config["family"],
+        "config": task.config_json,
+        "config_hash": mapping_hash(config),
+        "status": "crashed",
+        "error_type": "WorkerLost",
+        "error": error,
+        "source": "simulated" if device["backend"] == "simulated" else "measured",
+        "schema_version": SCHEMA_VERSION,
+        "batch_size": config["batch_size"],
+        "precision": config["precision"],
+        "optimizer": config["optimizer"],
+        "finished_at": datetime.datetime.now(datetime.UTC),
+    }
+    return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table())
+
+
+def reconcile(folder: DataFolder, queue: Queue) -> int:
+    """Mend what a killed dispatcher left: runs that are durable are done, other leases are void. Call with the lock.
+
+    Returns how many tasks turned out to be done.
+    """
+    left = queue.leased()
+    if not left:
+        return 0
+    from warehouse.views import connect
+
+    run_ids = {task_spec(task).run_id: task for task in left}
+    with contextlib.closing(connect(folder.root)) as connection:
+        rows = connection.execute(
+            "SELECT run_id, status FROM runs WHERE list_contains(?::VARCHAR[], run_id)", [list(run_ids)]
+        ).fetchall()
+    for run_id, status in rows:
+        queue.finish(run_ids[run_id], status, time.time())
+    queue.void_leases()
+    return len(rows)

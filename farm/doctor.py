@@ -1,0 +1,326 @@
+"""`python -m farm.doctor`: what this machine offers, and why what is missing is missing. Changes nothing.
+
+Start reading at `examine`, which collects; `print_tables` shows it. torch and Ray are looked at without being imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
+from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
+from workers.telemetry.sampler import SENSORS, TelemetrySettings, make_sensors
+
+FORMATS = ("table", "json")
+_BYTES_PER_MIB = 1024**2
+
+
+def entry(cfg) -> int:
+    """Print the report; 0 whatever is missing."""
+    from farm.settings import device_choice
+
+    if cfg.format not in FORMATS:
+        raise unknown_name("format", cfg.format, FORMATS)
+    from omegaconf import OmegaConf
+
+    choice = device_choice(OmegaConf.to_container(cfg.device, resolve=True))
+    report = examine(cfg.data, choice, cfg.telemetry.dcgm_url)
+    if cfg.format == "json":
+        print(json.dumps(report, indent=2))
+    else:
+        print_tables(report)
+    return 0
+
+
+def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, Any]:
+    """The report, as JSON can hold it: gpus, device, telemetry, packages, machine, data. None: not known, or absent.
+
+    Raises `UsageError` for a setting that is broken, never for what the machine lacks.
+    """
+    found = discover_gpus()
+    return {
+        "gpus": [{**asdict(gpu), "usable": gpu.excluded_reason is None} for gpu in found.gpus],
+        "gpus_reason": found.reason,
+        "driver_version": found.driver_version,
+        "device": device_state(choice),
+        "telemetry": telemetry_state(found, dcgm_url),
+        "torch": {"version": package_version("torch"), "cuda": torch_cuda_build()},
+        "ray": {"version": package_version("ray"), "importable": ray_importable()},
+        "packages": packages(),
+        "machine": machine_state(),
+        "data": data_state(data),
+    }
+
+
+def device_state(choice: DeviceChoice) -> dict[str, str | None]:
+    """What `device=...` resolves to here, in the words of the commands that use it."""
+    try:
+        resolved, said = choose_device(choice)
+    except DeviceUnavailable as reason:
+        return {"asked": choice.backend, "chosen": None, "said": str(reason)}
+    return {"asked": choice.backend, "chosen": resolved.backend, "said": said.removeprefix("device: ")}
+
+
+def telemetry_state(found: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
+    """Each telemetry source for the first usable GPU: whether it works, why not, and its metrics."""
+    uuid = found.usable[0].uuid if found.usable else None
+    sensors, missing = make_sensors(TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url), uuid)
+    state = {name: {"available": False, "reason": reason, "metrics": []} for name, reason in missing.items()}
+    for sensor in sensors:
+        state[sensor.name] = {"available": True, "reason": None, "metrics": list(sensor.metrics)}
+        sensor.close()
+    torch_missing = None if package_version("torch") else "the package torch is not installed"
+    state["torch"] = {  # the trial's own report, not a sensor
+        "available": torch_missing is None,
+        "reason": torch_missing,
+        "metrics": ["allocated_mib", "reserved_mib", "step_time_ms"] if torch_missing is None else [],
+    }
+    return {name: state[name] for name in (*SENSORS, "torch")}
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def packages() -> dict[str, str | None]:
+    """The versions of this project and of what it declares it needs."""
+    try:
+        declared = requires("gpufarm") or []
+    except PackageNotFoundError:  # run from a tree that is not installed
+        declared = []
+    names = [re.split(r"[^A-Za-z0-9_.-]", text, maxsplit=1)[0] for text in declared if "extra ==" not in text]
+    return {name: package_version(name) for name in ("gpufarm", *names)}
+
+
+def ray_importable() -> bool:
+    """Whether Ray and its compiled core are there; importing it would take longer than all of this report."""
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:
+        return False
+    return any(Path(spec.origin).parent.glob("_raylet*"))
+
+
+def machine_state() -> dict[str, Any]:
+    """Cores this process may use, memory and shared memory in MiB (None where the system does not say)."""
+    import psutil
+
+    try:
+        shm = shutil.disk_usage("/dev/shm")
+    except OSError:
+        shm = None
+    memory = psutil.virtual_memory()
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "python_version": platform.python_version(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_mib": round(memory.total / _BYTES_PER_MIB),
+        "memory_available_mib": round(memory.available / _BYTES_PER_MIB),
+        "memory_limit_mib": _cgroup_limit_mib(memory.total),
+        "shm_mib": None if shm is None else round(shm.total / _BYTES_PER_MIB),
+        "shm_free_mib": None if shm is None else round(shm.free / _BYTES_PER_MIB),
+    }
+
+
+def _cgroup_limit_mib(total: int) -> int | None:
+    """What a container may take, where that is less than the machine has (cgroup v2, then v1)."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(path).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        return round(limit / _BYTES_PER_MIB) if limit < total else None
+    return None
+
+
+def data_state(data: str | None) -> dict[str, Any]:
+    """The data folder: where, whether it is there and writable, its schema version, and how much is in it."""
+    from warehouse.folder import DataFolder
+
+    folder = DataFolder.resolve(data)
+    state: dict[str, Any] = {
+        "path": str(folder.root),
+        "exists": folder.root.is_dir(),
+        "writable": _writable(folder.root),
+        "schema_version": None,
+        "jobs": None,
+        "tasks": None,
+        "runs": None,
+        "reason": None,
+    }
+    try:
+        folder.open()
+        state["schema_version"] = json.loads(folder.format_marker.read_text())["schema_version"]
+        state["jobs"], state["tasks"] = _queue_counts(folder.queue)
+        state["runs"] = _run_counts(folder)
+    except (UsageError, OSError) as error:
+        state["reason"] = str(error)
+    return state
+
+
+def _writable(path: Path) -> bool:
+    """Of the folder, or where it is not there yet, of the nearest one that is."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+
+
+def _queue_counts(path: Path) -> tuple[int, dict[str, int]]:
+    """(jobs, tasks by state, only those that occur). Never makes a queue."""
+    from farm.jobs import Queue
+
+    if not path.exists():
+        return 0, {}
+    with Queue.open(path, busy_timeout_s=1.0) as queue:
+        jobs, counts = queue.jobs(), queue.counts()
+    tasks = {state: getattr(counts, state) for state in ("queued", "leased", "done", "cancelled")}
+    return len(jobs), {state: count for state, count in tasks.items() if count}
+
+
+def _run_counts(folder) -> dict[str, int]:
+    """Runs by status, each counted once."""
+    import duckdb
+
+    from warehouse.views import connect
+
+    try:
+        with connect(folder) as connection:
+            rows = connection.execute(
+                "SELECT status, count(*) FROM runs GROUP BY ALL ORDER BY ALL"
+            ).fetchall()
+    except duckdb.Error as error:
+        raise UsageError(f"the runs in {folder.root} cannot be read: {error}") from error
+    return dict(rows)
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """The report for people, to standard output."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for section, rows in _sections(report):
+        for at, (name, good, text) in enumerate(rows):
+            mark = Text(
+                {True: "yes  ", False: "no   ", None: "     "}[good],
+                {True: "green", False: "yellow"}.get(good, ""),
+            )
+            table.add_row(Text(section if at == 0 else "", "bold"), Text(name), mark + Text(text))
+        table.add_section()
+    console.print(table)
+
+
+def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | None, str]]]]:
+    """(section, rows of name, whether it is good (None: just a fact), text)."""
+    gpus = [
+        (
+            f"{gpu['index']} {gpu['name']}",
+            gpu["usable"],
+            ", ".join(
+                filter(
+                    None,
+                    (
+                        gpu["excluded_reason"],
+                        gpu["memory_mib"] and f"{gpu['memory_mib']:.0f} MiB",
+                        gpu["uuid"],
+                    ),
+                )
+            ),
+        )
+        for gpu in report["gpus"]
+    ] or [("none", False, report["gpus_reason"])]
+    device = report["device"]
+    telemetry = [
+        (name, source["available"], source["reason"] or ", ".join(source["metrics"]))
+        for name, source in report["telemetry"].items()
+    ]
+    torch, ray = report["torch"], report["ray"]
+    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
+    software = [
+        (
+            "torch",
+            torch["version"] is not None,
+            f"{torch['version']}, {build}" if torch["version"] else "not installed",
+        ),
+        ("ray", ray["importable"], ray["version"] or "not installed"),
+        *(
+            (name, found is not None, found or "not installed")
+            for name, found in report["packages"].items()
+            if name not in ("torch", "ray")
+        ),
+    ]
+    machine = report["machine"]
+    limit = machine["memory_limit_mib"]
+    host = [
+        ("system", None, f"{machine['system']}, Python {machine['python_version']}"),
+        ("CPU cores", None, str(machine["cpu_cores"])),
+        (
+            "memory",
+            None,
+            f"{machine['memory_mib']} MiB, {machine['memory_available_mib']} available"
+            + (f", limited to {limit} MiB" if limit else ""),
+        ),
+        (
+            "/dev/shm",
+            None,
+            "none"
+            if machine["shm_mib"] is None
+            else f"{machine['shm_mib']} MiB, {machine['shm_free_mib']} free",
+        ),
+    ]
+    return [
+        ("GPUs", [*gpus, ("driver", None, report["driver_version"] or "none")]),
+        ("device", [(device["asked"], device["chosen"] is not None, device["said"])]),
+        ("telemetry", telemetry),
+        ("software", software),
+        ("machine", host),
+        ("data folder", _data_rows(report["data"])),
+    ]
+
+
+def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
+    rows = [
+        (
+            "path",
+            data["exists"],
+            data["path"] if data["exists"] else f"{data['path']} (made by the first submit)",
+        ),
+        ("writable", data["writable"], ""),
+    ]
+    if data["schema_version"] is not None:
+        rows.append(("schema version", None, str(data["schema_version"])))
+    for name in ("tasks", "runs"):
+        if data[name] is not None:
+            said = ", ".join(f"{count} {state}" for state, count in data[name].items())
+            jobs = f" of {data['jobs']} jobs" if name == "tasks" else ""
+            rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {said}" if said else "")))
+    if data["reason"] is not None and data["exists"]:
+        rows.append(("readable", False, data["reason"]))
+    return rows
+
+
+def main() -> None:
+    command("doctor", entry)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Where tasks run: the executor Protocol and its inline implementation; Ray's is in `ray_executor.py`.
+
+Start reading at `Executor`. An executor owns the workers; the dispatcher owns the queue and never sees Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from conf.errors import UsageError
+from workers.devices import DeviceChoice
+from workers.server_client import ServerLost
+from workers.worker import RunResult, TaskSpec, Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A task that left its worker: with a result, or because the worker was lost (then `lost` says how)."""
+
+    worker: str
+    task: TaskSpec
+    result: RunResult | None = None
+    lost: str | None = None
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Workers that take one task at a time. Used from one thread."""
+
+    def start(self) -> None:
+        """Begin to start the workers; returns before they are ready. Raises `UsageError` when that can't be."""
+        ...
+
+    def idle(self) -> list[str]:
+        """Workers that can take a task now."""
+        ...
+
+    def submit(self, worker: str, task: TaskSpec) -> None:
+        """Hand a task to an idle worker."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[Completion]:
+        """Tasks that ended since the last call; waits at most `timeout_s` for one (inline: runs the task)."""
+        ...
+
+    def running(self) -> Mapping[str, TaskSpec]:
+        """Tasks handed out and not yet returned by `wait`, by worker."""
+        ...
+
+    def close(self) -> None:
+        """End every worker at once, and whatever runs on it."""
+        ...
+
+
+class InlineExecutor:
+    """One worker in this very process, without Ray: trials still run in children of a trial server."""
+
+    def __init__(self, choice: DeviceChoice, environment: dict[str, str]):
+        self._worker = Worker(choice, "0", "inline-0", environment)
+        self._task: TaskSpec | None = None
+
+    def start(self) -> None:
+        self._worker.start()
+
+    def idle(self) -> list[str]:
+        return [] if self._task else [self._worker.name]
+
+    def submit(self, worker: str, task: TaskSpec) -> None:
+        assert self._task is None, "one task at a time"
+        self._task = task
+
+    def wait(self, timeout_s: float) -> list[Completion]:
+        if self._task is None:
+            return []
+        try:
+            self._worker.ready()
+        except ServerLost as error:
+            raise UsageError(f"the trial server does not start: {error}") from error
+        result = self._worker.run(self._task)
+        done, self._task = self._task, None
+        return [Completion(worker=self._worker.name, task=done, result=result)]
+
+    def running(self) -> Mapping[str, TaskSpec]:
+        return {self._worker.name: self._task} if self._task else {}
+
+    def close(self) -> None:
+        self._worker.close()

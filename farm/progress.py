@@ -1,0 +1,118 @@
+"""What a person sees while a job runs: a bar with rate, time left and counts by status; plain lines without a terminal.
+
+Start reading at `Progress`.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from warehouse.schema import STATUSES
+
+_RATE_WINDOW_S = 60.0  # the rate is that of the last minute: trials differ in length by orders of magnitude
+_PLAIN_EVERY_S = 10.0
+
+_STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red", "invalid": "red"}
+
+
+class Progress:
+    """A context manager. `totals()` gives (tasks ended, tasks in all) of what is being worked on."""
+
+    def __init__(self, label: str, totals: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic):
+        from rich.console import Console
+
+        self._label = label
+        self._totals = totals
+        self._clock = clock
+        self._console = Console(stderr=True, highlight=False)
+        self._landed: collections.deque[float] = collections.deque()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._started = self._said = clock()
+        self._bar = None
+        self._task = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            from rich import progress as bars
+
+            self._bar = bars.Progress(
+                bars.SpinnerColumn(),
+                bars.TextColumn("{task.description}"),
+                bars.BarColumn(bar_width=None),
+                bars.MofNCompleteColumn(),
+                bars.TextColumn("{task.fields[note]}"),
+                console=self._console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._label, total=None, note="starting workers")
+        else:
+            self.say(f"{self._label}: starting workers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._refresh()
+            self._bar.stop()
+        elif self._counts:
+            self._say_state()
+
+    def say(self, text: str) -> None:
+        """One line, above the bar where there is one."""
+        (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+
+    def landed(self, run: Mapping[str, Any]) -> None:
+        """Count one run that has landed."""
+        self._counts[run["status"]] += 1
+        self._landed.append(self._clock())
+
+    def update(self) -> None:
+        """Redraw; cheap enough for every turn of the dispatcher's loop."""
+        if self._bar is not None:
+            self._refresh()
+        elif self._clock() - self._said >= _PLAIN_EVERY_S and self._counts:
+            self._say_state()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Landed here, by status."""
+        return self._counts
+
+    def rate_per_s(self) -> float | None:
+        """Runs landed a second over the last minute; None before the first."""
+        now = self._clock()
+        while self._landed and self._landed[0] < now - _RATE_WINDOW_S:
+            self._landed.popleft()
+        if not self._landed:
+            return None
+        return len(self._landed) / max(min(now - self._started, _RATE_WINDOW_S), 1e-3)
+
+    def _state(self, styled: bool) -> tuple[int, int, str]:
+        done, total = self._totals()
+        parts = []
+        for status in STATUSES:
+            if count := self._counts[status]:
+                text = f"{status} {count}"
+                parts.append(f"[{_STYLES[status]}]{text}[/]" if styled else text)
+        rate = self.rate_per_s()
+        if rate:
+            parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min")
+            parts.append(f"{_duration((total - done) / rate)} left")
+        return done, total, "  ".join(parts) or "starting workers"
+
+    def _refresh(self) -> None:
+        done, total, note = self._state(styled=True)
+        self._bar.update(self._task, completed=done, total=total, note=note)
+
+    def _say_state(self) -> None:
+        self._said = self._clock()
+        done, total, note = self._state(styled=False)
+        self.say(f"{self._label}: {done}/{total}  {note}")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,216 @@
+"""Ray's side of the farm: one actor per GPU, pinned by Ray, restarted by Ray, results through its object store.
+
+Start reading at `RayExecutor`. Settings that Ray has changed between versions are set here and not relied on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UsageError
+from farm.executors import Completion
+from workers.devices import DeviceChoice, make_device
+from workers.worker import RunResult, TaskSpec, Worker
+
+_READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """The `cluster` key: `ray` (our own, or joined by `address`) or `inline`."""
+
+    kind: str
+    address: str | None = None
+    dashboard: bool = False
+    object_store_mib: int = 128
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("ray", "inline"):
+            raise UsageError(f"cluster.kind must be one of ray, inline, got {self.kind!r}")
+        if (
+            isinstance(self.object_store_mib, bool)
+            or not isinstance(self.object_store_mib, int)
+            or self.object_store_mib < 80
+        ):
+            raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
+
+
+class RayWorker:
+    """The actor: finds the slot that Ray pinned it to and runs tasks there. Never imports torch."""
+
+    def __init__(self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int):
+        if slot_key is None:
+            import ray
+
+            slot_key = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+        self._worker = Worker(DeviceChoice(**choice), slot_key, f"ray-{slot_key}", environment, workers)
+        self._worker.start()
+
+    def ready(self) -> None:
+        self._worker.ready()
+
+    def run(self, task: TaskSpec) -> RunResult:
+        return self._worker.run(task)
+
+
+class RayExecutor:
+    """Ray actors, one per slot. `address=None` starts a Ray of our own that listens on loopback only."""
+
+    def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
+        self._choice = choice
+        self._cluster = cluster
+        self._environment = environment
+        self._actors: dict[str, Any] = {}
+        self._starting: dict[Any, str] = {}  # ref of ready() -> worker
+        self._running: dict[Any, tuple[str, TaskSpec]] = {}  # ref of run() -> (worker, task)
+        self._failures: dict[str, int] = {}
+        self._idle: list[str] = []
+
+    def start(self) -> None:
+        if self._cluster.address is None:
+            os.environ.update(_own_cluster_environment())  # Ray reads some of it when it is imported
+        try:
+            import ray
+        except ImportError as error:
+            raise UsageError(f"cannot import ray ({error}); cluster=inline runs one worker without it") from error
+
+        pinned = self._connect(ray)
+        actor = ray.remote(
+            num_cpus=0,  # an actor that holds a CPU starves a small machine
+            num_gpus=1 if pinned else 0,
+            max_restarts=-1,  # Ray restarts a killed actor; which task to repeat is the queue's to say
+            max_task_retries=0,
+        )(RayWorker)
+        keys = [None] * self._count if pinned else [str(index) for index in range(self._count)]
+        for index, key in enumerate(keys):
+            name = f"worker-{index}"
+            self._actors[name] = actor.remote(self._choice.to_mapping(), key, self._environment, self._count)
+            self._await_ready(name)
+
+    def _connect(self, ray) -> bool:
+        """Start or join Ray, set `self._count`; whether Ray pins the actors to GPUs."""
+        if self._cluster.address is not None:
+            try:
+                ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise UsageError(
+                    f"cluster.address={self._cluster.address}: no Ray cluster answers there ({error}); "
+                    "start one with `ray start --head`, or leave the key out"
+                ) from error
+            pinned = self._choice.backend == "cuda"
+            gpus = int(ray.cluster_resources().get("GPU", 0))
+            self._count = gpus if pinned else len(make_device(self._choice).slots())
+            if not self._count:
+                raise UsageError(f"cluster.address={self._cluster.address}: the cluster has no GPU")
+            return pinned
+        slots = make_device(self._choice).slots()
+        self._count = len(slots)
+        if self._choice.backend == "cuda":  # by UUID, before Ray counts: a display GPU is never a worker
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid for slot in slots)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=os.cpu_count(),
+                num_gpus=self._count,
+                include_dashboard=self._cluster.dashboard,
+                dashboard_host="127.0.0.1",
+                object_store_memory=self._cluster.object_store_mib * 2**20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise UsageError(f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it") from error
+        return True
+
+    def idle(self) -> list[str]:
+        return list(self._idle)
+
+    def submit(self, worker: str, task: TaskSpec) -> None:
+        self._idle.remove(worker)
+        self._running[self._actors[worker].run.remote(task)] = (worker, task)
+
+    def wait(self, timeout_s: float) -> list[Completion]:
+        import ray
+
+        refs = [*self._running, *self._starting]
+        done, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
+        if done:  # whatever else is done by now comes along
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        completions = []
+        for ref in done:
+            if ref in self._starting:
+                self._take_ready(ref)
+            else:
+                completions.append(self._take_run(ref))
+        return completions
+
+    def running(self) -> Mapping[str, TaskSpec]:
+        return dict(self._running.values())
+
+    def close(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            for actor in self._actors.values():
+                ray.kill(actor, no_restart=True)
+            ray.shutdown()
+
+    def _await_ready(self, worker: str) -> None:
+        self._starting[self._actors[worker].ready.remote()] = worker
+
+    def _take_ready(self, ref) -> None:
+        import ray
+
+        worker = self._starting.pop(ref)
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            self._failures[worker] = self._failures.get(worker, 0) + 1
+            if self._failures[worker] < _READY_TRIES:
+                self._await_ready(worker)
+                return
+            del self._actors[worker]
+            if not self._actors:
+                raise UsageError(f"no worker starts: {_plain(error)}") from error
+            return
+        self._failures[worker] = 0
+        self._idle.append(worker)
+
+    def _take_run(self, ref) -> Completion:
+        import ray
+
+        worker, task = self._running.pop(ref)
+        try:
+            result = ray.get(ref)
+        except ray.exceptions.RayActorError as error:  # the process is gone; Ray is starting another
+            self._await_ready(worker)
+            return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
+        self._idle.append(worker)
+        return Completion(worker=worker, task=task, result=result)
+
+
+def _own_cluster_environment() -> dict[str, str]:
+    """Environment of a Ray of our own: set before `ray.init`, inherited by its processes.
+
+    Checked on Ray 2.60: without RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 its servers listen on every interface, whatever
+    node address is asked for (`_private/services.py`, `get_node_ip_address`).
+    """
+    wanted = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
+        "RAY_AUTH_MODE": "token",  # other users of this machine can reach loopback too
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # it kills actors; each worker watches its own trial's memory
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _plain(error: Exception) -> str:
+    """The first paragraph of Ray's many-paragraph messages."""
+    return " ".join(str(error).split("\n\n")[0].split())[:400]

@@ -1,0 +1,130 @@
+"""A command's composed config as typed frozen values: below `main` there is no `DictConfig`.
+
+Start reading at `SubmitSettings.from_config`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UsageError, unknown_name
+from farm.ray_executor import ClusterSettings
+from farm.sampling import POLICIES, Limits
+from farm.space import Space
+from featurize.families import family_names
+from featurize.trial import canonical_json
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
+
+_DEVICE_KEYS = ("backend", "model", "count", "memory_limit_mib")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitSettings:
+    """One submission. `device` may still be `auto`; `choose_device` resolves it."""
+
+    data: str | None
+    space: Space
+    n: int
+    seed: int
+    policy: str
+    priority: int
+    detach: bool
+    limits: Limits
+    device: DeviceChoice
+    cluster: ClusterSettings
+    trial: TrialSettings
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, floor in (("n", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < floor:
+                problems.append(f"{name} must be an integer >= {floor}, got {value!r}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            problems.append(f"priority must be an integer, got {self.priority!r}")
+        if not isinstance(self.detach, bool):
+            problems.append(f"detach must be true or false, got {self.detach!r}")
+        if self.policy not in POLICIES:
+            problems.append(str(unknown_name("policy", self.policy, POLICIES)))
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    @classmethod
+    def from_config(cls, cfg) -> SubmitSettings:
+        """Raises `UsageError` naming the key."""
+        from omegaconf import OmegaConf
+
+        if "arch" not in cfg:
+            raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
+        values = OmegaConf.to_container(cfg, resolve=True)
+        return cls(
+            data=values["data"],
+            space=Space.from_mapping(values["arch"]),
+            n=values["n"],
+            seed=values["seed"],
+            policy=values["policy"],
+            priority=values["priority"],
+            detach=values["detach"],
+            limits=Limits(**values["limits"]),
+            device=device_choice(values["device"]),
+            cluster=ClusterSettings(**values["cluster"]),
+            trial=_trial_settings(values),
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What makes this submission the one it is: everything that decides its runs, but not n and priority."""
+        return {
+            "space": self.space.to_mapping(),
+            "seed": self.seed,
+            "policy": self.policy,
+            "limits": self.limits.to_mapping(),
+            "settings": {"device": self.device.to_mapping(), "trial": self.trial.to_mapping()},
+        }
+
+
+def device_choice(values: dict[str, Any]) -> DeviceChoice:
+    """The `device` group: a backend file, or a description, which means to simulate it."""
+    from featurize.device_spec import device_from_mapping, load_device
+
+    values = dict(values)
+    if "backend" not in values:
+        count = values.pop("count", None)
+        return DeviceChoice(backend="simulated", count=count, spec=device_from_mapping(values).to_mapping())
+    unknown = sorted(set(values) - set(_DEVICE_KEYS))
+    if unknown:
+        raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(_DEVICE_KEYS)}")
+    model = values.get("model")
+    return DeviceChoice(
+        backend=values["backend"],
+        count=values.get("count"),
+        spec=None if model is None else load_device(model).to_mapping(),
+        memory_limit_mib=values.get("memory_limit_mib"),
+    )
+
+
+def device_key(choice: DeviceChoice) -> str:
+    """The device of a job as text: tasks are leased only to workers of the very same device."""
+    return canonical_json(choice.to_mapping())
+
+
+def device_from_key(key: str) -> DeviceChoice:
+    """The device that `device_key` wrote."""
+    return DeviceChoice(**json.loads(key))
+
+
+def _trial_settings(values: dict[str, Any]) -> TrialSettings:
+    window = dict(values["window"])
+    try:
+        return TrialSettings(
+            window=WindowSettings(**window),
+            timeout_s=values["trial"]["timeout_s"],
+            host_memory_limit_mib=values["trial"]["host_memory_limit_mib"],
+            telemetry_sources=tuple(values["telemetry"]["sources"]),
+            telemetry_period_s=values["telemetry"]["period_s"],
+            dcgm_url=values["telemetry"]["dcgm_url"],
+        )
+    except TypeError as error:  # a list where a number belongs, a key that a group file does not have
+        raise UsageError(f"window, trial or telemetry: {error}") from error

@@ -1,0 +1,86 @@
+"""`python -m farm.submit`: sample, queue, run, land. Start reading at `entry`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+from conf.cli import command
+from farm.jobs import Job, Queue, job_id_for
+from farm.sampling import sample_range
+from farm.settings import SubmitSettings, device_key
+from farm.work import follow_hint, work
+from featurize.trial import canonical_json
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+from workers.devices import choose_device
+
+
+def entry(cfg) -> int:
+    """Queue the job that `cfg` describes and work it off; 130 when it was interrupted."""
+    settings = SubmitSettings.from_config(cfg)
+    choice, said = choose_device(settings.device)
+    settings = dataclasses.replace(settings, device=choice)
+    # The first sample also finds a space that has no valid configuration, before anything is written.
+    next(iter(sample_range(settings.space, settings.seed, 0, 1, settings.policy, settings.limits)))
+    folder = DataFolder.resolve(settings.data).create()
+    with Queue.open(folder.queue) as queue:
+        job_id = submit(folder, queue, settings)
+        if settings.detach:
+            print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
+            return 0
+        print(said)
+        return work(folder, queue, settings.cluster, job_id=job_id)
+
+
+def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
+    """Queue the tasks that are not queued yet; the job's id. The same submission again adds nothing."""
+    identity = settings.identity()
+    job_id = job_id_for(settings.space.family, **identity)
+    job = Job(
+        job_id=job_id,
+        family=settings.space.family,
+        space_json=canonical_json(settings.space.to_mapping()),
+        n=settings.n,
+        seed=settings.seed,
+        policy=settings.policy,
+        priority=settings.priority,
+        device=device_key(settings.device),
+        settings_json=canonical_json(settings.trial.to_mapping()),
+        submitted_at=time.time(),
+    )
+    existing = queue.next_index(job_id)
+    configs = (
+        (index, canonical_json(config.to_mapping()))
+        for index, config in enumerate(
+            sample_range(settings.space, settings.seed, existing, settings.n, settings.policy, settings.limits),
+            start=existing,
+        )
+    )
+    added = queue.submit(job, configs, time.time())
+    RunWriter(folder).write_job(
+        {
+            "job_id": job_id,
+            "family": job.family,
+            "n": max(settings.n, existing),
+            "seed": job.seed,
+            "policy": job.policy,
+            "priority": job.priority,
+            "space": job.space_json,
+            "config": json.dumps({**identity, "data": str(folder.root)}, sort_keys=True),
+            "submitted_at": time.time(),
+        }
+    )
+    total = queue.counts(job_id).total
+    known = f"{total - added.added} were queued before" if total > added.added else "new"
+    print(f"{job_id}: {added.added} trials added ({known}), {total} in all")
+    return job_id
+
+
+def main() -> None:
+    command("submit", entry)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""`python -m farm.work`: the dispatcher without a submission. Start reading at `work`, which `farm.submit` uses too."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from conf.cli import command
+from farm.dispatch import (
+    Dispatcher,
+    DispatcherBusy,
+    DispatcherLock,
+    StopRequest,
+    dispatcher_of,
+    make_executor,
+    reconcile,
+)
+from farm.jobs import Queue
+from farm.progress import Progress
+from farm.ray_executor import ClusterSettings
+from farm.settings import device_from_key
+from warehouse.folder import DataFolder
+from workers.devices import make_device
+
+_LOOK_AGAIN_S = 2.0
+
+
+def entry(cfg) -> int:
+    """Work off the whole queue; 130 when interrupted."""
+    from omegaconf import OmegaConf
+
+    folder = DataFolder.resolve(cfg.data).open()
+    cluster = ClusterSettings(**OmegaConf.to_container(cfg.cluster, resolve=True))
+    with Queue.open(folder.queue) as queue:
+        return work(folder, queue, cluster, wait=bool(cfg.wait))
+
+
+def work(
+    folder: DataFolder, queue: Queue, cluster: ClusterSettings, job_id: str | None = None, wait: bool = False
+) -> int:
+    """Run what is queued, device after device, until nothing is left (`job_id`: of that job's device only).
+
+    Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0.
+    """
+    try:
+        lock = DispatcherLock(folder.dispatcher_lock).__enter__()
+    except DispatcherBusy as busy:
+        print(f"{busy}; it will run this job too. {follow_hint(folder, job_id)}")
+        return 0
+    stop = StopRequest(
+        lambda: print(
+            "\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr
+        )
+    )
+    try:
+        with lock, stop.installed():
+            mended = reconcile(folder, queue)
+            if mended:
+                print(f"{mended} runs had landed before the last dispatcher ended; they are done")
+            while not stop.requested:
+                key = queue.next_device(job_id)
+                if key is None:
+                    if not wait:
+                        break
+                    time.sleep(_LOOK_AGAIN_S)
+                    continue
+                _work_device(folder, queue, cluster, key, stop, lock, job_id)
+            _compact(folder)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+    if stop.requested:
+        print("left; the same command goes on where it was", file=sys.stderr)
+        return 130
+    if job_id is not None:
+        _summary(folder, queue, job_id)
+    return 0
+
+
+def _work_device(folder, queue, cluster, key, stop, lock, job_id) -> None:
+    choice = device_from_key(key)
+    device = make_device(choice)
+    slots = device.slots()
+    workers = 1 if cluster.kind == "inline" else len(slots)
+
+    def totals() -> tuple[int, int]:
+        counts = queue.counts(device=key)
+        return counts.ended, counts.total
+
+    label = job_id or f"{workers} x {slots[0].device_name}"
+    with Progress(label, totals) as progress:
+        Dispatcher(folder, queue, make_executor(choice, cluster), key, progress).run(stop, lock)
+
+
+def _compact(folder: DataFolder) -> None:
+    from warehouse.compact import compact
+
+    compact(folder)
+
+
+def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
+    counts = queue.counts(job_id)
+    by_status = ", ".join(f"{status} {count}" for status, count in counts.by_status.items() if count)
+    print(f"{job_id}: {counts.ended} of {counts.total} runs are in {folder.root} ({by_status})")
+
+
+def follow_hint(folder: DataFolder, job_id: str | None) -> str:
+    """How to go on from here."""
+    job = f" job={job_id}" if job_id else ""
+    run = "" if dispatcher_of(folder.dispatcher_lock) else "`python -m farm.work` runs it; "
+    return f"{run}`python -m farm.status{job}` tells how far it is."
+
+
+def main() -> None:
+    command("work", entry)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""`farm.doctor`: a report for every state of the machine and of the data folder, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the NVML recording lives there
+
+from recorded_nvml import RecordedNvml
+
+from conf.cli import run
+from farm import doctor
+from farm.jobs import Queue
+from warehouse.folder import DataFolder
+from warehouse.schema import SCHEMA_VERSION
+from workers.devices.discovery import discover_gpus
+
+
+def report(capsys, *overrides: str) -> dict:
+    assert run("doctor", doctor.entry, ["format=json", *overrides]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def override(path: Path) -> str:
+    """A path as Hydra's grammar wants it quoted."""
+    return 'data="' + str(path) + '"'
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    class NoDriver(RecordedNvml):
+        def nvmlInit(self):
+            raise self.NVMLError(9)
+
+    monkeypatch.setattr("workers.devices.discovery.open_nvml", lambda: _opened(NoDriver()))
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda: _opened(NoDriver()))
+    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda: _opened(NoDriver()))
+
+
+def _opened(nvml):
+    from workers.telemetry.nvml import initialise
+
+    initialise(nvml)
+    return nvml
+
+
+def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(capsys, tmp_path, no_gpu):
+    found = report(capsys, override(tmp_path / "a'; echo foo"))
+    assert found["gpus"] == [] and "Driver Not Loaded" in found["gpus_reason"]
+    assert found["device"]["chosen"] == "simulated"
+    assert "4 x A100-SXM4-40GB (simulated)" in found["device"]["said"]
+    assert list(found["telemetry"]) == ["nvml", "gpm", "dcgm", "process", "torch"]
+    for source in found["telemetry"].values():
+        assert source["available"] == (source["reason"] is None) == bool(source["metrics"])
+    assert found["telemetry"]["process"]["available"]
+    assert not found["telemetry"]["nvml"]["available"]
+
+
+def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(), {}))
+    overrides = [override(tmp_path), "telemetry.dcgm_url=http://127.0.0.1:9/metrics"]
+    found = report(capsys, *overrides)
+    assert [gpu["usable"] for gpu in found["gpus"]] == [True, True, True, False, True]
+    assert "display adapter" in found["gpus"][3]["excluded_reason"]
+    assert found["driver_version"] == "550.54.15"
+    assert "no dcgm-exporter answers at http://127.0.0.1:9/metrics" in found["telemetry"]["dcgm"]["reason"]
+    assert run("doctor", doctor.entry, overrides) == 0
+    table = capsys.readouterr().out
+    assert "NVIDIA DGX Display" in table and "550.54.15" in table
+
+
+def test_json_has_the_same_keys_whatever_is_missing(capsys, tmp_path, no_gpu):
+    empty = report(capsys, override(tmp_path / "none"))
+    full = report(capsys, override(DataFolder.resolve(tmp_path / "data").create().root))
+    assert list(empty) == list(full) == [
+        "gpus", "gpus_reason", "driver_version", "device", "telemetry", "torch", "ray", "packages", "machine", "data",
+    ]  # fmt: skip
+    for section in ("device", "torch", "ray", "packages", "machine", "data"):
+        assert list(empty[section]) == list(full[section])
+
+
+def test_data_folder_that_is_not_there_yet_is_no_error_and_is_not_made(capsys, tmp_path, no_gpu):
+    data = report(capsys, override(tmp_path / "deep" / "a'; echo foo"))["data"]
+    assert data["path"] == str(tmp_path / "deep" / "a'; echo foo")
+    assert not data["exists"] and data["writable"]
+    assert data["jobs"] is data["runs"] is data["schema_version"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_folder_tells_its_version_jobs_and_runs(capsys, tmp_path, no_gpu):
+    folder = DataFolder.resolve(tmp_path / "a'; echo foo").create()
+    data = report(capsys, override(folder.root))["data"]
+    assert (data["jobs"], data["tasks"], data["runs"]) == (0, {}, {})
+    assert not folder.queue.exists()
+    Queue.open(folder.queue).close()
+    data = report(capsys, override(folder.root))["data"]
+    assert data["exists"] and data["writable"] and data["reason"] is None
+    assert data["schema_version"] == SCHEMA_VERSION
+    assert (data["jobs"], data["tasks"], data["runs"]) == (0, {}, {})
+
+
+@pytest.mark.parametrize("content", ["not json", '{"format": "gpufarm-data", "schema_version": 999}'])
+def test_unreadable_data_folder_is_part_of_the_report(capsys, tmp_path, no_gpu, content):
+    folder = DataFolder.resolve(tmp_path / "data").create()
+    folder.format_marker.write_text(content)
+    data = report(capsys, override(folder.root))["data"]
+    assert data["reason"] and data["runs"] is None
+    assert run("doctor", doctor.entry, [override(folder.root)]) == 0
+    assert "readable" in capsys.readouterr().out
+
+
+def test_damaged_queue_is_part_of_the_report(capsys, tmp_path, no_gpu):
+    folder = DataFolder.resolve(tmp_path / "data").create()
+    folder.queue.write_bytes(b"no database" * 100)
+    assert "queue.sqlite" in report(capsys, override(folder.root))["data"]["reason"]
+
+
+def test_file_in_the_data_folders_place_is_part_of_the_report(capsys, tmp_path, no_gpu):
+    (tmp_path / "file").write_text("")
+    data = report(capsys, override(tmp_path / "file"))["data"]
+    assert not data["exists"] and not data["writable"] and "is a file" in data["reason"]
+
+
+def test_packages_are_the_declared_ones(capsys, tmp_path, no_gpu):
+    found = report(capsys, override(tmp_path))
+    assert {"gpufarm", "torch", "ray", "duckdb", "psutil"} <= set(found["packages"])
+    assert "pytest" not in found["packages"]
+    assert found["torch"]["version"] == found["packages"]["torch"]
+    assert found["ray"]["importable"] is True
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["format=xml"], "unknown format 'xml'; known: json, table"),
+        (["telemetry.dcgm_url=localhost"], "telemetry.dcgm_url must be like"),
+    ],
+)
+def test_broken_setting_is_one_line_and_exit_code_2(capsys, overrides, message):
+    assert run("doctor", doctor.entry, overrides) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_runs_and_imports_neither_torch_nor_ray(tmp_path):
+    code = (
+        "import sys; from farm import doctor; from conf.cli import run;"
+        f"assert run('doctor', doctor.entry, ['data={tmp_path}']) == 0;"
+        "assert not {'torch', 'ray'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "telemetry" in done.stdout
