@@ -104,9 +104,7 @@ class ResidualBlock(nn.Module):
         if inputs == outputs and stride == 1:
             self.shortcut: nn.Module = nn.Identity()
         else:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride), *_norm(outputs, style)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride), *_norm(outputs, style))
         self.first = conv_block(inputs, outputs, style, stride=stride)
         self.second = conv_block(outputs, outputs, style)
 
@@ -120,9 +118,7 @@ class DenseBlock(nn.Module):
 
     def __init__(self, inputs: int, growth: int, count: int, style: ConvStyle):
         super().__init__()
-        self.convolutions = nn.ModuleList(
-            conv_block(inputs + i * growth, growth, style) for i in range(count)
-        )
+        self.convolutions = nn.ModuleList(conv_block(inputs + i * growth, growth, style) for i in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         features = [x]
@@ -168,9 +164,7 @@ class TransformerClassifier(nn.Module):
             # a callable activation: its own module in every layer, since `prelu` has a parameter
             return Stack(
                 [
-                    layer(
-                        width, heads, inner, dropout, activation=activation(activation_name), batch_first=True
-                    )
+                    layer(width, heads, inner, dropout, activation=activation(activation_name), batch_first=True)
                     for _ in range(count)
                 ],
                 recompute=recompute,

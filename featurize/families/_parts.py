@@ -28,9 +28,7 @@ def dropout(rate: float, elements: int) -> list[Layer]:
     return [Layer("dropout", elements)] if rate > 0 else []
 
 
-def dense_block(
-    inputs: int, outputs: int, *, batch_norm: bool, activation_name: str, rate: float
-) -> list[Layer]:
+def dense_block(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str, rate: float) -> list[Layer]:
     """Linear, batch norm, activation, dropout: a hidden layer of an MLP."""
     return [
         linear(inputs, outputs),

@@ -64,9 +64,7 @@ def small_cases():
     for topology, norm in itertools.product(mlp.TOPOLOGIES, (False, True)):
         yield small("mlp", topology=topology, batch_norm=norm, dropout=0.3, activation="gelu", softmax=norm)
     for topology, kernel, dilation in itertools.product(cnn.TOPOLOGIES, (1, 2, 3), (1, 2)):
-        extra = dict(
-            batch_norm=kernel == 3, pooling=dilation == 2, softmax=kernel == 2, pool_interval=dilation
-        )
+        extra = dict(batch_norm=kernel == 3, pooling=dilation == 2, softmax=kernel == 2, pool_interval=dilation)
         yield small(
             "cnn",
             topology=topology,
@@ -85,9 +83,7 @@ SMALL_CASES = list(small_cases())
 
 def case_name(config):
     return "-".join(
-        str(v)
-        for k, v in config.to_mapping().items()
-        if k in ("family", "topology", "kernel_size", "dilation")
+        str(v) for k, v in config.to_mapping().items() if k in ("family", "topology", "kernel_size", "dilation")
     )
 
 
@@ -166,9 +162,7 @@ def test_plan_lists_the_modules_outputs_in_forward_order(config):
         seen.append((MODULE_KINDS[type(child)], output.numel() / config.batch_size))
 
     for child in module.modules():
-        silent = (
-            type(child) is torch.nn.Identity or getattr(child, "p", None) == 0
-        )  # hand their input through
+        silent = type(child) is torch.nn.Identity or getattr(child, "p", None) == 0  # hand their input through
         if type(child) in MODULE_KINDS and not silent:
             child.register_forward_hook(record)
     inputs, _ = family.batch(config, "meta")
@@ -349,9 +343,7 @@ def test_batch_norm_at_batch_size_1_trains_wherever_it_is_accepted():
             continue
         accepted += 1
         on_meta(config)(*cnn.batch(config, "meta")[0])
-        assert math.isfinite(
-            train_step(config, cnn.build(dataclasses.replace(config, base_filters=2))).item()
-        )
+        assert math.isfinite(train_step(config, cnn.build(dataclasses.replace(config, base_filters=2))).item())
     assert accepted > 20
 
 

@@ -1,0 +1,117 @@
+"""Descriptions of GPU models, from their data sheets: what the roofline and the simulated device know of a GPU.
+
+Start reading at `DeviceSpec`. The files are conf/device/NAME.yaml; torch-free, and read only when asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from conf.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakTflops:
+    """Dense peak rates in TFLOP/s, a multiply-add counted as 2. None: no tensor cores for that type."""
+
+    fp32: float
+    tf32: float | None = None
+    bf16: float | None = None
+    fp16: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One GPU model. Raises `UsageError` naming the file's bad keys.
+
+    `memory_mib` is what CUDA can use, `context_mib` what NVML charges a process before its first tensor (context
+    and library kernels); `launch_overhead_us` is the host's time for one eager operator, which bounds small kernels.
+    """
+
+    name: str
+    memory_mib: float
+    bandwidth_gb_s: float
+    peak_tflops: PeakTflops
+    sm_count: int
+    warps_per_sm: int
+    l2_mib: float
+    compute_capability: tuple[int, int]
+    power_limit_w: float
+    idle_power_w: float
+    context_mib: float
+    launch_overhead_us: float
+
+    def __post_init__(self) -> None:
+        numbers = [f.name for f in dataclasses.fields(self)
+                   if f.name not in ("name", "peak_tflops", "compute_capability")]  # fmt: skip
+        if bad := [f"{n} must be > 0, got {v!r}" for n in numbers if not _positive(v := getattr(self, n))]:
+            raise UsageError(f"device {self.name}: " + "; ".join(bad))
+
+    def tflops(self, math: str) -> float:
+        """Peak rate of a matrix product in `fp32`, `tf32`, `bf16` or `fp16`; fp32's where the GPU has no such units."""
+        return getattr(self.peak_tflops, math) or self.peak_tflops.fp32
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The description as `device_from_mapping` reads it and a YAML file would hold it."""
+        return {**dataclasses.asdict(self), "compute_capability": ".".join(map(str, self.compute_capability))}
+
+
+def device_names() -> tuple[str, ...]:
+    """The described GPU models, sorted; backend choices (files with the key `backend`) are not among them."""
+    return tuple(sorted(_descriptions()))
+
+
+def load_device(name: str) -> DeviceSpec:
+    """The description of one GPU model. An unknown name raises `UsageError` listing the known ones."""
+    known = _descriptions()
+    if name not in known:
+        raise unknown_name("device", name, known)
+    return device_from_mapping(known[name])
+
+
+def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
+    """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`."""
+    values = dict(mapping)
+    label = values.get("name", "?")
+    fields = {f.name for f in dataclasses.fields(DeviceSpec)}
+    rates = values.get("peak_tflops")
+    problems = [f"missing {key}" for key in sorted(fields - set(values))]
+    problems += [f"unknown {key}" for key in sorted(map(str, set(values) - fields))]
+    if "peak_tflops" in values and not (
+        isinstance(rates, Mapping)
+        and set(rates) <= {f.name for f in dataclasses.fields(PeakTflops)}
+        and _positive(rates.get("fp32"))
+        and all(rate is None or _positive(rate) for rate in rates.values())
+    ):
+        problems.append("peak_tflops must give fp32 and may give tf32, bf16, fp16: numbers > 0 or null")
+    try:
+        major, minor = map(int, str(values.get("compute_capability", "0.0")).split("."))
+    except ValueError:
+        problems.append(f"compute_capability must look like '8.0', got {values['compute_capability']!r}")
+    if problems:
+        raise UsageError(f"device {label}: " + "; ".join(problems))
+    values["peak_tflops"] = PeakTflops(**rates)
+    values["compute_capability"] = (major, minor)
+    return DeviceSpec(**values)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@functools.cache
+def _descriptions() -> dict[str, dict]:
+    import yaml
+
+    found = {}
+    for entry in resources.files("conf").joinpath("device").iterdir():
+        if entry.name.endswith(".yaml"):
+            mapping = yaml.safe_load(entry.read_text(encoding="utf-8"))
+            if isinstance(mapping, dict) and "backend" not in mapping:
+                found[entry.name.removesuffix(".yaml")] = mapping
+    return found

@@ -1,0 +1,112 @@
+"""FLOPs of one dispatched ATen operator, and which operators launch no kernel.
+
+Start reading at `flops`. A multiply-add counts as 2; everything that is not a matrix product counts one per element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+# Allocate or re-describe; nothing runs on the GPU.
+NO_KERNEL = frozenset(
+    {
+        "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+        "aten::new_empty_strided", "aten::lift_fresh", "aten::resize_", "aten::set_", "aten::_unsafe_view",
+        "aten::_reshape_alias",
+    }
+)  # fmt: skip
+# Read as much of their first argument as they write, not all of it.
+GATHERS = frozenset(
+    {
+        "aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::nll_loss_forward",
+        "aten::nll_loss2d_forward", "aten::_embedding_bag",
+    }
+)  # fmt: skip
+# Overwrite their first argument without reading it.
+WRITE_ONLY = frozenset(
+    {
+        "aten::zero_", "aten::fill_", "aten::copy_", "aten::normal_", "aten::uniform_", "aten::random_",
+        "aten::_foreach_copy_", "aten::_foreach_zero_",
+    }
+)  # fmt: skip
+# Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh),
+# and elements per block.
+_FOREACH_TENSORS = (110, 64, 48, 36, 30)
+_FOREACH_BLOCKS, _FOREACH_CHUNK = 320, 65536
+
+
+def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -> int:
+    """FLOPs of operator `name` (`aten::mm`); `elements` is the count for anything without a formula."""
+    formula = _FORMULAS.get(name)
+    return formula(args, outputs) if formula is not None else elements
+
+
+def is_matmul(name: str) -> bool:
+    """Whether the operator runs on the matrix units: products, convolutions and fused attention."""
+    return name in _FORMULAS
+
+
+def foreach_launches(lists: int, sizes: Sequence[int]) -> int:
+    """Kernels that one for-each operator launches over tensors of `sizes` elements, `lists` lists deep."""
+    limit = _FOREACH_TENSORS[min(lists, len(_FOREACH_TENSORS)) - 1]
+    blocks = sum(-(-size // _FOREACH_CHUNK) for size in sizes)
+    return max(1, -(-len(sizes) // limit), -(-blocks // _FOREACH_BLOCKS))
+
+
+def _mm(args: Sequence, outputs: Sequence[Tensor]) -> int:
+    return 2 * outputs[0].numel() * args[0].shape[-1]
+
+
+def _addmm(args: Sequence, outputs: Sequence[Tensor]) -> int:
+    return 2 * outputs[0].numel() * args[1].shape[-1]
+
+
+def _conv_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
+    return 2 * (x if transposed else y).numel() * math.prod(weight.shape[1:])
+
+
+def _convolution(args: Sequence, outputs: Sequence[Tensor]) -> int:
+    return _conv_flops(args[0], args[1], outputs[0], args[6])
+
+
+def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> int:
+    mask = args[10]
+    return (bool(mask[0]) + bool(mask[1])) * _conv_flops(args[1], args[2], args[0], args[7])
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[int, int]:
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2] // (2 if causal else 1)
+    return 2 * pairs * query.shape[-1], 2 * pairs * value.shape[-1]
+
+
+def _attention_forward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]], int]:
+    def formula(args: Sequence, outputs: Sequence[Tensor]) -> int:
+        return sum(_attention(*args[:3], len(args) > causal_at and args[causal_at]))
+
+    return formula
+
+
+def _attention_backward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]], int]:
+    def formula(args: Sequence, outputs: Sequence[Tensor]) -> int:
+        # The scores again, then the gradients of scores, values, queries and keys.
+        scores, values = _attention(*args[1:4], len(args) > causal_at and args[causal_at])
+        return 3 * scores + 2 * values
+
+    return formula
+
+
+_FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
+    "aten::mm": _mm,
+    "aten::bmm": _mm,
+    "aten::addmm": _addmm,
+    "aten::baddbmm": _addmm,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::_scaled_dot_product_efficient_attention": _attention_forward(6),
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
+    "aten::_scaled_dot_product_flash_attention": _attention_forward(4),
+    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward(11),
+}

@@ -1,0 +1,169 @@
+"""One training step, as the real devices run it and as the trace records it.
+
+Start reading at `TrainingStep`; `preload` is for the process that forks trials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import unknown_name
+from featurize.trial import OPTIMIZERS, PRECISIONS
+
+LEARNING_RATE = 1e-3
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# What a first step imports lazily. The optimizer's first call imports torch._dynamo (about a second). The
+# rest of the list comes with it or with a checkpointed backward; names that a release does not have are skipped.
+_LAZY_MODULES = (
+    "torch._dynamo",
+    "torch.amp.grad_scaler",
+    "torch.autograd.graph",
+    "torch.optim.adam",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.checkpoint",
+)
+
+
+class TrainingSettings(Protocol):
+    """What a step needs to know besides the model; every `featurize.trial.TrialConfig` has it."""
+
+    @property
+    def optimizer(self) -> str: ...  # one of featurize.trial.OPTIMIZERS
+    @property
+    def precision(self) -> str: ...  # one of featurize.trial.PRECISIONS
+    @property
+    def cudnn_benchmark(self) -> bool: ...
+    @property
+    def channels_last(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training settings by themselves, for a model that is no family's. Unknown names raise `UsageError`."""
+
+    optimizer: str = "adam"
+    precision: str = "fp32"
+    cudnn_benchmark: bool = False
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
+        if self.precision not in PRECISIONS:
+            raise unknown_name("precision", self.precision, PRECISIONS)
+
+
+class TrainingStep:
+    """`step(inputs, targets)` runs zero_grad, forward, cross entropy, backward and the optimizer once.
+
+    `model` must lie on `device` already. Precisions: `fp32` is PyTorch's default (matrix products in fp32; on Ampere
+    and later cuDNN's convolutions may use TF32), `tf32` allows TF32 in both, `bf16` and `fp16` are autocast over fp32
+    weights; fp16 on CUDA scales the loss. Sets torch's global TF32 and cuDNN flags (not for the meta device), so one
+    process should train one model. `on_phase(name)` is called as `forward`, `backward` and `optimizer` begin.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: TrainingSettings,
+        device: torch.device | str,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.settings = settings
+        self.on_phase = on_phase or (lambda name: None)
+        if settings.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.model = model.train()
+        self.optimizer = make_optimizer(
+            settings.optimizer, self.model.parameters(), foreach=True if self.device.type == "meta" else None
+        )
+        self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
+        self._scaler = None
+        if settings.precision == "fp16" and self.device.type == "cuda":
+            self._scaler = torch.amp.GradScaler("cuda")
+        if self.device.type != "meta":
+            torch.backends.cuda.matmul.allow_tf32 = settings.precision == "tf32"
+            torch.backends.cudnn.allow_tf32 = settings.precision in ("fp32", "tf32")
+            torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+
+    def __call__(self, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """One step; returns the loss, detached and still on the device (no synchronisation).
+
+        `inputs` go to the model as positional arguments; `targets` hold class indices, as `cross_entropy` takes them.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        self.on_phase("forward")
+        if self.settings.channels_last:
+            inputs = tuple(_channels_last(x) for x in inputs)
+        with self._autocast():
+            loss = cross_entropy(self.model(*inputs), targets)
+        self.on_phase("backward")
+        if self._scaler is not None:
+            self._scaler.scale(loss).backward()
+            self.on_phase("optimizer")
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+            return loss.detach()
+        loss.backward()
+        self.on_phase("optimizer")
+        if self.device.type == "meta" and self.settings.precision == "fp16":
+            # The scaler reads a value back, which meta can't; its unscaling is one in-place pass over the gradients.
+            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        # Autocast does nothing to meta tensors; the trace brings its own (featurize.cuda_policy).
+        if self._autocast_dtype is None or self.device.type == "meta":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+
+def make_optimizer(name: str, parameters: Iterable[nn.Parameter], *, foreach: bool | None) -> torch.optim.Optimizer:
+    """`adam`, `adamw`, `sgd` or `momentum` (0.9) at learning rate 1e-3, torch's defaults otherwise.
+
+    `foreach=None` leaves the choice to torch, which takes the for-each implementation on CUDA and the loop on CPU.
+    """
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
+    if name in ("adam", "adamw"):
+        cls = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+        return cls(parameters, lr=LEARNING_RATE, foreach=foreach)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)
+
+
+def cross_entropy(output, targets: Tensor) -> Tensor:
+    """Cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
+
+    An output object with `logits` (as many published models return) or a tuple's first tensor counts as the logits.
+    """
+    if not isinstance(output, Tensor):
+        output = output.logits if hasattr(output, "logits") else output[0]
+    if output.dim() > 2 and output.shape[:-1] == targets.shape:
+        output, targets = output.flatten(0, -2), targets.flatten()
+    return nn.functional.cross_entropy(output, targets)
+
+
+def preload() -> None:
+    """Import what a first training step would import, so that forked trials need not.
+
+    Runs no operator and touches no CUDA, so that a fork afterwards is safe: only imports.
+    """
+    for name in _LAZY_MODULES:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_floating_point() else x

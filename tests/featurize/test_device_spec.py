@@ -1,0 +1,73 @@
+"""Descriptions of GPU models and the backend choices that share their folder."""
+
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+import yaml
+
+from conf.errors import UsageError
+from featurize.device_spec import device_from_mapping, device_names, load_device
+
+FILES = {
+    entry.name.removesuffix(".yaml"): yaml.safe_load(entry.read_text(encoding="utf-8"))
+    for entry in resources.files("conf").joinpath("device").iterdir()
+    if entry.name.endswith(".yaml")
+}
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_description_loads_under_its_own_name(name):
+    spec = load_device(name)
+    assert spec.name == name
+    assert 0 < spec.context_mib < spec.memory_mib
+    assert spec.idle_power_w < spec.power_limit_w
+    assert all(spec.tflops(math) >= spec.peak_tflops.fp32 for math in ("fp32", "tf32", "bf16", "fp16"))
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_a_description_survives_the_way_through_its_mapping(name):
+    assert device_from_mapping(load_device(name).to_mapping()) == load_device(name)
+
+
+def test_a_file_is_a_description_or_a_backend_choice_never_both():
+    choices = {name for name, mapping in FILES.items() if "backend" in mapping}
+    assert choices == {"auto", "cuda", "cpu", "simulated"}
+    assert set(device_names()) == set(FILES) - choices
+    assert {FILES[name]["backend"] for name in choices} == choices
+
+
+@pytest.mark.parametrize("choice", ("auto", "simulated"))
+def test_backend_choices_name_a_described_model(choice):
+    assert load_device(FILES[choice]["model"])
+    assert FILES[choice]["count"] == 4
+
+
+@pytest.mark.parametrize("name", ("B1000", "auto", "../device/A100-SXM4-40GB", "a'; echo foo"))
+def test_an_unknown_device_lists_the_known_ones(name):
+    with pytest.raises(UsageError, match=r"unknown device .*; known: A100-SXM4-40GB, H100"):
+        load_device(name)
+
+
+def test_every_bad_key_is_reported_at_once():
+    mapping = load_device("A100-SXM4-40GB").to_mapping()
+    del mapping["sm_count"]
+    mapping |= {"colour": "green", "compute_capability": "eight", "peak_tflops": {"fp32": -1}}
+    with pytest.raises(UsageError) as caught:
+        device_from_mapping(mapping)
+    for part in ("missing sm_count", "unknown colour", "compute_capability", "peak_tflops"):
+        assert part in str(caught.value)
+
+
+def test_a_figure_that_is_no_positive_number_is_refused():
+    mapping = load_device("A100-SXM4-40GB").to_mapping() | {"memory_mib": 0, "l2_mib": "many"}
+    with pytest.raises(UsageError, match=r"memory_mib must be > 0, got 0; l2_mib must be > 0, got 'many'"):
+        device_from_mapping(mapping)
+
+
+def test_descriptions_load_without_torch():
+    code = (
+        "import sys, featurize.device_spec as d; d.load_device(d.device_names()[0]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,158 @@
+"""The modelled device: memory on paper, monotonicity, and ratios that stay ratios."""
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.device_spec import device_names, load_device
+from featurize.families import family_names, get_family
+from featurize.simulate import cublas_workspace_bytes, simulate
+from featurize.trace import trace_config, trace_step
+from featurize.training import Training
+from featurize.trial import OPTIMIZERS, PRECISIONS
+
+A100 = load_device("A100-SXM4-40GB")
+RATIOS = ("smact", "smocc", "drama", "gpu_util")
+
+
+def mlp_trace(batch=64, settings=None, widths=(1000, 2000, 10)):
+    def model():
+        layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+        return nn.Sequential(*(module for layer in layers for module in (layer, nn.ReLU())))
+
+    def data(device):
+        targets = torch.randint(widths[-1], (batch,), device=device)
+        return (torch.randn(batch, widths[0], device=device),), targets
+
+    return trace_step(model, data, settings)
+
+
+def test_allocated_memory_is_the_live_bytes_rounded_to_512_and_two_cublas_workspaces():
+    trace = mlp_trace(settings=Training(optimizer="adam"))
+    rounded = lambda elements: -(-4 * elements // 512) * 512  # noqa: E731
+    tensors = [rounded(n) for n in (1000 * 2000, 2000, 2000 * 10, 10)]
+    small = 64 * 1000 * 4 + 512 + 512  # inputs, targets, loss
+    expected = 5 * sum(tensors) + small + 2 * cublas_workspace_bytes(A100)
+    assert simulate(trace, A100).peak_allocated_mib * 2**20 == expected
+
+
+def test_memory_is_allocated_within_reserved_within_charged():
+    step = simulate(mlp_trace(), A100)
+    assert 0 < step.peak_allocated_mib <= step.peak_reserved_mib
+    assert step.peak_reserved_mib % 2 == 0  # whole segments
+    assert step.peak_memory_mib == step.peak_reserved_mib + A100.context_mib
+    assert step.fits and step.parameters == 2022010
+
+
+def test_a_card_too_small_does_not_fit_and_the_need_is_still_told():
+    trace = mlp_trace(widths=(4096, 8192, 8192, 10))
+    need = simulate(trace, A100)
+    small = dataclasses.replace(A100, memory_mib=A100.context_mib + need.peak_allocated_mib - 1)
+    refused = simulate(trace, small)
+    assert not refused.fits
+    assert refused.peak_memory_mib == need.peak_memory_mib
+
+
+def test_cached_segments_are_given_back_before_memory_runs_out():
+    # Its peak holds cached blocks that nothing uses: a card without room for them still runs it.
+    trace = mlp_trace(batch=4096, widths=(64, 3000, 5000, 700, 6000, 900, 10), settings=Training(optimizer="sgd"))
+    need = simulate(trace, A100)
+    assert need.peak_reserved_mib > need.peak_allocated_mib + 20
+    tight = dataclasses.replace(A100, memory_mib=need.peak_memory_mib - 4)
+    step = simulate(trace, tight)
+    assert step.fits
+    assert step.peak_memory_mib <= tight.memory_mib
+
+
+def test_a_convolution_does_without_its_workspace_before_memory_runs_out():
+    def cnn():
+        return nn.Sequential(nn.Conv2d(3, 256, 3), nn.Conv2d(256, 256, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def data(device):
+        return (torch.randn(32, 3, 64, 64, device=device),), torch.randint(256, (32,), device=device)
+
+    trace = trace_step(cnn, data)
+    need = simulate(trace, A100)
+    # Below what is allocated at the peak: giving back what is merely cached would not do.
+    tight = dataclasses.replace(A100, memory_mib=A100.context_mib + need.peak_allocated_mib - 10)
+    assert simulate(trace, tight).fits
+    assert not simulate(trace, dataclasses.replace(A100, memory_mib=0.5 * need.peak_memory_mib)).fits
+
+
+def test_a_larger_batch_never_takes_less_memory_or_time():
+    steps = [simulate(mlp_trace(batch=batch), A100) for batch in (1, 8, 64, 512, 4096, 32768)]
+    for key in ("peak_allocated_mib", "step_time_ms"):
+        values = [getattr(step, key) for step in steps]
+        assert values == sorted(values), key
+    # Whole segments are less exact: what a small block was cut from may fit two others better.
+    reserved = [step.peak_reserved_mib for step in steps]
+    assert all(later >= earlier - 20 for earlier, later in pairwise(reserved))
+
+
+def test_a_faster_card_takes_no_longer_and_lower_precision_is_faster_on_large_products():
+    widths = (4096, 8192, 8192, 4096)
+    trace = mlp_trace(batch=8192, widths=widths)
+    times = [
+        simulate(trace, load_device(n)).step_time_ms for n in ("V100-SXM2-32GB", "A100-SXM4-40GB", "H200-SXM-141GB")
+    ]
+    assert times == sorted(times, reverse=True)
+    tf32 = simulate(trace, A100, Training(precision="tf32"))
+    bf16 = simulate(mlp_trace(batch=8192, widths=widths, settings=Training(precision="bf16")), A100)
+    assert bf16.step_time_ms < tf32.step_time_ms < simulate(trace, A100).step_time_ms
+
+
+def test_tiny_work_leaves_the_gpu_idle_and_large_work_fills_it():
+    tiny = simulate(mlp_trace(batch=1, widths=(8, 8, 8)), A100)
+    large = simulate(mlp_trace(batch=16384, widths=(4096, 4096, 4096)), A100)
+    assert tiny.gpu_util < 0.6 and tiny.smact < 0.1
+    assert large.gpu_util > 0.95 and large.smact > 0.9
+    assert tiny.power_w < large.power_w
+
+
+def random_config(family, rng):
+    """A small config that the family accepts: points are drawn until one does."""
+    pick = rng.choice
+    fields = {
+        "mlp": lambda: dict(input_size=pick([4, 500]), classes=pick([2, 1000]), depth=pick([1, 6])),
+        "cnn": lambda: dict(
+            image_size=pick([8, 48]), channels=3, classes=10, base_filters=pick([4, 64]), depth=pick([4, 9]),
+            topology=pick(["pyramid", "uniform", "residual", "dense"]), batch_norm=pick([True, False]),
+        ),
+        "transformer": lambda: dict(
+            vocabulary_size=500, sequence_length=pick([8, 200]), embedding_size=pick([32, 96]), heads=4,
+            depth=pick([1, 3]), feed_forward=pick([16, 300]), classes=10,
+        ),
+    }  # fmt: skip
+    while True:
+        try:
+            return get_family(family).Config(
+                **fields[family](),
+                batch_size=pick([1, 7, 64]),
+                optimizer=pick(OPTIMIZERS),
+                precision=pick(PRECISIONS),
+                activation_checkpointing=pick([True, False]),
+                channels_last=pick([True, False]),
+            )
+        except UsageError:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", sorted({"mlp", "cnn", "transformer"} & set(family_names())))
+def test_figures_stay_in_their_ranges_on_every_device(family, seed):
+    config = random_config(family, random.Random(f"{family} {seed}"))
+    for name in device_names():
+        spec = load_device(name)
+        trace = trace_config(config, compute_capability=spec.compute_capability)
+        step = simulate(trace, spec, config)
+        for ratio in RATIOS:
+            assert 0 <= getattr(step, ratio) <= 1, (ratio, name)
+        assert step.smocc <= step.smact <= step.gpu_util
+        assert spec.idle_power_w <= step.power_w <= spec.power_limit_w
+        assert step.step_time_ms > 0 and step.fits
+        assert trace.peak_live_bytes / 2**20 <= step.peak_allocated_mib <= step.peak_reserved_mib

@@ -1,0 +1,142 @@
+"""The training step on the CPU, and what preloading leaves for the first step of a forked child."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.training import Training, TrainingStep, cross_entropy, make_optimizer
+from featurize.trial import OPTIMIZERS
+
+
+def make_step(**settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    inputs = torch.randn(64, 8)
+    return TrainingStep(model, Training(**settings), "cpu"), (inputs,), inputs[:, :3].argmax(dim=1)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_reduce_the_loss(optimizer):
+    step, inputs, targets = make_step(optimizer=optimizer)
+    losses = [step(inputs, targets).item() for _ in range(30)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ("bf16", "fp16"))
+def test_half_precisions_are_autocast_over_fp32_weights(precision):
+    step, inputs, targets = make_step(precision=precision)
+    seen = []
+    step.model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    step(inputs, targets)
+    assert seen == [{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]]
+    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in step.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "precision, matmul, convolution", [("fp32", False, True), ("tf32", True, True), ("bf16", False, False)]
+)
+def test_precision_sets_the_tf32_flags(precision, matmul, convolution):
+    make_step(precision=precision)
+    assert torch.backends.cuda.matmul.allow_tf32 is matmul
+    assert torch.backends.cudnn.allow_tf32 is convolution
+    make_step()
+
+
+def test_channels_last_converts_model_and_images():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    step = TrainingStep(model, Training(channels_last=True), "cpu")
+    seen = []
+    model[0].register_forward_hook(
+        lambda module, args, out: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    step((torch.randn(2, 3, 8, 8),), torch.tensor([0, 1]))
+    assert seen == [True]
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_phases_are_told_in_order():
+    step, inputs, targets = make_step()
+    told = []
+    step.on_phase = told.append
+    step(inputs, targets)
+    assert told == ["forward", "backward", "optimizer"]
+
+
+def test_the_loss_of_a_sequence_is_the_mean_over_its_positions():
+    logits, targets = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    expected = nn.functional.cross_entropy(logits.reshape(10, 7), targets.reshape(10))
+    assert torch.allclose(cross_entropy(logits, targets), expected)
+    assert torch.allclose(cross_entropy((logits, "more"), targets), expected)
+
+
+def test_unknown_settings_list_the_known_ones():
+    with pytest.raises(UsageError, match="unknown optimizer 'lion'; known: adam, adamw, momentum, sgd"):
+        make_optimizer("lion", [], foreach=None)
+    with pytest.raises(UsageError, match="unknown precision 'int8'"):
+        Training(precision="int8")
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_after_preload_a_forked_child_imports_nothing_for_its_first_steps():
+    out = run_python(
+        """
+        import os, sys
+        from featurize.training import Training, TrainingStep, preload
+        preload()
+        if child := os.fork():
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        import torch
+        from torch import nn
+        from torch.utils.checkpoint import checkpoint
+        class Encoder(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+            def forward(self, x):
+                return checkpoint(self.layer, x, use_reentrant=False).mean(1)
+        cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        cases = [(nn.Linear(4, 3), (8, 4)), (cnn, (8, 3, 9, 9)), (Encoder(), (8, 5, 32))]
+        before = set(sys.modules)
+        for model, shape in cases:
+            for settings in (Training(), Training(optimizer="momentum", precision="bf16")):
+                step = TrainingStep(model, settings, "cpu")
+                step((torch.randn(shape),), torch.randint(3, (8,)))
+        print(sorted(set(sys.modules) - before))
+        sys.stdout.flush()
+        os._exit(0)
+        """
+    )
+    assert out.strip() == "[]"
+
+
+def test_preload_starts_no_thread_runs_no_operator_and_asks_nothing_of_cuda():
+    run_python(
+        """
+        import os, torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+        def touched(*args, **kwargs):
+            raise AssertionError("preload touched CUDA")
+        for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
+            setattr(torch.cuda, name, touched)
+        class NoOperator(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                raise AssertionError(f"preload ran {func}")
+        from featurize.training import preload
+        threads = len(os.listdir("/proc/self/task"))
+        with NoOperator():
+            preload()
+        assert len(os.listdir("/proc/self/task")) == threads
+        assert not torch.cuda.is_initialized()
+        """
+    )
