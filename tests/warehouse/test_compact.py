@@ -1,0 +1,345 @@
+"""Compaction: the same rows at every step, whatever reads, writes or kills meanwhile."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from conf.cli import run
+from conf.errors import UsageError
+from warehouse.compact import CompactionSettings, compact, entry, is_open_somewhere
+from warehouse.folder import KINDS, DataFolder
+from warehouse.writer import RunWriter
+
+NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
+HOUR_S = 3600.0
+EAGER = CompactionSettings(min_files=2)
+SAMPLES = 4
+
+
+def fill(folder, indices, family="cnn"):
+    writer = RunWriter(folder)
+    for index in indices:
+        writer.write(run_row(index, family=family), samples(SAMPLES))
+
+
+def census(folder):
+    """(runs, distinct runs, samples, distinct samples) through a client that opens the file as any would."""
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        return connection.execute(
+            "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
+            "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)"
+        ).fetchone()
+
+
+def expected(runs):
+    return (runs, runs), (runs * SAMPLES, runs * SAMPLES)
+
+
+def files(folder, kind, family="cnn"):
+    return sorted(path.name for path in folder.partition(kind, family).glob("*.parquet"))
+
+
+def test_small_files_become_one_sorted_file_and_are_deleted_by_a_later_compaction(folder):
+    fill(folder, [3, 1, 2])
+    report = compact(folder, now_s=NOW_S, settings=EAGER)
+    assert sorted(report.merged.values()) == [3, 3] and report.rows == 3 + 3 * SAMPLES
+    assert len(files(folder, "runs")) == 4
+    assert compact(folder, now_s=NOW_S + HOUR_S - 1, settings=EAGER).deleted_files == 0
+    later = compact(folder, now_s=NOW_S + HOUR_S + 1, settings=EAGER)
+    assert (later.deleted_files, later.merged) == (6, {})
+    for kind in KINDS:
+        (name,) = files(folder, kind)
+        merged = pq.ParquetFile(folder.partition(kind, "cnn") / name)
+        ids = merged.read(columns=["run_id"]).column(0).to_pylist()
+        assert ids == sorted(ids)
+        assert merged.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert census(folder) == expected(3)
+    assert compact(folder, now_s=NOW_S + 9 * HOUR_S, settings=EAGER).lines() == [
+        "0 files with 0 rows merged into 0; 0 replaced files deleted"
+    ]
+
+
+def test_families_are_kept_apart_and_few_files_left_alone(folder):
+    fill(folder, range(8), "cnn")
+    fill(folder, range(100, 107), "mlp")
+    report = compact(folder, now_s=NOW_S)
+    assert [Path(name).parts[1] for name in report.merged] == ["family=cnn"] * 2
+    assert len(files(folder, "runs", "mlp")) == 7
+    assert census(folder) == expected(15)
+
+
+def test_merged_files_are_merged_again_until_they_are_large(folder):
+    for start in range(0, 40, 8):
+        fill(folder, range(start, start + 8))
+        compact(folder, now_s=NOW_S + start * HOUR_S)
+        assert census(folder) == expected(start + 8)
+    compact(folder, now_s=NOW_S + 100 * HOUR_S)
+    assert len(files(folder, "runs")) <= 3
+    assert census(folder) == expected(40)
+    before = files(folder, "runs")
+    fill(folder, range(100, 110))
+    compact(folder, now_s=NOW_S + 200 * HOUR_S, settings=CompactionSettings(target_mib=0.001, min_files=2))
+    assert set(before) <= set(files(folder, "runs"))
+    assert census(folder) == expected(50)
+
+
+def test_target_rows_bounds_a_merged_file(folder):
+    fill(folder, range(12))
+    report = compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, target_rows=8))
+    runs = [path for path in report.merged if path.startswith("runs")]
+    assert [pq.read_metadata(folder.root / path).num_rows for path in sorted(runs)] in ([8, 4], [4, 8])
+    assert census(folder) == expected(12)
+
+
+class Steps:
+    """Calls `act` before and after every `os.replace` and `os.unlink`: each change that another process can see."""
+
+    def __init__(self, monkeypatch, act):
+        self.count = 0
+        for name in ("replace", "unlink"):
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name), act))
+
+    def _wrapped(self, call, act):
+        def wrapped(*arguments, **keywords):
+            act()
+            result = call(*arguments, **keywords)
+            self.count += 1
+            act()
+            return result
+
+        return wrapped
+
+
+def test_readers_see_the_same_rows_at_every_step(folder, monkeypatch):
+    fill(folder, range(6))
+    seen = []
+    steps = Steps(monkeypatch, lambda: seen.append(census(folder)))
+    halves = CompactionSettings(min_files=2, target_rows=3 * SAMPLES)
+    compact(folder, now_s=NOW_S, settings=halves)
+    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)  # deletes, and merges the merged
+    compact(folder, now_s=NOW_S + 4 * HOUR_S, settings=EAGER)
+    assert set(seen) == {expected(6)}
+    assert steps.count > 20 and len(files(folder, "runs")) == 1
+
+
+def test_a_query_inside_a_long_transaction_sees_the_same_rows_throughout(folder):
+    fill(folder, range(6))
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        connection.execute("BEGIN")
+        for hours in range(4):
+            assert connection.execute("SELECT count(*), count(DISTINCT run_id) FROM runs").fetchone() == (
+                6,
+                6,
+            )
+            compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
+        assert connection.execute("SELECT count(*), count(DISTINCT run_id) FROM runs").fetchone() == (6, 6)
+
+
+READ_FOREVER = """
+import sys, warehouse
+connection = warehouse.connect(sys.argv[1])
+while True:
+    print(*connection.execute(
+        "SELECT count(*), count(DISTINCT run_id) FROM runs UNION ALL "
+        "SELECT count(*), count(DISTINCT (run_id, t_ms)) FROM telemetry ORDER BY 1").fetchall(), flush=True)
+"""
+
+
+def test_readers_in_other_processes_see_the_same_rows_while_files_are_merged(folder):
+    fill(folder, range(48))
+    reader = subprocess.Popen([sys.executable, "-c", READ_FOREVER, str(folder.root)], stdout=subprocess.PIPE, text=True)
+    try:
+        answers = {reader.stdout.readline()}
+        kept = 0
+        for step, rows in enumerate((2, 4, 8, 16, 64, 256)):
+            settings = CompactionSettings(min_files=2, target_rows=rows * SAMPLES)
+            kept = compact(folder, now_s=NOW_S + 2 * step * HOUR_S, settings=settings).kept_files
+            answers |= {reader.stdout.readline() for _ in range(4)}
+        assert kept > 0  # the reader has the warehouse open
+    finally:
+        reader.kill()
+        rest = reader.stdout.read().splitlines(keepends=True)
+        reader.wait()
+    answers |= {line for line in rest if line.endswith("\n")}
+    assert answers == {f"(48, 48) ({48 * SAMPLES}, {48 * SAMPLES})\n"}
+    compact(folder, now_s=NOW_S + 100 * HOUR_S, settings=EAGER)
+    assert census(folder) == expected(48)
+
+
+def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
+    fill(folder, range(3))
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert is_open_somewhere(folder)
+        report = compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
+        assert (report.deleted_files, report.kept_files) == (0, 6)
+        assert "kept, because the warehouse is open" in report.lines()[-1]
+        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 6
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
+    assert not is_open_somewhere(folder)
+
+
+COMPACT_AND_DIE = """
+import os, signal, sys
+from warehouse.compact import CompactionSettings, compact
+from warehouse.folder import DataFolder
+left = int(sys.argv[3])
+def dying(call):
+    def wrapped(*arguments, **keywords):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **keywords)
+    return wrapped
+os.replace, os.unlink = dying(os.replace), dying(os.unlink)
+folder = DataFolder.resolve(sys.argv[1])
+compact(folder, now_s=float(sys.argv[2]), settings=CompactionSettings(min_files=2))
+"""
+
+
+def kill_at(folder, now_s, step):
+    """Compact in a process that kills itself before its `step`-th visible change; False if it needed fewer."""
+    arguments = [sys.executable, "-c", COMPACT_AND_DIE, str(folder.root), repr(now_s), str(step)]
+    code = subprocess.run(arguments, check=False).returncode
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def settle(folder, runs):
+    """Whatever was interrupted: two compactions later all is merged, once, and nothing is left over."""
+    assert census(folder) == expected(runs)
+    for hours in (10, 20, 30):
+        compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
+        assert census(folder) == expected(runs)
+    assert [len(files(folder, kind)) for kind in KINDS] == [1, 1]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_killed_while_merging_then_compacted_again(folder, step):
+    fill(folder, range(3))
+    assert kill_at(folder, NOW_S, step)
+    settle(folder, 3)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 8])
+def test_killed_while_deleting_then_compacted_again(folder, step):
+    fill(folder, range(3))
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    assert kill_at(folder, NOW_S + 2 * HOUR_S, step)
+    settle(folder, 3)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_killed_while_deleting_files_that_were_merged_before(folder, step):
+    fill(folder, range(4))
+    compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, target_rows=2 * SAMPLES))
+    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
+    assert kill_at(folder, NOW_S + 4 * HOUR_S, step)
+    settle(folder, 4)
+
+
+def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(folder):
+    fill(folder, range(3))
+    assert kill_at(folder, NOW_S, 4)  # the merged file of runs is there, not its listing
+    RunWriter(folder).write(run_row(1, attempt=2, status="timeout"), samples(SAMPLES))
+    settle(folder, 3)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT status FROM runs WHERE run_id = 'J-000001'").fetchall() == [("timeout",)]
+
+
+@pytest.mark.parametrize("hours", [0, 2])
+def test_a_run_that_lands_again_after_it_was_merged_is_there_once(folder, hours):
+    fill(folder, range(3))
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
+    landed = RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES))
+    assert landed.name.startswith("merged-")
+    settle(folder, 3)
+
+
+def test_a_run_that_lands_again_between_merging_and_listing_is_there_once(folder, monkeypatch):
+    fill(folder, range(3))
+    done = []
+
+    def land_again():
+        if not done and any(name.startswith("merged-") for name in files(folder, "runs")):
+            done.append(True)
+            RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES))
+
+    Steps(monkeypatch, land_again)
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    assert done
+    settle(folder, 3)
+
+
+def test_samples_of_a_run_that_has_not_landed_wait(folder):
+    fill(folder, range(3))
+    (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()  # as after a kill between the two files
+    report = compact(folder, now_s=NOW_S, settings=EAGER)
+    assert sorted(report.merged.values()) == [2, 2]
+    assert "J-000001.parquet" in files(folder, "telemetry")
+    RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES))
+    assert census(folder) == expected(3)
+
+
+def test_files_of_an_older_schema_are_merged_with_nulls(folder):
+    fill(folder, range(2))
+    old = pa.table({"run_id": ["old"], "family": ["cnn"], "status": ["ok"], "steps": pa.array([3], pa.int32())})
+    pq.write_table(old, folder.partition("runs", "cnn") / "old.parquet")
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        rows = connection.execute("SELECT run_id, steps, smact FROM runs ORDER BY 1").fetchall()
+    assert rows == [("J-000000", None, None), ("J-000001", None, None), ("old", 3, None)]
+
+
+def test_an_unreadable_file_is_reported_and_left_alone(folder):
+    fill(folder, range(3))
+    (folder.partition("runs", "cnn") / "J-000001.parquet").write_bytes(b"torn")
+    report = compact(folder, now_s=NOW_S, settings=EAGER)
+    assert ["J-000001.parquet" in problem for problem in report.problems] == [True]
+    assert "J-000001.parquet" in files(folder, "runs")
+
+
+def test_a_second_compaction_at_the_same_time_does_nothing(folder):
+    fill(folder, range(3))
+    with open(folder.compaction_lock, "a") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        report = compact(folder, now_s=NOW_S, settings=EAGER)
+    assert report.busy and report.merged == {} and "another compaction" in report.lines()[0]
+
+
+def test_old_temporary_files_are_removed_and_young_ones_left(folder):
+    fill(folder, range(1))
+    torn = folder.partition("runs", "cnn") / ".J-000009.parquet.1-abc.tmp"
+    torn.write_bytes(b"torn")
+    os.utime(torn, (NOW_S, NOW_S))
+    compact(folder, now_s=NOW_S + HOUR_S)
+    assert torn.exists()
+    compact(folder, now_s=NOW_S + 25 * HOUR_S)
+    assert not torn.exists()
+
+
+def test_the_command_prints_what_it_merged(folder, monkeypatch, capsys):
+    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+    fill(folder, range(3))
+    assert run("compact", entry, ["min_files=2"]) == 0
+    assert "6 files with 15 rows merged into 2; 0 replaced files deleted" in capsys.readouterr().out
+    assert run("compact", entry, ["min_files=1", "grace_s=-1"]) == 2
+    assert "grace_s must be >= 0, got -1; min_files must be >= 2, got 1" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        compact(DataFolder.resolve(tmp_path / "none"))

@@ -1,0 +1,96 @@
+"""The data folder: where it is, what it refuses."""
+
+import json
+import os
+
+import pytest
+
+from conf.errors import UsageError
+from warehouse.folder import DataFolder, replacing
+from warehouse.schema import SCHEMA_VERSION
+
+
+def contents(root):
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_argument_wins_over_environment_wins_over_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GPUFARM_DATA", raising=False)
+    assert DataFolder.resolve(None).root == tmp_path / "data"
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path / "env"))
+    assert DataFolder.resolve(None).root == tmp_path / "env"
+    assert DataFolder.resolve("given").root == tmp_path / "given"
+
+
+def test_resolving_and_opening_make_nothing(tmp_path):
+    folder = DataFolder.resolve(tmp_path / "none")
+    with pytest.raises(UsageError, match=r"does not exist.*farm\.submit"):
+        folder.open()
+    assert not folder.root.exists()
+
+
+def test_a_folder_that_is_no_data_folder_is_said_to_be_none(tmp_path):
+    with pytest.raises(UsageError, match=r"no format\.json"):
+        DataFolder.resolve(tmp_path).open()
+
+
+def test_creating_again_changes_nothing(folder):
+    before = contents(folder.root)
+    assert folder.create() == folder
+    assert contents(folder.root) == before
+
+
+def test_newer_schema_is_refused_naming_both_versions_and_nothing_is_written(folder):
+    folder.format_marker.write_text(json.dumps({"format": "gpufarm-data", "schema_version": SCHEMA_VERSION + 7}))
+    folder.warehouse.unlink()
+    before = contents(folder.root)
+    for attempt in (folder.open, folder.create):
+        with pytest.raises(UsageError, match=rf"version {SCHEMA_VERSION + 7}.*up to {SCHEMA_VERSION}\b"):
+            attempt()
+    assert contents(folder.root) == before
+
+
+def test_older_schema_is_brought_up_to_date(folder):
+    folder.format_marker.write_text(json.dumps({"format": "gpufarm-data", "schema_version": SCHEMA_VERSION - 1}))
+    folder.open()
+    folder.create()
+    assert json.loads(folder.format_marker.read_text())["schema_version"] == SCHEMA_VERSION
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "schema_version": 1}'])
+def test_damaged_marker_is_named(folder, text):
+    folder.format_marker.write_text(text)
+    with pytest.raises(UsageError, match=r"format\.json"):
+        folder.open()
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below"):
+        with pytest.raises(UsageError, match="file"):
+            DataFolder.resolve(tmp_path / name).create()
+    with pytest.raises(UsageError, match="is a file"):
+        DataFolder.resolve(tmp_path / "file").open()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot be written"):
+        DataFolder.resolve(tmp_path / "data").create()
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert contents(tmp_path) == {path.relative_to(tmp_path): b"old"}
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "_schema", "a=b", "a b", None, 3])
+def test_family_names_that_cannot_be_folders_are_refused(folder, name):
+    with pytest.raises(ValueError, match="family"):
+        folder.partition("runs", name)

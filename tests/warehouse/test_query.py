@@ -1,0 +1,152 @@
+"""`python -m warehouse.query`: formats, messages, exit codes."""
+
+import csv
+import io
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from warehouse_rows import run_row, samples
+
+from conf.cli import run
+from warehouse.query import entry
+from warehouse.writer import RunWriter
+
+
+@pytest.fixture
+def query(folder, monkeypatch, capsys):
+    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+
+    def ask(*arguments):
+        code = run("query", entry, arguments, positional="sql")
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return ask
+
+
+@pytest.fixture
+def filled(folder):
+    writer = RunWriter(folder)
+    writer.write(run_row(0, error='say "hi",\nthen go', smact=0.1), samples())
+    writer.write(run_row(1, status="oom", oom_kind="device", error="", family="mlp"), samples())
+
+
+SELECT = "SELECT run_id, error, smact, status = 'ok' AS fine, started_at FROM runs ORDER BY run_id"
+
+
+def test_csv_is_exact_and_null_is_empty(query, filled):
+    code, out, err = query(SELECT, "format=csv")
+    assert (code, err) == (0, "")
+    assert out == (
+        "run_id,error,smact,fine,started_at\n"
+        'J-000000,"say ""hi"",\nthen go",0.1,true,2025-01-02 03:04:05\n'
+        'J-000001,"",,false,2025-01-02 03:04:05\n'
+    )
+    assert next(csv.DictReader(io.StringIO(out)))["error"] == 'say "hi",\nthen go'
+
+
+def test_json_is_exact_and_null_is_null(query, filled):
+    code, out, _ = query(SELECT, "format=json")
+    first, second = json.loads(out)
+    assert code == 0
+    assert first == {
+        "run_id": "J-000000",
+        "error": 'say "hi",\nthen go',
+        "smact": 0.1,
+        "fine": True,
+        "started_at": "2025-01-02 03:04:05",
+    }
+    assert second["smact"] is None and second["error"] == ""
+
+
+def test_json_and_csv_hold_nested_and_huge_values(query):
+    sql = "SELECT [1, NULL] AS l, {'a': 'b'} AS s, sum(9007199254740993) AS h, 'nan'::DOUBLE AS n, 1.50 AS d"
+    code, out, _ = query(sql, "format=json")
+    (row,) = json.loads(out)
+    assert code == 0
+    assert row == {"l": [1, None], "s": {"a": "b"}, "h": 9007199254740993, "n": "nan", "d": 1.5}
+    code, out, _ = query(sql, "format=csv")
+    assert code == 0
+    assert next(csv.DictReader(io.StringIO(out)))["l"] == "[1, null]"
+
+
+def test_times_with_a_zone_and_intervals_are_written(query):
+    sql = "SELECT TIMESTAMPTZ '2025-01-02 03:04:05+00' AS t, INTERVAL 1 DAY AS i"
+    for name in ("csv", "json", "table"):
+        code, out, _ = query(sql, f"format={name}")
+        assert code == 0 and "2025-01-02 03:04:05+00:00" in out
+
+
+def test_parquet_needs_a_file_and_keeps_types(query, filled, tmp_path):
+    assert query("SELECT 1 AS a", "format=parquet")[::2] == (2, "error: format=parquet needs out=FILE\n")
+    target = tmp_path / "out.parquet"
+    code, out, _ = query(SELECT, "format=parquet", f"out={target}")
+    assert (code, out) == (0, "")
+    table = pq.read_table(target)
+    assert table.column("smact").to_pylist() == [0.1, None]
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("name", ["csv", "json", "table"])
+def test_out_takes_what_standard_output_would(query, filled, tmp_path, name):
+    printed = query(SELECT, f"format={name}")[1]
+    assert query(SELECT, f"format={name}", f"out={tmp_path / 'o'}")[1] == ""
+    assert (tmp_path / "o").read_text() == printed
+
+
+def test_out_that_cannot_be_written_is_named(query, tmp_path):
+    code, _, err = query("SELECT 1", "format=csv", f"out={tmp_path / 'none' / 'o.csv'}")
+    assert code == 2 and "out=" in err and "No such file" in err
+
+
+def test_table_shows_all_cells_and_says_when_rows_are_left_out(query, filled):
+    code, out, _ = query("SELECT run_id, smact FROM runs ORDER BY 1")
+    assert code == 0 and "J-000001" in out and "NULL" in out and "2 rows" in out
+    assert "first 1 rows" in query("SELECT run_id FROM runs ORDER BY 1", "max_rows=1")[1]
+
+
+def test_an_empty_warehouse_answers_with_no_rows(query):
+    sql = "SELECT family, status, count(*) FROM runs GROUP BY ALL"
+    assert query(sql, "format=csv") == (0, "family,status,count_star()\n", "")
+    assert query(sql, "format=json") == (0, "[]\n", "")
+    assert "0 rows" in query(sql)[1]
+
+
+def test_equals_signs_and_quotes_in_sql_are_no_overrides(query, filled):
+    assert query("SELECT count(*) AS n FROM runs WHERE status='oom'", "format=csv")[1] == "n\n1\n"
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("SELECT peak_memory FROM runs", "peak_memory_mib"),
+        ("SELECT * FROM run", "runs"),
+        ("SELEC 1 x", "syntax error"),
+        ("SELECT 1; SELECT 2", "one SQL statement, got 2"),
+        ("CREATE TABLE t AS SELECT 1", "read-only"),
+        ("COPY runs TO 'x.csv'", "read-only"),
+        ("SET threads = 1", "read-only"),
+    ],
+)
+def test_wrong_sql_is_one_message_that_keeps_duckdbs_suggestion(query, sql, said):
+    code, out, err = query(sql)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("sql", ["DESCRIBE runs", "SHOW TABLES", "SUMMARIZE runs", "EXPLAIN SELECT 1", "FROM runs"])
+def test_statements_that_look_only_are_taken(query, filled, sql):
+    assert query(sql if " " in sql else f"{sql} ")[0] == 0
+
+
+def test_unknown_format_lists_the_known(query):
+    code, _, err = query("SELECT 1", "format=xlsx")
+    assert code == 2 and "csv, json, parquet, table" in err
+
+
+def test_a_damaged_file_is_named(query, filled, folder):
+    damaged = folder.partition("runs", "cnn") / "J-000000.parquet"
+    damaged.write_bytes(b"PAR1 torn")
+    code, _, err = query("SELECT count(*) FROM runs")
+    assert code == 2 and "J-000000.parquet" in err and "Traceback" not in err

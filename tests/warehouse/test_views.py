@@ -1,0 +1,187 @@
+"""The views: any client sees them, nobody writes through them, older files and moved folders stay readable."""
+
+import contextlib
+import ctypes
+import os
+import struct
+import sys
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from conf.errors import UsageError
+from warehouse.folder import KINDS, DataFolder
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.views import refresh
+from warehouse.writer import RunWriter
+
+
+@pytest.fixture
+def connection(folder):
+    RunWriter(folder).write(run_row(1), samples())
+    with contextlib.closing(warehouse.connect(folder)) as opened:
+        yield opened
+
+
+def test_an_empty_warehouse_has_every_column_and_no_row(folder):
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        for view, schema in (("runs", RUN_SCHEMA), ("telemetry", TELEMETRY_SCHEMA), ("jobs", JOB_SCHEMA)):
+            relation = connection.sql(f"SELECT * FROM {view}")
+            assert set(schema.names) <= set(relation.columns)
+            assert relation.fetchall() == []
+
+
+def test_a_plain_client_that_opens_the_file_sees_the_rows(folder):
+    RunWriter(folder).write(run_row(1), samples(3))
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+        assert connection.execute("SELECT count(*) FROM telemetry").fetchone() == (3,)
+        RunWriter(folder).write(run_row(2), samples(3))
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (2,)
+        assert connection.execute("SELECT * FROM jobs").fetchall() == []
+
+
+def test_types_are_those_of_the_schema_and_times_are_utc_without_zone(connection):
+    types = dict(zip(*(lambda r: (r.columns, map(str, r.types)))(connection.sql("SELECT * FROM runs")), strict=True))
+    assert (types["family"], types["task_index"], types["smact"]) == ("VARCHAR", "BIGINT", "DOUBLE")
+    assert types["started_at"] == "TIMESTAMP"
+    assert connection.execute("SELECT started_at::VARCHAR FROM runs").fetchone() == ("2025-01-02 03:04:05",)
+
+
+def test_a_family_that_reads_like_a_number_stays_text(folder):
+    RunWriter(folder).write(run_row(1, family="007"), samples())
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT family FROM runs").fetchall() == [("007",)]
+        assert connection.execute("SELECT DISTINCT family FROM telemetry").fetchall() == [("007",)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "INSERT INTO runs SELECT * FROM runs",
+        "CREATE TABLE t AS SELECT 1",
+        "CREATE OR REPLACE VIEW runs AS SELECT 1",
+        "DROP VIEW runs",
+        "DELETE FROM runs",
+        "COPY runs TO '{outside}'",
+        "COPY runs TO '{inside}'",
+        "ATTACH '{outside}' AS other",
+        "SET enable_external_access = true",
+        "SELECT * FROM read_text('/etc/hostname')",
+    ],
+)
+def test_nothing_is_written_and_nothing_else_is_read(connection, folder, tmp_path, sql):
+    places = {"outside": tmp_path / "out", "inside": folder.root / "out"}
+    places = {name: str(path).replace("'", "''") for name, path in places.items()}
+    with pytest.raises(duckdb.Error):
+        connection.execute(sql.format(**places))
+    assert not (tmp_path / "out").exists()
+    assert not (folder.root / "out").exists()
+
+
+def test_several_connections_are_open_at_once_while_a_run_lands(folder, connection):
+    with contextlib.closing(warehouse.connect(folder)) as second:
+        RunWriter(folder).write(run_row(2), samples())
+        for opened in (connection, second):
+            assert opened.execute("SELECT count(*) FROM runs").fetchone() == (2,)
+
+
+def test_files_of_an_older_schema_are_read_with_nulls(folder):
+    partition = folder.partition("runs", "cnn")
+    partition.mkdir()
+    pq.write_table(pa.table({"run_id": ["old"], "status": ["ok"], "steps": pa.array([3], pa.int32())}),
+                   partition / "old.parquet")  # fmt: skip
+    RunWriter(folder).write(run_row(1, steps=4), samples())
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT run_id, family, steps, smact FROM runs ORDER BY 1").fetchall() == [
+            ("J-000001", "cnn", 4, None),
+            ("old", "cnn", 3, None),
+        ]
+
+
+def test_a_column_this_code_does_not_know_does_no_harm(folder):
+    partition = folder.partition("runs", "cnn")
+    partition.mkdir()
+    pq.write_table(pa.table({"run_id": ["x"], "later": [1]}), partition / "x.parquet")
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert "later" not in connection.sql("SELECT * FROM runs").columns
+
+
+def test_a_moved_folder_is_found_again(folder, tmp_path):
+    RunWriter(folder).write(run_row(1), samples())
+    moved = DataFolder.resolve(folder.root.rename(tmp_path / "moved"))
+    with contextlib.closing(warehouse.connect(moved)) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+
+
+def test_a_damaged_warehouse_file_is_made_anew(folder):
+    folder.warehouse.write_bytes(b"torn")
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (0,)
+
+
+def test_views_that_fit_are_left_alone(folder):
+    before = folder.warehouse.stat().st_ino
+    refresh(folder)
+    assert folder.warehouse.stat().st_ino == before
+
+
+def test_a_folder_that_cannot_be_written_is_read_through_views_elsewhere(folder, monkeypatch):
+    RunWriter(folder).write(run_row(1), samples())
+    folder.warehouse.unlink()
+
+    def refuse(_folder):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("warehouse.views.refresh", refuse)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+        assert connection.execute("SELECT count(*) FROM telemetry").fetchone() == (3,)
+
+
+def test_a_missing_folder_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        warehouse.connect(tmp_path / "none")
+
+
+IN_OPEN, IN_ISDIR = 0x20, 0x40000000
+
+
+def folders_opened(folders, act):
+    """The folders in the order in which `act` opened (listed) them, as the kernel saw it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_NONBLOCK)
+    try:
+        watched = {libc.inotify_add_watch(descriptor, os.fsencode(path), IN_OPEN): path for path in folders}
+        assert -1 not in watched
+        act()
+        events, opened = os.read(descriptor, 1 << 20), []
+        while events:
+            watch, mask, _cookie, length = struct.unpack_from("iIII", events)
+            if mask & IN_ISDIR and length == 0:
+                opened.append(watched[watch])
+            events = events[16 + length :]
+        return opened
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="watches the file system with inotify")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT count(*) FROM {kind}",
+        "SELECT * FROM {kind} AS a JOIN {kind} AS b USING (run_id) WHERE a.family = 'cnn'",
+        "WITH a AS (SELECT family, count(*) FROM {kind} GROUP BY ALL) SELECT * FROM a WHERE family LIKE 'c%'",
+    ],
+)
+def test_listings_are_expanded_before_the_data_files(folder, connection, kind, sql):
+    """What makes compaction safe: a query that finds a listing finds its merged file too, see `_partitioned_view`."""
+    listings, data = folder.listings(kind), folder.partition(kind, "cnn")
+    opened = folders_opened([listings, data], lambda: connection.execute(sql.format(kind=kind)).fetchall())
+    assert opened in ([listings, data], [listings, data] * 2)

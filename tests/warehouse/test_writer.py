@@ -1,0 +1,186 @@
+"""Landing runs: what is refused, what a crash or a full disk leaves behind."""
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from warehouse.folder import DataFolder
+from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.writer import RunWriter
+
+
+def ask(folder, sql):
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def leftovers(folder):
+    return [path for path in folder.root.rglob("*") if path.is_file() and path.name.endswith(".tmp")]
+
+
+def test_a_run_lands_with_its_telemetry_and_absent_columns_are_null(folder):
+    RunWriter(folder).write(run_row(7), samples(3))
+    assert ask(folder, "SELECT run_id, family, peak_memory_mib, smact, telemetry_rows FROM runs") == [
+        ("J-000007", "cnn", 7.0, None, 3)
+    ]
+    assert ask(folder, "SELECT run_id, family, t_ms, smact, drama FROM telemetry ORDER BY t_ms")[1] == (
+        "J-000007", "cnn", 100.0, 0.5, None
+    )  # fmt: skip
+
+
+def test_a_repeat_replaces_the_run(folder):
+    writer = RunWriter(folder)
+    writer.write(run_row(1), samples(3))
+    writer.write(run_row(1, attempt=2, status="oom", oom_kind="device"), samples(2))
+    assert ask(folder, "SELECT status, attempt FROM runs") == [("oom", 2)]
+    assert ask(folder, "SELECT count(*) FROM telemetry") == [(2,)]
+
+
+def test_a_run_without_samples_is_kept(folder):
+    RunWriter(folder).write(run_row(1, status="crashed", error="boom"), TELEMETRY_SCHEMA.empty_table())
+    assert ask(folder, "SELECT status, error, telemetry_rows FROM runs") == [("crashed", "boom", 0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peak_memory_gib": 1.0}, "unknown column peak_memory_gib; known: run_id"),
+        ({"status": "successful"}, "status must be one of ok, oom"),
+        ({"source": "guessed"}, "source must be one of"),
+        ({"oom_kind": "disk"}, "oom_kind must be one of"),
+        ({"smact": 55.0}, r"smact must be in \[0, 1\], got 55.0"),
+        ({"drama": -0.1}, r"drama must be in \[0, 1\]"),
+        ({"power_w": float("nan")}, "power_w must be a finite number or None"),
+        ({"steps": "many"}, "steps must be int64, got 'many'"),
+        ({"run_id": "../../x"}, "run_id must be of letters"),
+        ({"run_id": "merged-1"}, "must not look like a merged file"),
+        ({"family": None}, "family is required"),
+    ],
+)
+def test_a_run_that_breaks_the_schema_is_refused_and_nothing_is_written(folder, changes, message):
+    before = sorted(folder.root.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        RunWriter(folder).write(run_row(1, **changes), samples())
+    assert sorted(folder.root.rglob("*")) == before
+
+
+def test_every_broken_rule_is_reported_together(folder):
+    with pytest.raises(ValueError, match=r"status.*smact.*unknown column"):
+        RunWriter(folder).write(run_row(1, status="fine", smact=2.0, nonsense=1), samples())
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"sm_active": [0.1] * 3}, "unknown column sm_active"),
+        ({"gpu_util": [0.1, 99.0, None]}, r"gpu_util must be in \[0, 1\]"),
+        ({"run_id": ["J-000001", "J-000001", "other"]}, "run_id must be 'J-000001' in every row"),
+        ({"phase": ["warmup", None, "later"]}, "phase must be one of"),
+        ({"power_w": [1.0, float("inf"), None]}, "power_w must be finite"),
+    ],
+)
+def test_telemetry_that_breaks_the_schema_is_refused(folder, columns, message):
+    with pytest.raises(ValueError, match=message):
+        RunWriter(folder).write(run_row(1), samples(3, **columns))
+    assert ask(folder, "SELECT * FROM runs") == []
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
+def test_a_full_disk_leaves_whole_files_only_and_never_a_run_without_its_telemetry(folder, monkeypatch, failing_call):
+    writer = RunWriter(folder)
+    writer.write(run_row(0), samples())  # the partitions exist
+    calls, fsync = [], os.fsync
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == failing_call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        writer.write(run_row(1), samples())
+    monkeypatch.undo()
+    assert leftovers(folder) == []
+    landed = {run_id for (run_id,) in ask(folder, "SELECT run_id FROM runs")}
+    sampled = {run_id for (run_id,) in ask(folder, "SELECT run_id FROM telemetry")}
+    assert landed <= sampled
+    writer.write(run_row(1), samples())
+    assert ask(folder, "SELECT count(*) FROM runs") == [(2,)]
+
+
+WRITE_FOREVER = """
+import itertools, sys
+sys.path.insert(0, sys.argv[2])
+from warehouse_rows import run_row, samples
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+writer = RunWriter(DataFolder.resolve(sys.argv[1]))
+for index in itertools.count():
+    writer.write(run_row(index % 50), samples(500))
+    print(index, flush=True)
+"""
+
+
+@pytest.mark.parametrize("rounds", [3, 8, 17])
+def test_a_killed_writer_leaves_readable_files_only(folder, rounds):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITE_FOREVER, str(folder.root), str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(rounds):
+        process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for path in folder.root.rglob("*.parquet"):
+        pq.read_table(path)
+    acknowledged = min(rounds, 50)
+    ((runs, missing),) = ask(
+        folder,
+        """SELECT count(*), count(*) FILTER (samples IS DISTINCT FROM 500) FROM runs
+           LEFT JOIN (SELECT run_id, count(*) AS samples FROM telemetry GROUP BY 1) USING (run_id)""",
+    )
+    assert runs >= acknowledged
+    assert missing == 0
+
+
+def test_torn_temporary_files_are_not_seen(folder):
+    RunWriter(folder).write(run_row(1), samples())
+    (folder.partition("runs", "cnn") / ".J-000002.parquet.1-abc.tmp").write_bytes(b"PAR1 torn")
+    assert ask(folder, "SELECT count(*) FROM runs") == [(1,)]
+
+
+def test_a_job_snapshot_is_replaced_and_counted(folder):
+    writer = RunWriter(folder)
+    job = {"job_id": "J", "family": "cnn", "n": 2, "seed": 0, "space": "{}", "submitted_at": 0.0}
+    writer.write_job(job)
+    writer.write_job({**job, "n": 5})
+    writer.write(run_row(0), samples())
+    writer.write(run_row(1, status="oom", oom_kind="device"), samples())
+    assert ask(folder, "SELECT job_id, n, runs, ok, oom, timeout, submitted_at::VARCHAR FROM jobs") == [
+        ("J", 5, 2, 1, 1, 0, "1970-01-01 00:00:00")
+    ]
+    with pytest.raises(ValueError, match="unknown column who"):
+        writer.write_job({**job, "who": "me"})
+
+
+def test_written_files_have_the_schema(folder):
+    path = RunWriter(folder).write(run_row(1), samples())
+    assert pq.read_schema(path).equals(RUN_SCHEMA)
+    assert pq.read_schema(str(path).replace("/runs/", "/telemetry/")).equals(TELEMETRY_SCHEMA)
+
+
+def test_a_writer_makes_the_folder(tmp_path):
+    folder = DataFolder.resolve(tmp_path / "new")
+    RunWriter(folder).write(run_row(1), samples())
+    assert ask(folder, "SELECT count(*) FROM runs") == [(1,)]

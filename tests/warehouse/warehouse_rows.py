@@ -1,0 +1,29 @@
+"""Rows for the warehouse's tests; start reading at `run_row`."""
+
+from __future__ import annotations
+
+import datetime
+
+import pyarrow as pa
+
+
+def run_row(index: int, **changes) -> dict:
+    """A run of job J as the dispatcher lands it, on its first attempt."""
+    return {
+        "run_id": f"J-{index:06d}",
+        "job_id": "J",
+        "task_index": index,
+        "attempt": 1,
+        "family": "cnn",
+        "config": '{"family":"cnn"}',
+        "status": "ok",
+        "source": "simulated",
+        "peak_memory_mib": float(index),
+        "started_at": datetime.datetime(2025, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+        **changes,
+    }
+
+
+def samples(rows: int = 3, **columns) -> pa.Table:
+    """`rows` telemetry samples."""
+    return pa.table({"t_ms": [100.0 * i for i in range(rows)], "smact": [0.5] * rows, **columns})

@@ -1,0 +1,230 @@
+"""The data folder: the one object that knows every path in it, its format marker, and how to write there atomically.
+
+Start reading at `DataFolder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.errors import UsageError
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+
+FORMAT = "gpufarm-data"
+KINDS = ("runs", "telemetry")  # what is partitioned by family and compacted
+COMPRESSION = {"compression": "zstd", "compression_level": 3}
+TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
+
+# One small file per merged file, see `warehouse.compact`: the merged file (hidden=false) and what it replaces.
+LISTING_SCHEMA = pa.schema([("path", pa.string()), ("hidden", pa.bool_())])
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+_ANCHOR_FAMILY = "_schema"  # no family can be called so: a name starts with a letter or digit
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """A data folder and its paths; nothing is read or written before `create` or `open`."""
+
+    root: Path  # absolute
+
+    @classmethod
+    def resolve(cls, data: str | os.PathLike | DataFolder | None = None) -> DataFolder:
+        """The folder that `data` names, else `$GPUFARM_DATA`, else `./data`."""
+        if isinstance(data, DataFolder):
+            return data
+        chosen = data or os.environ.get("GPUFARM_DATA") or "data"
+        path = os.path.abspath(os.path.expanduser(os.fspath(chosen)))
+        if "\0" in path:
+            raise UsageError(f"data={path!r} is not a path")
+        return cls(Path(path))
+
+    def create(self) -> DataFolder:
+        """Make the folder, or bring an older one to this schema version; harmless when it is there already.
+
+        Raises `UsageError` where it cannot be (a file is in the way, no permission, a newer schema version).
+        """
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"data={self.root} is a file, not a folder")
+        version = self._read_version()  # before anything is written
+        with self._explained():
+            for folder in (self.jobs, self.models, self.logs, self.locks, *map(self.listings, KINDS)):
+                folder.mkdir(parents=True, exist_ok=True)
+            for path, schema in self._anchors().items():
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_parquet(path, schema.empty_table())
+            if version != SCHEMA_VERSION:
+                text = json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
+                write_bytes(self.format_marker, text.encode())
+            from warehouse.views import refresh
+
+            refresh(self)
+        return self
+
+    def open(self) -> DataFolder:
+        """Check that the folder is there and readable by this code; `UsageError` says how to make one."""
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"data={self.root} is a file, not a folder")
+        if self._read_version() is None:
+            what = "has no format.json, so it is no data folder" if self.root.exists() else "does not exist"
+            raise UsageError(
+                f"data={self.root} {what}; make one with `python -m farm.submit +arch=cnn n=10 data=PATH`, "
+                "or name another with data=PATH or $GPUFARM_DATA"
+            )
+        return self
+
+    @property
+    def format_marker(self) -> Path:
+        return self.root / "format.json"
+
+    @property
+    def queue(self) -> Path:
+        """SQLite: jobs and tasks."""
+        return self.root / "queue.sqlite"
+
+    @property
+    def warehouse(self) -> Path:
+        """DuckDB file of views only."""
+        return self.root / "warehouse.duckdb"
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def telemetry(self) -> Path:
+        return self.root / "telemetry"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def locks(self) -> Path:
+        return self.root / "locks"
+
+    @property
+    def dispatcher_lock(self) -> Path:
+        return self.locks / "dispatcher.lock"
+
+    @property
+    def compaction_lock(self) -> Path:
+        return self.locks / "compaction.lock"
+
+    def listings(self, kind: str) -> Path:
+        """Where the listings of merged files of `runs` or `telemetry` are."""
+        return self.root / "compactions" / kind
+
+    def partition(self, kind: str, family: str) -> Path:
+        """The folder of one family's `runs` or `telemetry`; `ValueError` for a name that cannot be a folder."""
+        return self.root / kind / f"family={checked_name('family', family)}"
+
+    def families(self, kind: str) -> list[str]:
+        """The families that have a partition."""
+        prefix = "family="
+        names = [path.name.removeprefix(prefix) for path in (self.root / kind).glob(prefix + "*")]
+        return sorted(name for name in names if name != _ANCHOR_FAMILY)
+
+    def _anchors(self) -> dict[Path, pa.Schema]:
+        """Files without rows that give every glob something to bind and every column its type."""
+        name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
+        return {
+            self.runs / partition / name: RUN_SCHEMA,
+            self.telemetry / partition / name: TELEMETRY_SCHEMA,
+            self.jobs / f"_{name}": JOB_SCHEMA,
+            **{self.listings(kind) / f"_{name}": LISTING_SCHEMA for kind in KINDS},
+        }
+
+    def _read_version(self) -> int | None:
+        """The folder's schema version, None where there is no marker; `UsageError` if newer than this code's."""
+        try:
+            text = self.format_marker.read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError as error:
+            raise UsageError(f"data={self.root} cannot be read: {error.strerror}") from error
+        try:
+            marker = json.loads(text)
+            version = marker["schema_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{self.format_marker} is damaged: {text[:80]!r}") from error
+        if marker.get("format") != FORMAT or not isinstance(version, int):
+            raise UsageError(f"{self.format_marker} is not of a {FORMAT} folder: {text[:80]!r}")
+        if version > SCHEMA_VERSION:
+            raise UsageError(
+                f"data={self.root} has schema version {version}, this code knows up to {SCHEMA_VERSION}; "
+                "update the code, or name another folder with data=PATH"
+            )
+        return version
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(f"data={self.root} cannot be written: {error.strerror or error}") from error
+
+
+def checked_name(kind: str, name: object) -> str:
+    """`name` if it can be a part of a file's path and of a hive partition as it is; else `ValueError`."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 180:
+        raise ValueError(
+            f"{kind} must be of letters, digits and _ . + - and start with a letter or digit, got {name!r}"
+        )
+    return name
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path`; on success it becomes `path`, durably; on any error it is removed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync(path.parent)
+
+
+def write_bytes(path: Path, content) -> None:
+    """Write a whole file atomically and durably."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(content)
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a small table atomically and durably."""
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, **COMPRESSION)
+    write_bytes(path, buffer.getvalue())
+
+
+def sync(path: Path) -> None:
+    """fsync of a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

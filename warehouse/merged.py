@@ -1,0 +1,97 @@
+"""Merged files and their listings: which files of a partition count, and which merged file holds a run.
+
+Start reading at `Listing`. `warehouse.compact` writes what is read here, and explains why it is safe.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from warehouse.folder import LISTING_SCHEMA, DataFolder, write_parquet
+
+MERGED_PREFIX = "merged-"
+_PUBLISHED_AT = b"gpufarm_published_at"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A merged file that counts, and the files it replaces. Paths are relative to `runs/` or `telemetry/`."""
+
+    file: Path  # of the listing itself
+    merged: str
+    hidden: tuple[str, ...]  # still on disk, or were when the listing was written
+    published_at_s: float  # seconds since the epoch
+
+    @classmethod
+    def read(cls, file: Path) -> Listing:
+        table = pq.ParquetFile(file).read()
+        rows = table.to_pylist()
+        (merged,) = (row["path"] for row in rows if not row["hidden"])
+        return cls(
+            file=file,
+            merged=merged,
+            hidden=tuple(row["path"] for row in rows if row["hidden"]),
+            published_at_s=float(table.schema.metadata[_PUBLISHED_AT]),
+        )
+
+    def write(self) -> None:
+        """Atomically: the moment at which `merged` begins to count and `hidden` ends to."""
+        table = pa.Table.from_arrays(
+            [
+                pa.array([self.merged, *self.hidden]),
+                pa.array([False] + [True] * len(self.hidden)),
+            ],
+            schema=LISTING_SCHEMA,
+        )
+        write_parquet(self.file, table.replace_schema_metadata({_PUBLISHED_AT: repr(self.published_at_s)}))
+
+
+def new_merged_name() -> str:
+    """A name that no file had or will have."""
+    return f"{MERGED_PREFIX}{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.parquet"
+
+
+def is_merged_name(name: str) -> bool:
+    return name.startswith(MERGED_PREFIX)
+
+
+def listing_file(folder: DataFolder, kind: str, merged_name: str) -> Path:
+    """Where the listing of a merged file is: the same name, so its existence answers whether the file counts."""
+    return folder.listings(kind) / merged_name
+
+
+def read_listings(folder: DataFolder, kind: str) -> list[Listing]:
+    """All listings, oldest first."""
+    found = [Listing.read(path) for path in folder.listings(kind).glob(f"{MERGED_PREFIX}*.parquet")]
+    return sorted(found, key=lambda listing: (listing.published_at_s, listing.merged))
+
+
+def merged_file_with(folder: DataFolder, kind: str, family: str, run_id: str) -> Path | None:
+    """The merged file that counts and holds `run_id`, or None."""
+    for path in folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):
+        if listing_file(folder, kind, path.name).exists():
+            try:
+                if _holds(pq.ParquetFile(path), run_id):
+                    return path
+            except FileNotFoundError:  # merged once more, and deleted, since the glob
+                continue
+    return None
+
+
+def _holds(file: pq.ParquetFile, run_id: str) -> bool:
+    column = file.schema_arrow.get_field_index("run_id")
+    for group in range(file.metadata.num_row_groups):
+        statistics = file.metadata.row_group(group).column(column).statistics
+        if statistics is not None and statistics.has_min_max and not statistics.min <= run_id <= statistics.max:
+            continue
+        values = file.read_row_group(group, columns=["run_id"]).column(0)
+        if pc.index(values, pa.scalar(run_id)).as_py() >= 0:
+            return True
+    return False

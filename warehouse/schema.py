@@ -1,0 +1,136 @@
+"""What a run and a telemetry sample are: the Arrow schemas, their words and their units.
+
+Start reading at `RUN_SCHEMA`. Every column that can be missing is NULL when it was not measured; ratios lie in
+[0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION` grows; older files stay
+readable, since views unite by name.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
+SOURCES = ("measured", "simulated", "imported")
+OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
+
+_TIME = pa.timestamp("us", tz="UTC")
+
+RUN_SCHEMA = pa.schema(
+    [
+        # identity
+        ("run_id", pa.string()),  # JOB_ID-000042 for runs of the farm: a repeat lands on the same file
+        ("job_id", pa.string()),
+        ("task_index", pa.int64()),
+        ("attempt", pa.int32()),  # 1 for the first execution
+        ("family", pa.string()),
+        ("config", pa.string()),  # trial config as JSON, with "family"; featurize.config_from_mapping reads it
+        ("config_hash", pa.string()),
+        # outcome
+        ("status", pa.string()),
+        ("oom_kind", pa.string()),
+        ("error_type", pa.string()),
+        ("error", pa.string()),  # message and traceback, the log's tail included
+        # where
+        ("source", pa.string()),
+        ("device_name", pa.string()),
+        ("device_uuid", pa.string()),
+        ("device_memory_mib", pa.float64()),
+        ("node", pa.string()),
+        ("worker", pa.string()),
+        # environment: what can invalidate labels
+        ("torch_version", pa.string()),
+        ("cuda_version", pa.string()),
+        ("cudnn_version", pa.string()),
+        ("driver_version", pa.string()),
+        ("python_version", pa.string()),
+        ("allocator_settings", pa.string()),
+        ("farm_version", pa.string()),
+        ("schema_version", pa.int32()),
+        # training settings, doubled from `config` because everybody groups by them
+        ("batch_size", pa.int64()),
+        ("precision", pa.string()),
+        ("optimizer", pa.string()),
+        ("parameters", pa.int64()),
+        # labels
+        ("peak_memory_mib", pa.float64()),  # what the device charges the process: context and cached blocks included
+        ("peak_reserved_mib", pa.float64()),
+        ("peak_allocated_mib", pa.float64()),
+        ("peak_rss_mib", pa.float64()),  # host memory of the trial's process tree
+        ("smact", pa.float64()),
+        ("smocc", pa.float64()),
+        ("drama", pa.float64()),
+        ("gpu_util", pa.float64()),
+        ("power_w", pa.float64()),
+        ("energy_j", pa.float64()),  # over the window
+        ("step_time_ms", pa.float64()),  # median of the window's steps
+        ("steps", pa.int64()),  # in the window
+        # time
+        ("window_kind", pa.string()),  # adaptive | fixed
+        ("window_ended", pa.string()),  # why: steady | max_seconds | fixed
+        ("warmup_s", pa.float64()),
+        ("window_s", pa.float64()),
+        ("window_start_ms", pa.float64()),  # on the clock of telemetry.t_ms
+        ("window_end_ms", pa.float64()),
+        ("wall_s", pa.float64()),  # the worker's wall time for the whole task, on the real clock
+        ("started_at", _TIME),
+        ("finished_at", _TIME),
+        # telemetry
+        ("telemetry_rows", pa.int64()),
+        ("telemetry_missing", pa.string()),  # JSON: sensor -> why it gave nothing
+    ]
+)
+
+# metric -> (unit, what it is). One column each in `telemetry`.
+METRICS: dict[str, tuple[str, str]] = {
+    "memory_used_mib": ("MiB", "device memory in use, all processes and the driver"),
+    "process_memory_mib": ("MiB", "device memory charged to the trial's processes"),
+    "gpu_util": ("ratio", "share of time in which a kernel ran"),
+    "memory_util": ("ratio", "share of time in which device memory was read or written (NVML)"),
+    "smact": ("ratio", "SM activity: DCGM_FI_PROF_SM_ACTIVE"),
+    "smocc": ("ratio", "SM occupancy: DCGM_FI_PROF_SM_OCCUPANCY"),
+    "drama": ("ratio", "DRAM activity: DCGM_FI_PROF_DRAM_ACTIVE"),
+    "gract": ("ratio", "graphics engine activity: DCGM_FI_PROF_GR_ENGINE_ACTIVE"),
+    "tensor_active": ("ratio", "tensor pipe activity: DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+    "fp16_active": ("ratio", "FP16 pipe activity: DCGM_FI_PROF_PIPE_FP16_ACTIVE"),
+    "fp32_active": ("ratio", "FP32 pipe activity: DCGM_FI_PROF_PIPE_FP32_ACTIVE"),
+    "fp64_active": ("ratio", "FP64 pipe activity: DCGM_FI_PROF_PIPE_FP64_ACTIVE"),
+    "pcie_tx_mib_s": ("MiB/s", "PCIe traffic out of the GPU"),
+    "pcie_rx_mib_s": ("MiB/s", "PCIe traffic into the GPU"),
+    "power_w": ("W", "power draw"),
+    "energy_j": ("J", "total-energy counter since the driver was loaded (monotonic; differences count)"),
+    "sm_clock_mhz": ("MHz", "SM clock"),
+    "memory_clock_mhz": ("MHz", "memory clock"),
+    "temperature_c": ("°C", "GPU temperature"),
+    "throttle_reasons": ("bit mask", "NVML clocks-event reasons"),
+    "cpu_cores": ("cores", "CPU cores used by the trial's process tree"),
+    "rss_mib": ("MiB", "host memory of the trial's process tree"),
+    "allocated_mib": ("MiB", "torch.cuda.memory_allocated"),
+    "reserved_mib": ("MiB", "torch.cuda.memory_reserved"),
+    "step_time_ms": ("ms", "wall time of the training step that ended at this sample"),
+}
+
+TELEMETRY_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("t_ms", pa.float64()),  # since the run started; each sample's own time
+        ("sensor", pa.string()),  # which telemetry source took it: nvml | gpm | dcgm | process | torch | simulated
+        ("phase", pa.string()),  # warmup | window | NULL before and after
+        *((name, pa.int64() if name == "throttle_reasons" else pa.float64()) for name in METRICS),
+    ]
+)
+
+JOB_SCHEMA = pa.schema(
+    [
+        ("job_id", pa.string()),
+        ("family", pa.string()),
+        ("n", pa.int64()),
+        ("seed", pa.int64()),
+        ("policy", pa.string()),
+        ("priority", pa.int64()),
+        ("space", pa.string()),  # search space as JSON
+        ("config", pa.string()),  # the submission's resolved config as JSON
+        ("submitted_at", _TIME),
+    ]
+)

@@ -1,0 +1,169 @@
+"""The views `runs`, `telemetry` and `jobs` in `warehouse.duckdb`, and how to open them.
+
+Start reading at `connect`; `_partitioned_view` is where a file is decided to count or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from conf.errors import UsageError
+from warehouse.folder import KINDS, DataFolder, write_bytes
+from warehouse.merged import MERGED_PREFIX
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
+
+
+def connect(data: str | os.PathLike | DataFolder | None = None) -> duckdb.DuckDBPyConnection:
+    """Open the warehouse's views read-only; several may, also while the farm writes.
+
+    The connection reads the folder's Parquet and nothing else: INSERT, CREATE and ATTACH fail, and so does COPY to
+    anywhere but a path inside `runs/`, `telemetry/`, `jobs/` or `compactions/`, which DuckDB cannot refuse alone.
+    pandas and Arrow tables are joined after `connection.register("name", table)`. A query sees each run exactly
+    once, also while files are merged; timestamps are UTC. Close it when done: what compaction has replaced is kept
+    for up to a day while somebody has the warehouse open.
+    """
+    folder = DataFolder.resolve(data).open()
+    with contextlib.ExitStack() as stack:
+        try:
+            refresh(folder)
+            path = folder.warehouse
+        except OSError:  # a folder that may only be read, with views that do not fit: as they should be, elsewhere
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-"))) / "warehouse.duckdb"
+            _build(folder, path)
+        connection = duckdb.connect(str(path), read_only=True)
+        try:
+            _confine(connection, folder)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def refresh(folder: DataFolder) -> None:
+    """Write `warehouse.duckdb` anew unless it fits (it does not after the folder moved or the schema grew).
+
+    Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
+    """
+    if _fingerprint_in(folder.warehouse) == _fingerprint(folder):
+        return
+    with tempfile.TemporaryDirectory(prefix="gpufarm-") as building:
+        built = Path(building) / folder.warehouse.name
+        _build(folder, built)
+        write_bytes(folder.warehouse, built.read_bytes())
+
+
+def view_statements(folder: DataFolder) -> list[str]:
+    """The SQL that makes the views of a folder."""
+    counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
+    counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
+    return [
+        f"CREATE VIEW runs AS {_partitioned_view(folder, 'runs', RUN_SCHEMA)}",
+        f"CREATE VIEW telemetry AS {_partitioned_view(folder, 'telemetry', TELEMETRY_SCHEMA)}",
+        f"""CREATE VIEW jobs AS
+            SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
+            FROM read_parquet({_text(_glob(folder.jobs) + "/*.parquet")}, union_by_name=true) AS snapshot
+            LEFT JOIN (SELECT job_id, count(*) AS runs, {counted} FROM runs GROUP BY job_id) AS done
+            ON snapshot.job_id = done.job_id""",
+    ]
+
+
+def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
+    """Every row of the files that count: merged files that are listed, others that no listing hides.
+
+    DuckDB expands globs from left to right, the listings' before the data's, once a query. So a merged file that
+    this query finds listed is among its data files too, as it was there before its listing. One query thus sees
+    either what was merged or the merged file. This is what makes the order of the join matter: the listings stand
+    left of a RIGHT JOIN, and not in a CTE or subquery of WHERE, whose globs DuckDB expands last.
+    """
+    root = folder.root / kind
+    columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
+    return f"""
+        SELECT {columns}
+        FROM (
+            SELECT {_text(str(root) + "/")} || path AS path, bool_or(hidden) AS hidden
+            FROM read_parquet({_text(_glob(folder.listings(kind)) + "/*.parquet")}, union_by_name=true)
+            GROUP BY ALL
+        ) AS listed
+        RIGHT JOIN read_parquet(
+            {_text(_glob(root) + "/family=*/*.parquet")},
+            union_by_name=true, filename=true, hive_partitioning=true, hive_types={{'family': VARCHAR}}
+        ) AS file ON listed.path = file.filename
+        WHERE CASE WHEN listed.path IS NULL THEN NOT contains(file.filename, '/{MERGED_PREFIX}')
+                   ELSE NOT listed.hidden END"""
+
+
+def _columns(schema: pa.Schema, table: str) -> str:
+    # Timestamps without zone: with one, DuckDB prints local time, and its Python client needs a further package.
+    return ", ".join(
+        f"{table}.{field.name} AT TIME ZONE 'UTC' AS {field.name}"
+        if pa.types.is_timestamp(field.type)
+        else f"{table}.{field.name}"
+        for field in schema
+    )
+
+
+def _build(folder: DataFolder, path: Path) -> None:
+    """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
+    hold what DuckDB can read from but not write to (a question mark)."""
+    connection = duckdb.connect(str(path))
+    try:
+        for statement in view_statements(folder):
+            connection.execute(statement)
+        connection.execute(
+            f"CREATE VIEW warehouse_format AS SELECT {SCHEMA_VERSION} AS schema_version, "
+            f"{_text(_fingerprint(folder))} AS fingerprint"
+        )
+    finally:
+        connection.close()
+
+
+def _fingerprint(folder: DataFolder) -> str:
+    return hashlib.sha256("\n".join(view_statements(folder)).encode()).hexdigest()[:16]
+
+
+def _fingerprint_in(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    try:
+        with duckdb.connect(str(path), read_only=True) as connection:
+            return connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()[0]
+    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
+        return None
+
+
+def _confine(connection: duckdb.DuckDBPyConnection, folder: DataFolder) -> None:
+    """Let the connection read the data folder only. Connections of one process to one file share their settings."""
+    (open_to_all,) = connection.execute("SELECT current_setting('enable_external_access')").fetchone()
+    if not open_to_all:
+        return
+    if not os.access(folder.root, os.W_OK):
+        spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getuid()}"
+        connection.execute(f"SET temp_directory = {_text(str(spill))}")
+    allowed = {str(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
+    allowed |= {_glob(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
+    connection.execute(f"SET allowed_directories = [{', '.join(map(_text, sorted(allowed)))}]")
+    connection.execute("SET enable_external_access = false")
+
+
+def _glob(path: Path) -> str:
+    """The path as a glob that matches itself only."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path))
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def check_readable(error: duckdb.Error, folder: DataFolder) -> UsageError | None:
+    """A `UsageError` naming the damaged file, if that is what `error` is about."""
+    if isinstance(error, duckdb.InvalidInputException | duckdb.IOException) and ".parquet" in str(error):
+        return UsageError(f"a file of data={folder.root} cannot be read: {str(error).splitlines()[0]}")
+    return None

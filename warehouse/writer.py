@@ -1,0 +1,157 @@
+"""Lands runs in the warehouse: checked against the schema, telemetry before its run, each file whole or not there.
+
+Start reading at `RunWriter.write`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from warehouse.folder import DataFolder, checked_name, sync, write_parquet
+from warehouse.merged import is_merged_name, merged_file_with
+from warehouse.schema import (
+    JOB_SCHEMA,
+    METRICS,
+    OOM_KINDS,
+    RUN_SCHEMA,
+    SCHEMA_VERSION,
+    SOURCES,
+    STATUSES,
+    TELEMETRY_SCHEMA,
+)
+
+REQUIRED = ("run_id", "family", "status", "source")
+RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
+TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
+PHASES = ("warmup", "window")
+
+
+class RunWriter:
+    """Writes runs and job snapshots into a data folder, which it makes if need be. One process may hold several."""
+
+    def __init__(self, folder: DataFolder):
+        self._folder = folder.create()
+
+    def write(self, run: Mapping[str, Any], telemetry: pa.Table) -> Path:
+        """Make a run durable; the path of the file that holds its row.
+
+        `run` has columns of `RUN_SCHEMA` (absent ones are NULL), `telemetry` columns of `TELEMETRY_SCHEMA`
+        (`run_id` may be absent). A repeat of a run_id replaces the run, or is without effect once compaction has
+        merged it, so its row is never there twice. Raises `ValueError` naming every column that breaks the
+        schema's rules, and `OSError` (full disk) with nothing of this call left behind but whole files.
+        """
+        run = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **run}
+        run_row = run_table(run)
+        samples = telemetry_table(run["run_id"], telemetry)
+        runs = self._folder.partition("runs", run["family"])
+        # A first attempt cannot have landed before; others are looked up, which costs milliseconds.
+        if run.get("attempt") != 1:
+            landed = merged_file_with(self._folder, "runs", run["family"], run["run_id"])
+            if landed is not None:
+                return landed
+        name = f"{run['run_id']}.parquet"
+        # Telemetry first: whoever sees the run sees its samples.
+        _write(self._folder.partition("telemetry", run["family"]) / name, samples)
+        _write(runs / name, run_row)
+        return runs / name
+
+    def write_job(self, job: Mapping[str, Any]) -> Path:
+        """Write or replace a job's snapshot; `submitted_at` is a datetime or seconds since the epoch."""
+        job = dict(job)
+        if isinstance(job.get("submitted_at"), int | float):
+            job["submitted_at"] = datetime.datetime.fromtimestamp(job["submitted_at"], datetime.UTC)
+        path = self._folder.jobs / f"{checked_name('job_id', job.get('job_id'))}.parquet"
+        _write(path, _one_row(job, JOB_SCHEMA, "job", []))
+        return path
+
+
+def run_table(run: Mapping[str, Any]) -> pa.Table:
+    """One row of `RUN_SCHEMA`; `ValueError` lists every rule that `run` breaks."""
+    found = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
+    for name, known in (("status", STATUSES), ("source", SOURCES), ("oom_kind", OOM_KINDS)):
+        if run.get(name) is not None and run[name] not in known:
+            found.append(f"{name} must be one of {', '.join(known)}, got {run[name]!r}")
+    for name, value in run.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(f"{name} must be a finite number or None, got {value!r}")
+        elif name in RUN_RATIOS and isinstance(value, int | float) and not 0 <= value <= 1:
+            found.append(f"{name} must be in [0, 1], got {value!r}")
+    for name in ("run_id", "family"):
+        if run.get(name) is not None:
+            try:
+                checked_name(name, run[name])
+            except ValueError as error:
+                found.append(str(error))
+    if is_merged_name(f"{run.get('run_id')}.parquet"):
+        found.append(f"run_id must not look like a merged file, got {run['run_id']!r}")
+    return _one_row(run, RUN_SCHEMA, "run", found)
+
+
+def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
+    """The samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL; `ValueError` as `run_table`."""
+    if not isinstance(telemetry, pa.Table):
+        raise ValueError(f"telemetry must be a pyarrow.Table, got {type(telemetry).__name__}")
+    found = _unknown(telemetry.column_names, TELEMETRY_SCHEMA)
+    rows, columns = telemetry.num_rows, []
+    for field in TELEMETRY_SCHEMA:
+        if field.name not in telemetry.column_names:
+            filler = pa.array([run_id] * rows) if field.name == "run_id" else pa.nulls(rows, field.type)
+            columns.append(filler)
+            continue
+        column = telemetry.column(field.name)
+        if column.type != field.type:
+            try:
+                column = column.cast(field.type)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                found.append(f"{field.name}: {error}")
+                continue
+        columns.append(column)
+        if column.null_count == rows:
+            continue
+        if field.name == "run_id" and (column.null_count or pc.any(pc.not_equal(column, run_id)).as_py()):
+            found.append(f"run_id must be {run_id!r} in every row")
+        elif field.name == "phase" and not pc.all(pc.is_in(column.drop_null(), pa.array(PHASES))).as_py():
+            found.append(f"phase must be one of {', '.join(PHASES)} or NULL")
+        elif pa.types.is_floating(field.type) and not pc.all(pc.is_finite(column)).as_py():
+            found.append(f"{field.name} must be finite or NULL")
+        elif field.name in TELEMETRY_RATIOS:
+            low, high = pc.min_max(column).as_py().values()
+            if low < 0 or high > 1:
+                found.append(f"{field.name} must be in [0, 1], got {low!r} to {high!r}")
+    if rows and "t_ms" not in telemetry.column_names:
+        found.append("t_ms is required")
+    if found:
+        raise ValueError("telemetry breaks the schema: " + "; ".join(found))
+    return pa.Table.from_arrays(columns, schema=TELEMETRY_SCHEMA)
+
+
+def _one_row(values: Mapping[str, Any], schema: pa.Schema, what: str, found: list[str]) -> pa.Table:
+    found = found + _unknown(values, schema)
+    arrays = []
+    for field in schema:
+        try:
+            arrays.append(pa.array([values.get(field.name)], field.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+            found.append(f"{field.name} must be {field.type}, got {values[field.name]!r} ({error})")
+    if found:
+        raise ValueError(f"{what} breaks the schema: " + "; ".join(found))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _unknown(names, schema: pa.Schema) -> list[str]:
+    unknown = [name for name in names if name not in schema.names]
+    return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync(path.parent.parent)
+    write_parquet(path, table)
