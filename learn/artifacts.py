@@ -1,0 +1,199 @@
+"""Fitted models on disk: `models/TARGET/VERSION/` holds the model, `meta.json`, `report.json`, plots and a README.
+
+Start reading at `save_artifact` and `load_latest`. A version appears whole or not at all, and is never changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+
+from conf.errors import UsageError
+from learn.data import plain_device, same_device
+from learn.estimators import Estimator, get_estimator
+from learn.targets import get_target
+
+FORMAT = 1
+_PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch")
+
+
+class StaleArtifact(UsageError):
+    """An artifact that other code's features were fitted with; the message names the command that mends it."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One fitted version. `meta` is `meta.json`; the estimator is loaded on first use."""
+
+    path: Path
+    meta: Mapping
+
+    @property
+    def version(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        return get_estimator(self.meta["estimator"]).load(self.path / "model")
+
+
+def save_artifact(
+    data,
+    target: str,
+    estimator: Estimator,
+    meta: Mapping,
+    report: Mapping,
+    *,
+    now: datetime,
+    extras: Callable[[Path], None] = lambda _folder: None,
+) -> Path:
+    """Write one version under the data folder's `models/` and return its path.
+
+    `extras(folder)` adds further files (plots) before the version appears. Written beside its place under a hidden
+    name, synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
+    """
+    home = models_folder(data) / get_target(target).name
+    meta = {"format": FORMAT, "target": target, "created_at": now.astimezone(UTC).isoformat(), **meta}
+    text = json.dumps(meta, indent=1, sort_keys=True)
+    short = hashlib.sha256(text.encode()).hexdigest()[:8]
+    version = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{short}"
+    home.mkdir(parents=True, exist_ok=True)
+    building = home / f".building-{version}-{uuid.uuid4().hex[:8]}"
+    try:
+        (building / "model").mkdir(parents=True)
+        estimator.save(building / "model")
+        (building / "report.json").write_text(json.dumps(report, indent=1))
+        extras(building)
+        (building / "meta.json").write_text(text)
+        _sync(building)
+        final = home / version
+        if final.exists():  # the same second, the same data, the same figures
+            shutil.rmtree(building)
+        else:
+            os.rename(building, final)
+        _sync_folder(home)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return final
+
+
+def versions(data, target: str) -> list[Artifact]:
+    """Every complete version of a target, oldest first; none where nothing was fitted."""
+    home = models_folder(data) / get_target(target).name
+    if not home.is_dir():
+        return []
+    found = []
+    for path in sorted(home.iterdir()):
+        if path.name.startswith(".") or not (path / "meta.json").is_file():
+            continue
+        found.append(Artifact(path, json.loads((path / "meta.json").read_text())))
+    return found
+
+
+def find_latest(
+    data,
+    target: str,
+    *,
+    estimator: str | None = None,
+    family: str | None = None,
+    device: str | None = None,
+    source: str | None = None,
+    learnt: bool = False,
+) -> Artifact | None:
+    """The newest version that was fitted on rows of that family, device and source (None: any), or None. With
+    `learnt`, the training-free trace's versions do not count.
+
+    Raises `StaleArtifact` where that version's features are not those of this code.
+    """
+    fitting = [
+        artifact
+        for artifact in versions(data, target)
+        if (estimator is None or artifact.meta["estimator"] == estimator)
+        and not (learnt and artifact.meta["estimator"] == "trace")
+        and (family is None or family in artifact.meta["rows"]["family"])
+        and (device is None or any(same_device(device, name) for name in artifact.meta["rows"]["device"]))
+        and (source is None or source in artifact.meta["rows"]["source"])
+    ]
+    return require_current(fitting[-1]) if fitting else None
+
+
+def load_latest(data, target: str, **wanted: str | None) -> Artifact:
+    """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
+    artifact = find_latest(data, target, **wanted)
+    if artifact is None:
+        asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if value is not None)
+        there = sorted({_described(a) for a in versions(data, target)})
+        raise UsageError(
+            f"no fitted model for target={target}{f' with {asked}' if asked else ''}; "
+            f"there {'are: ' + '; '.join(there) if there else 'is none at all'}; "
+            f"fit one: python -m learn.fit target={target}"
+        )
+    return artifact
+
+
+def require_current(artifact: Artifact) -> Artifact:
+    """The artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
+    from featurize.features import feature_version
+
+    theirs, ours = artifact.meta.get("feature_version"), feature_version()
+    if theirs != ours:
+        target = artifact.meta["target"]
+        raise StaleArtifact(
+            f"the model {target}/{artifact.version} was fitted with features {theirs}, and this code computes "
+            f"features {ours}; fit it again: python -m learn.fit target={target}"
+        )
+    return artifact
+
+
+def models_folder(data) -> Path:
+    """The `models/` folder of a data folder (None: the default one)."""
+    from warehouse.folder import DataFolder
+
+    folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
+    return Path(folder.models)
+
+
+def environment() -> dict[str, str | None]:
+    """Versions of what fits and computes features here; read from package metadata, so torch is not imported."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _described(artifact: Artifact) -> str:
+    rows = artifact.meta["rows"]
+    devices = ", ".join(sorted({plain_device(name) for name in rows["device"]}))
+    return f"{artifact.meta['estimator']} for {', '.join(rows['family'])} on {devices} ({', '.join(rows['source'])})"
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,266 @@
+"""Rows to learn from: configs with one label each, read from the warehouse's `runs` view.
+
+Start reading at `load_rows`. What can't be used is counted with its reason, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from conf.errors import UsageError
+from featurize.trial import TrialConfig, config_from_mapping
+from learn.targets import Target, get_target
+
+MIN_ROWS = 30
+MIN_GROUPS = 10
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Labelled trial configs, sorted by run_id; every array has length n.
+
+    label      float, in the target's unit. Where `censored`, what is known is "at least this much".
+    censored   bool: out-of-memory on the device. Their label is the device's memory; classifiers count them as
+               members of the top bin, regressors leave them out (`exact`).
+    group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
+    counts     rows of the selection by status, `unreadable` (config of unknown family or fields) included.
+    """
+
+    target: Target
+    run_ids: np.ndarray
+    configs: tuple[TrialConfig, ...]
+    label: np.ndarray
+    censored: np.ndarray
+    family: np.ndarray
+    source: np.ndarray
+    device: np.ndarray
+    device_memory_mib: np.ndarray
+    group: np.ndarray
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+    def subset(self, index: np.ndarray) -> Rows:
+        """The rows at integer positions or under a bool mask, in that order."""
+        index = np.asarray(index)
+        if index.dtype == bool:
+            index = np.flatnonzero(index)
+        index = index.astype(int)
+        return Rows(
+            self.target,
+            self.run_ids[index],
+            tuple(self.configs[i] for i in index),
+            self.label[index],
+            self.censored[index],
+            self.family[index],
+            self.source[index],
+            self.device[index],
+            self.device_memory_mib[index],
+            self.group[index],
+            self.counts,
+        )
+
+    @property
+    def exact(self) -> Rows:
+        """The rows whose label is a figure, not a bound."""
+        return self.subset(~self.censored)
+
+    @property
+    def ceiling_mib(self) -> float | None:
+        """Memory of the device that the out-of-memory rows did not fit; None where nothing is censored."""
+        return float(self.label[self.censored].max()) if self.censored.any() else None
+
+    def fingerprint(self) -> str:
+        """16 hex digits over run ids and labels: same data, same fingerprint."""
+        digest = hashlib.sha256(f"{self.target.column}\n".encode())
+        for i in np.argsort(self.run_ids):
+            digest.update(f"{self.run_ids[i]} {float(self.label[i])!r} {int(self.censored[i])}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def count(self, column: str) -> dict[str, int]:
+        """Rows by `family`, `source` or `device`."""
+        return dict(sorted(Counter(map(str, getattr(self, column))).items()))
+
+
+def make_rows(
+    target: str | Target,
+    configs: Sequence[TrialConfig],
+    label: Sequence[float],
+    *,
+    run_ids: Sequence[str] | None = None,
+    censored: Sequence[bool] | None = None,
+    source: str = "simulated",
+    device: str = "A100-SXM4-40GB",
+    device_memory_mib: float = 40_960.0,
+) -> Rows:
+    """Rows from configs and labels that are at hand, without a warehouse; all of one source and device."""
+    from featurize.features import group_key
+
+    n = len(configs)
+    return Rows(
+        target=get_target(target) if isinstance(target, str) else target,
+        run_ids=np.asarray(run_ids if run_ids is not None else [f"row-{i:06d}" for i in range(n)], dtype=object),
+        configs=tuple(configs),
+        label=np.asarray(label, dtype=float).reshape(n),
+        censored=np.asarray(censored if censored is not None else [False] * n, dtype=bool).reshape(n),
+        family=np.asarray([config.family for config in configs], dtype=object),
+        source=np.full(n, source, dtype=object),
+        device=np.full(n, device, dtype=object),
+        device_memory_mib=np.full(n, device_memory_mib, dtype=float),
+        group=np.asarray([group_key(config) for config in configs], dtype=object),
+        counts={"ok": n},
+    )
+
+
+def load_rows(
+    data, target: str, family: str | None = None, source: str | None = None, device_name: str | None = None
+) -> Rows:
+    """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
+
+    Usable: status `ok` with a label, and for memory also `oom` on the device, as censored. `family` None or `all`
+    takes every family. Rows of several sources or devices are not mixed: without `source=` (`device_name=`) that
+    raises `UsageError` with the counts, as do unknown names and fewer than 30 usable rows.
+    """
+    wanted = get_target(target)
+    found = _read(data, wanted)
+    family = None if family in (None, "all") else str(family)
+    if family is not None:
+        found = _choose(found, "family", family)
+    counts = Counter(row["status"] for row in found)
+    usable = [row for row in found if _is_usable(row, wanted)]
+    usable = _one_of_a_kind(usable, "source", source)
+    usable = _one_of_a_kind(usable, "device_name", device_name)
+
+    configs, kept, unreadable = [], [], Counter()
+    for row in usable:
+        try:
+            configs.append(config_from_mapping(json.loads(row["config"] or "{}")))
+            kept.append(row)
+        except UsageError as error:
+            unreadable[str(error)] += 1
+    if unreadable:
+        counts["unreadable"] = unreadable.total()
+    if len(kept) < MIN_ROWS:
+        _refuse_too_few(wanted, family, found, len(kept), unreadable)
+    return _pack(wanted, configs, kept, counts)
+
+
+def same_device(one: str | None, other: str | None) -> bool:
+    """Drivers say `NVIDIA A100-SXM4-40GB` where data sheets say `A100-SXM4-40GB`."""
+    return plain_device(one) == plain_device(other)
+
+
+def plain_device(name: str | None) -> str:
+    """A device name in lower case, without the vendor."""
+    return (name or "").strip().lower().removeprefix("nvidia ").strip()
+
+
+def _read(data, target: Target) -> list[dict]:
+    import warehouse
+
+    columns = [
+        "run_id",
+        "family",
+        "config",
+        "status",
+        "oom_kind",
+        "source",
+        "device_name",
+        "device_memory_mib",
+    ]
+    connection = warehouse.connect(data)
+    try:
+        # target.column comes from learn.targets, not from the user
+        rows = connection.execute(f"SELECT {', '.join(columns)}, {target.column} FROM runs ORDER BY run_id").fetchall()
+    finally:
+        connection.close()
+    names = [*columns, "label"]
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    for row in found:
+        row["device_name"] = row["device_name"] or "unknown"
+    return found
+
+
+def _is_censored(row: dict, target: Target) -> bool:
+    return target.is_memory and row["status"] == "oom" and row["oom_kind"] == "device"
+
+
+def _is_usable(row: dict, target: Target) -> bool:
+    if _is_censored(row, target):
+        return row["device_memory_mib"] is not None
+    label = row["label"]
+    # A memory or time of 0 is a sensor that gave nothing, whatever the importer made of it.
+    return row["status"] == "ok" and label is not None and (label > 0 or target.space == "ratio")
+
+
+def _choose(rows: list[dict], key: str, wanted: str) -> list[dict]:
+    chosen = [row for row in rows if row[key] == wanted]
+    if key == "device_name" and not chosen:
+        chosen = [row for row in rows if same_device(row["device_name"], wanted)]
+    if rows and not chosen:
+        raise UsageError(f"no usable rows with {key}={wanted}; there are {_said(Counter(row[key] for row in rows))}")
+    return chosen
+
+
+def _one_of_a_kind(rows: list[dict], key: str, wanted: str | None) -> list[dict]:
+    if wanted is not None:
+        return _choose(rows, key, wanted)
+    counts = Counter(row[key] for row in rows)
+    kinds = Counter(plain_device(row[key]) for row in rows) if key == "device_name" else counts
+    if len(kinds) > 1:
+        first = counts.most_common(1)[0][0]
+        raise UsageError(
+            f"the rows come from several {key.replace('_', ' ')}s ({_said(counts)}), which are not mixed; "
+            f"choose one, as in {key}={_quoted(first)}"
+        )
+    return rows
+
+
+def _quoted(value: str) -> str:
+    return value if all(c.isalnum() or c in "-_." for c in value) else f"\"'{value}'\""
+
+
+def _said(counts: Mapping) -> str:
+    return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _refuse_too_few(target: Target, family: str | None, found: list[dict], usable: int, unreadable) -> None:
+    statuses = _said(Counter(row["status"] for row in found)) or "none"
+    unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in found)
+    text = (
+        f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}; "
+        f"runs{f' with family={family}' if family else ''}: {statuses}"
+    )
+    if unlabelled:
+        text += f"; ok without {target.column}: {unlabelled}"
+    for reason, n in unreadable.most_common(1):
+        text += f"; unreadable configs: {unreadable.total()} ({n} times: {reason})"
+    name = family or "cnn"
+    raise UsageError(f"{text}; run more, as in: python -m farm.submit +arch={name} n=100, or give data=FOLDER")
+
+
+def _pack(target: Target, configs: list[TrialConfig], kept: list[dict], counts: Counter) -> Rows:
+    from featurize.features import group_key
+
+    censored = np.array([_is_censored(row, target) for row in kept], dtype=bool)
+    label = [row["device_memory_mib"] if bound else row["label"] for row, bound in zip(kept, censored, strict=True)]
+    return Rows(
+        target=target,
+        run_ids=np.array([row["run_id"] for row in kept], dtype=object),
+        configs=tuple(configs),
+        label=np.array(label, dtype=float),
+        censored=censored,
+        family=np.array([config.family for config in configs], dtype=object),
+        source=np.array([row["source"] for row in kept], dtype=object),
+        device=np.array([row["device_name"] for row in kept], dtype=object),
+        device_memory_mib=np.array([row["device_memory_mib"] or np.nan for row in kept], dtype=float),
+        group=np.array([group_key(config) for config in configs], dtype=object),
+        counts=dict(sorted(counts.items())),
+    )

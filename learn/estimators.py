@@ -1,0 +1,170 @@
+"""The Estimator Protocol, the distribution that every estimator predicts, and the table of estimators.
+
+Start reading at `Estimator`; `tests/contracts/test_estimator_contract.py` runs over every entry of `ESTIMATORS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from conf.errors import UsageError, unknown_name
+from featurize.trial import TrialConfig
+from learn.data import Rows
+
+ESTIMATORS: dict[str, str] = {
+    "lightgbm": "learn.lightgbm_estimator:LightGBMEstimator",
+    "trace": "learn.trace_estimator:TraceEstimator",
+}
+
+
+@runtime_checkable
+class Prediction(Protocol):
+    """A distribution of the label for each of n configs, in the target's unit."""
+
+    warnings: tuple[str, ...]  # what a reader of the figures has to know
+
+    @property
+    def point(self) -> np.ndarray:
+        """(n,) the single best guess."""
+        ...
+
+    def quantile(self, q: float) -> np.ndarray:
+        """(n,) the q-quantile, 0 < q < 1; grows with q."""
+        ...
+
+    def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
+        """(n, k + 1) the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by row."""
+        ...
+
+    def upper(self, level: float = 0.99) -> np.ndarray | None:
+        """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
+        ...
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """Learns one target. Everything random is drawn from `seed`; predicting is pure."""
+
+    name: ClassVar[str]
+
+    def fit(self, rows: Rows) -> Self:
+        """Learn from the rows. Nothing to learn from raises `UsageError`."""
+        ...
+
+    def predict(self, configs: Sequence[TrialConfig]) -> Prediction:
+        """One distribution a config, in order; a config's distribution does not depend on its neighbours."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the fitted state into an existing folder, as text that any version can read; no pickle."""
+        ...
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """What `save` wrote, predicting the same figures."""
+        ...
+
+
+def get_estimator(name: str) -> type:
+    """The estimator's class, imported now. An unknown name raises `UsageError` listing the known."""
+    if name not in ESTIMATORS:
+        raise unknown_name("estimator", name, ESTIMATORS)
+    module, _, attribute = ESTIMATORS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def make_estimator(name: str, seed: int = 0) -> Estimator:
+    """A new, unfitted estimator."""
+    return get_estimator(name)(seed=seed)
+
+
+# Label <-> the space in which errors are taken. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
+def to_space(values: np.ndarray, space: str) -> np.ndarray:
+    """`log` takes the natural logarithm; `ratio` is left as it is."""
+    values = np.asarray(values, dtype=float)
+    return np.log(np.maximum(values, 1e-9)) if space == "log" else values
+
+
+def from_space(values: np.ndarray, space: str) -> np.ndarray:
+    """Inverse of `to_space`; ratios are clipped to [0, 1]."""
+    values = np.asarray(values, dtype=float)
+    return np.exp(values) if space == "log" else np.clip(values, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ResidualPrediction:
+    """Point plus the residuals that the estimator made on rows it had not seen.
+
+    centre (n,) is the point in the target's space; residuals (m,), ascending, `label - point` in that space; m = 0
+    means a bare point: all mass on it, and no bound.
+    """
+
+    centre: np.ndarray
+    residuals: np.ndarray
+    space: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def point(self) -> np.ndarray:
+        return from_space(self.centre, self.space)
+
+    def quantile(self, q: float) -> np.ndarray:
+        if not 0 < q < 1:
+            raise ValueError(f"a quantile lies between 0 and 1, got {q}")
+        shift = np.quantile(self.residuals, q) if self.residuals.size else 0.0
+        return from_space(self.centre + shift, self.space)
+
+    def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
+        edges = np.asarray(edges, dtype=float)
+        if edges.ndim == 1:
+            edges = np.broadcast_to(edges, (len(self.centre), len(edges)))
+        residuals = self.residuals if self.residuals.size else np.zeros(1)
+        gap = to_space(edges, self.space) - self.centre[:, None]
+        below = np.searchsorted(residuals, gap, side="left") / len(residuals)
+        # What from_space can't return lies outside every edge: nothing is below 0, and ratios end at 1.
+        below = np.where(edges <= 0, 0.0, below)
+        if self.space == "ratio":
+            below = np.where(edges > 1, 1.0, below)
+        n = len(self.centre)
+        return np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
+
+    def upper(self, level: float = 0.99) -> np.ndarray | None:
+        """Split-conformal: the ceil((m + 1) * level)-th smallest residual (Vovk; Lei et al. 2018, eq. 8). With
+        fewer than level / (1 - level) residuals no such rank exists and the largest residual stands in."""
+        if not self.residuals.size:
+            return None
+        rank = min(conformal_rank(len(self.residuals), level), len(self.residuals))
+        return from_space(self.centre + max(self.residuals[rank - 1], 0.0), self.space)
+
+
+def conformal_rank(m: int, level: float) -> int:
+    """1-based rank of the calibration residual that bounds a new one with probability `level`; may exceed m."""
+    return math.ceil((m + 1) * level - 1e-9)
+
+
+def too_few_for(level: float, m: int) -> str | None:
+    """The warning a bound from m residuals has to carry at `level`, or None."""
+    if conformal_rank(m, level) <= m:
+        return None
+    needed = math.ceil(level / (1 - level) - 1e-9)
+    return (
+        f"{m} calibration rows are too few for a {level:.0%} bound (it takes {needed}): the bound is the largest "
+        f"error seen, which holds for about {m / (m + 1):.1%}"
+    )
+
+
+def require_rows(rows: Rows, least: int = 1) -> Rows:
+    """The rows with an exact label; fewer than `least` raises `UsageError`."""
+    exact = rows.exact
+    if len(exact) < least:
+        raise UsageError(
+            f"target={rows.target.name}: {len(exact)} rows with an exact label to fit on, {least} are needed"
+        )
+    return exact

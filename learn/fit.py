@@ -1,0 +1,175 @@
+"""`python -m learn.fit target=memory`: fit one estimator, judge it on held-out rows, keep it as an artifact.
+
+Start reading at `fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from learn.targets import BIN_WIDTHS_GB, get_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """The keys of `conf/fit.yaml`. Raises `UsageError` that names every bad key together."""
+
+    target: str
+    estimator: str = "lightgbm"
+    family: str = "all"
+    source: str | None = None
+    device_name: str | None = None
+    bin_gb: int | None = None
+    seed: int = 0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        from learn.estimators import ESTIMATORS
+
+        found = []
+        try:
+            target = get_target(self.target)
+        except UsageError as error:
+            found.append(str(error))
+        else:
+            if self.bin_gb is not None and not target.is_memory:
+                found.append(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
+        if self.estimator not in ESTIMATORS:
+            found.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
+        if self.bin_gb is not None and self.bin_gb not in BIN_WIDTHS_GB:
+            found.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            found.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
+        if found:
+            raise UsageError("; ".join(found))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit leaves: the artifact's folder, its `meta.json`, and the evaluation behind the figures."""
+
+    path: Path
+    meta: dict
+    evaluation: object
+
+
+def fit(
+    settings: FitSettings,
+    *,
+    now: datetime | None = None,
+    progress: Callable[[str], None] = lambda _step: None,
+) -> Fit:
+    """Load, split, cross-validate, test, fit again on every usable row, and write `models/TARGET/VERSION/`.
+
+    The figures are those of fits that had not seen the rows they are judged on; the model that is kept has seen all
+    rows. Raises `UsageError` for what the user can mend, before anything is written. `now` is time-zone aware.
+    """
+    from featurize.features import feature_version
+    from learn.artifacts import environment, save_artifact
+    from learn.data import load_rows
+    from learn.estimators import make_estimator
+    from learn.evaluate import evaluate
+    from learn.report import write_report
+    from learn.targets import make_bins
+
+    now = now or datetime.now(UTC)
+    progress("reading rows")
+    rows = load_rows(settings.data, settings.target, settings.family, settings.source, settings.device_name)
+    bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
+    evaluation = evaluate(settings.estimator, rows, bins, settings.seed, progress)
+    progress("fit on all rows")
+    estimator = make_estimator(settings.estimator, settings.seed).fit(rows)
+
+    notes = list(estimator.predict(rows.configs[:1]).warnings)
+    notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
+    if rows.censored.any():
+        notes.append(
+            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}; they are "
+            "not fitted on, so estimates near the device's memory lean low"
+        )
+    if unreadable := rows.counts.get("unreadable"):
+        notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
+    meta = {
+        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
+        "target": rows.target.name,
+        "unit": rows.target.unit,
+        "estimator": settings.estimator,
+        "feature_version": feature_version(),
+        "data_fingerprint": rows.fingerprint(),
+        "environment": environment(),
+        "rows": {
+            "fitted": int((~rows.censored).sum()),
+            "censored": int(rows.censored.sum()),
+            "train": len(evaluation.train_rows),
+            "test": len(evaluation.test_rows),
+            "groups": len(set(rows.group)),
+            "family": rows.count("family"),
+            "status": dict(rows.counts),
+            "source": rows.count("source"),
+            "device": rows.count("device"),
+        },
+        "metrics": evaluation.summary(),
+        "seed": settings.seed,
+        "bins": bins.to_mapping(),
+        "warnings": notes,
+    }
+    report = {
+        "cv": [metrics.to_mapping() for metrics in evaluation.cv],
+        "test": evaluation.test.to_mapping(),
+        "test_run_ids": evaluation.test_rows.run_ids.tolist(),
+        "train_run_ids": evaluation.train_rows.run_ids.tolist(),
+    }
+    progress("drawing the report")
+    path = save_artifact(
+        settings.data, settings.target, estimator, meta, report,
+        now=now, extras=lambda folder: write_report(folder, evaluation, meta),
+    )  # fmt: skip
+    return Fit(path, meta, evaluation)
+
+
+def entry(cfg) -> int:
+    """The command: settings in, a table and the artifact's path out."""
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = FitSettings(**{key: cfg[key] for key in cfg})
+    screen = Console()
+    with screen.status("starting") as status:
+        done = fit(settings, progress=lambda step: status.update(f"{settings.target}: {step}"))
+
+    from learn.report import metric_rows
+
+    rows = done.meta["rows"]
+    families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())
+    screen.print(
+        f"{settings.target} by {settings.estimator}: {rows['train'] + rows['test']} rows ({families}), "
+        f"{', '.join(rows['source'])}, {', '.join(rows['device'])}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    table = Table()
+    table.add_column("metric")
+    table.add_column("3-fold CV", justify="right")
+    table.add_column(f"held out (n={rows['test']})", justify="right")
+    for row in metric_rows(done.evaluation):
+        table.add_row(*row)
+    screen.print(table)
+    screen.print(f"bins: {done.meta['bins']['rule']}", soft_wrap=True, highlight=False)
+    for note in done.meta["warnings"]:
+        screen.print(f"note: {note}", soft_wrap=True, highlight=False, style="yellow")
+    screen.print(f"artifact: {done.path}", soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def main() -> None:
+    command("fit", entry)
+
+
+if __name__ == "__main__":
+    main()

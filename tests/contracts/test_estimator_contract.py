@@ -1,0 +1,146 @@
+"""What every estimator of the table keeps to: its distribution is one, it repeats itself, it survives saving."""
+
+import json
+
+import numpy as np
+import pytest
+
+from conf.errors import UsageError
+from featurize.families import mlp
+from learn.data import make_rows
+from learn.estimators import ESTIMATORS, Estimator, Prediction, get_estimator, make_estimator
+
+N = 40
+
+
+def make(target, n=N):
+    rng = np.random.default_rng(7)
+    configs = [
+        mlp.Config(batch_size=8 * (i + 1), input_size=64 + 16 * i, classes=10, depth=1 + i % 4) for i in range(n)
+    ]
+    size = np.array([c.batch_size * c.input_size for c in configs], dtype=float)
+    label = 500 + size / 50 if target == "memory" else size / (size.max() + 1)
+    return make_rows(target, configs, label * np.exp(0.02 * rng.standard_normal(n)))
+
+
+@pytest.fixture(params=["memory", "drama"], scope="module")
+def rows(request):
+    return make(request.param)
+
+
+@pytest.fixture(params=sorted(ESTIMATORS))
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def fitted(name, rows):
+    return make_estimator(name, seed=3).fit(rows)
+
+
+def same(one, other):
+    levels = (0.05, 0.5, 0.95)
+    uppers = [p.upper(0.9) for p in (one, other)]
+    assert [u is None for u in uppers] in ([True, True], [False, False])
+    if uppers[0] is not None:
+        np.testing.assert_array_equal(*uppers)
+    np.testing.assert_array_equal(one.point, other.point)
+    for level in levels:
+        np.testing.assert_array_equal(one.quantile(level), other.quantile(level))
+
+
+def test_is_an_estimator_and_predicts_a_distribution(name, fitted, rows):
+    assert isinstance(fitted, Estimator) and get_estimator(name).name == name
+    prediction = fitted.predict(rows.configs)
+    assert isinstance(prediction, Prediction)
+    assert prediction.point.shape == (N,) and np.isfinite(prediction.point).all() and (prediction.point >= 0).all()
+    assert all(isinstance(text, str) for text in prediction.warnings)
+
+
+def test_quantiles_grow(fitted, rows):
+    prediction = fitted.predict(rows.configs)
+    stack = np.array([prediction.quantile(q) for q in np.linspace(0.01, 0.99, 25)])
+    assert stack.shape == (25, N) and (np.diff(stack, axis=0) >= 0).all()
+
+
+def test_ratios_stay_between_0_and_1(fitted, rows):
+    if rows.target.space != "ratio":
+        return
+    prediction = fitted.predict(rows.configs)
+    for values in (prediction.point, prediction.quantile(0.999), prediction.quantile(0.001)):
+        assert (values >= 0).all() and (values <= 1).all()
+
+
+def test_bins_hold_all_mass_and_agree_with_quantiles(fitted, rows):
+    prediction = fitted.predict(rows.configs)
+    edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
+    mass = prediction.bin_probabilities(edges)
+    assert mass.shape == (N, 4) and (mass >= 0).all()
+    np.testing.assert_allclose(mass.sum(axis=1), 1)
+    by_row = prediction.bin_probabilities(np.tile(edges, (N, 1)))
+    np.testing.assert_array_equal(mass, by_row)
+    low, high = prediction.quantile(0.02), prediction.quantile(0.98)
+    assert (mass[high < edges[0], 0] > 0.9).all() and (mass[low >= edges[-1], -1] > 0.9).all()
+
+
+def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
+    prediction = fitted.predict(rows.configs)
+    upper = prediction.upper()
+    if upper is None:
+        assert any("bound" in text for text in prediction.warnings), "no bound has to be said in the warnings"
+        return
+    assert upper.shape == (N,) and (upper >= prediction.point).all()
+    assert (prediction.upper(0.5) <= upper).all()
+
+
+def test_same_seed_same_figures(name, fitted, rows):
+    same(fitted.predict(rows.configs), make_estimator(name, seed=3).fit(rows).predict(rows.configs))
+
+
+def test_order_of_rows_changes_nothing(name, fitted, rows):
+    shuffled = rows.subset(np.random.default_rng(0).permutation(N))
+    same(fitted.predict(rows.configs), make_estimator(name, seed=3).fit(shuffled).predict(rows.configs))
+
+
+def test_a_config_is_judged_by_itself(fitted, rows):
+    together = fitted.predict(rows.configs)
+    alone = fitted.predict(rows.configs[5:6])
+    assert alone.point[0] == together.point[5]
+    assert fitted.predict([]).point.shape == (0,)
+
+
+def test_saved_and_loaded_predicts_the_same(name, fitted, rows, tmp_path):
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    fitted.save(folder)
+    same(fitted.predict(rows.configs), get_estimator(name).load(folder).predict(rows.configs))
+    json.loads((folder / "estimator.json").read_text())
+    assert not [p for p in folder.iterdir() if p.suffix in (".pkl", ".pickle", ".joblib")]
+
+
+def test_out_of_memory_rows_are_no_figures_to_fit(name, fitted, rows):
+    if not rows.target.is_memory:
+        return
+    extra = make("memory", 8)
+    both = make_rows(
+        "memory",
+        [*rows.configs, *extra.configs],
+        [*rows.label, *np.full(8, 1e9)],
+        censored=[False] * N + [True] * 8,
+    )
+    same(fitted.predict(rows.configs), make_estimator(name, seed=3).fit(both).predict(rows.configs))
+
+
+def test_empty_data_is_refused(name, rows):
+    with pytest.raises(UsageError, match="rows"):
+        make_estimator(name).fit(rows.subset(np.array([], dtype=int)))
+
+
+def test_predicting_unfitted_is_an_error_of_ours(name, rows):
+    with pytest.raises(RuntimeError, match="fit"):
+        make_estimator(name).predict(rows.configs)
+
+
+def test_unknown_name_lists_the_known():
+    with pytest.raises(UsageError, match=r"unknown estimator 'lgbm'; known: .*lightgbm.*trace"):
+        make_estimator("lgbm")

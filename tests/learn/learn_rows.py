@@ -1,0 +1,75 @@
+"""Rows for the tests of `learn`: real configs of real families, with labels from a plain formula and seeded noise.
+
+Start reading at `make_configs` and `write_runs`.
+"""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+
+from featurize.families import cnn, mlp
+from featurize.features import scalar_features
+from featurize.trial import config_hash
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+DEVICE = "A100-SXM4-40GB"
+MEMORY_MIB = 40_326.0
+
+
+def make_configs(n, seed=0, families=("cnn", "mlp")):
+    """n different trial configs, the families in turn."""
+    rng = np.random.default_rng(seed)
+
+    def between(low, high):
+        return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    found = {}
+    while len(found) < n:
+        shared = {"batch_size": between(2, 512), "optimizer": str(rng.choice(["adam", "sgd"])), "classes": 10}
+        if families[len(found) % len(families)] == "mlp":
+            config = mlp.Config(**shared, input_size=between(64, 8192), depth=between(1, 9))
+        else:
+            config = cnn.Config(
+                **shared, image_size=between(32, 224), channels=3, base_filters=between(8, 128), depth=between(2, 14)
+            )
+        found[config_hash(config)] = config
+    return list(found.values())
+
+
+def labels_of(configs, seed=0):
+    """{column: (n,) labels}: memory grows with weights and activations, activity with arithmetic; 3 % of noise."""
+    rng = np.random.default_rng(seed)
+    features = [scalar_features(config) for config in configs]
+    noise = np.exp(0.03 * rng.standard_normal(len(configs)))
+    work = np.array([np.log10(1 + f["batch_flops"]) for f in features])
+    activity = np.clip((work - 6) / 6 + 0.03 * rng.standard_normal(len(configs)), 0.001, 1)
+    return {
+        "peak_memory_mib": 480 + np.array([f["rough_memory_mib"] for f in features]) * noise,
+        "smact": activity,
+        "smocc": 0.5 * activity,
+        "drama": 0.9 * activity,
+        "step_time_ms": 0.1 + 10 ** (work - 9) * noise,
+    }
+
+
+def write_runs(data, configs, *, source="simulated", device=DEVICE, job="job", statuses=None, **columns):
+    """Write one run a config into the data folder; what needs more than the device has is `oom`. Returns run ids."""
+    writer = RunWriter(DataFolder.resolve(data))
+    labels = labels_of(configs)
+    ids = []
+    for i, config in enumerate(configs):
+        status = statuses[i] if statuses else ("oom" if labels["peak_memory_mib"][i] > MEMORY_MIB else "ok")
+        run = {
+            "run_id": f"{job}-{i:06d}", "job_id": job, "task_index": i, "attempt": 1, "family": config.family,
+            "config": json.dumps(config.to_mapping()), "config_hash": config_hash(config), "status": status,
+            "source": source, "device_name": device, "device_memory_mib": MEMORY_MIB,
+        }  # fmt: skip
+        if status == "oom":
+            run["oom_kind"] = "device"
+        if status == "ok":
+            run |= {column: float(values[i]) for column, values in labels.items()}
+        writer.write(run | columns, pa.table({"t_ms": pa.array([], pa.float64())}))
+        ids.append(run["run_id"])
+    return ids

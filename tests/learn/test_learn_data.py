@@ -1,0 +1,93 @@
+"""Which rows of a real warehouse are learnt from, and which mistakes are said how."""
+
+import numpy as np
+import pytest
+from learn_rows import labels_of, make_configs, write_runs
+
+from conf.errors import UsageError
+from learn.data import load_rows
+
+
+@pytest.fixture
+def data(tmp_path):
+    return tmp_path / "a'; echo foo"
+
+
+def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
+    configs = make_configs(50)
+    statuses = ["ok"] * 40 + ["oom"] * 6 + ["crashed", "timeout", "invalid", "crashed"]
+    ids = write_runs(data, configs, statuses=statuses)
+    rows = load_rows(data, "memory")
+    assert rows.run_ids.tolist() == ids[:46] and rows.configs == tuple(configs[:46])
+    assert rows.censored.tolist() == [False] * 40 + [True] * 6
+    np.testing.assert_array_equal(rows.label[:40], labels_of(configs)["peak_memory_mib"][:40])
+    assert set(rows.label[40:]) == {40_326.0} and rows.ceiling_mib == 40_326.0
+    assert dict(rows.counts) == {"ok": 40, "oom": 6, "crashed": 2, "timeout": 1, "invalid": 1}
+    assert len(rows.exact) == 40
+    assert not load_rows(data, "drama").censored.any(), "out-of-memory says nothing of utilization"
+
+
+def test_host_memory_running_out_is_no_bound_on_the_devices(data):
+    configs = make_configs(40)
+    write_runs(data, configs, statuses=["ok"] * 35 + ["oom"] * 5, oom_kind="host")
+    assert len(load_rows(data, "memory")) == 35
+
+
+def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(data):
+    configs = make_configs(80)
+    write_runs(data, configs[:45], statuses=["ok"] * 45)
+    write_runs(data, configs[45:], statuses=["ok"] * 35, source="measured", job="real")
+    with pytest.raises(UsageError, match=r"several sources \(simulated: 45, measured: 35\).*source=simulated"):
+        load_rows(data, "memory")
+    assert len(load_rows(data, "memory", source="measured")) == 35
+    with pytest.raises(UsageError, match="no usable rows with source=imported; there are simulated: 45"):
+        load_rows(data, "memory", source="imported")
+
+
+def test_mixed_devices_are_refused_unless_they_are_spellings_of_one(data):
+    configs = make_configs(80)
+    write_runs(data, configs[:35], statuses=["ok"] * 35)
+    write_runs(data, configs[35:40], statuses=["ok"] * 5, job="b", device="NVIDIA A100-SXM4-40GB")
+    assert len(load_rows(data, "memory")) == 40
+    write_runs(data, configs[40:], statuses=["ok"] * 40, job="c", device="NVIDIA H200")
+    with pytest.raises(UsageError, match=r"several device names .*NVIDIA H200: 40.*device_name="):
+        load_rows(data, "memory")
+    assert len(load_rows(data, "memory", device_name="h200")) == 40
+    assert len(load_rows(data, "memory", device_name="A100-SXM4-40GB")) == 35
+
+
+def test_family_is_chosen_and_an_absent_one_is_named(data):
+    write_runs(data, make_configs(70), statuses=["ok"] * 70)
+    assert set(load_rows(data, "memory", family="mlp").family) == {"mlp"}
+    assert len(load_rows(data, "memory", family="all")) == 70
+    with pytest.raises(UsageError, match="family=gpt; there are cnn: 35, mlp: 35"):
+        load_rows(data, "memory", family="gpt")
+
+
+def test_too_few_rows_are_refused_with_counts_by_status(data):
+    write_runs(data, make_configs(20), statuses=["ok"] * 12 + ["crashed"] * 8)
+    with pytest.raises(UsageError, match=r"at least 30 usable rows, and there are 12; .*ok: 12, crashed: 8; run more"):
+        load_rows(data, "memory")
+    with pytest.raises(UsageError, match="ok without power_w: 12"):
+        load_rows(data, "power")
+
+
+def test_unreadable_configs_are_counted(data):
+    write_runs(data, make_configs(40), statuses=["ok"] * 40)
+    write_runs(data, make_configs(3, seed=9), statuses=["ok"] * 3, job="old", config='{"family": "cnn", "depht": 3}')
+    rows = load_rows(data, "memory")
+    assert len(rows) == 40 and rows.counts["unreadable"] == 3
+
+
+def test_unknown_target_lists_the_known(data):
+    with pytest.raises(UsageError, match=r"unknown target 'mem'; known: drama, .*memory"):
+        load_rows(data, "mem")
+
+
+def test_fingerprint_is_of_the_data_and_not_of_its_order(data):
+    write_runs(data, make_configs(40), statuses=["ok"] * 40)
+    rows = load_rows(data, "memory")
+    assert (
+        rows.fingerprint() == rows.subset(np.arange(40)[::-1]).fingerprint() == load_rows(data, "memory").fingerprint()
+    )
+    assert rows.fingerprint() != rows.subset(np.arange(39)).fingerprint() != load_rows(data, "drama").fingerprint()

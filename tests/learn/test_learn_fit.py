@@ -1,0 +1,198 @@
+"""`learn.fit` from Parquet files to an artifact, through the command's own entry."""
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+from learn_rows import make_configs, write_runs
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.features import feature_version
+from learn import fit as fit_module
+from learn.artifacts import StaleArtifact, find_latest, load_latest, versions
+from learn.data import load_rows
+from learn.evaluate import classes_of, hold_out, split
+from learn.fit import FitSettings, fit
+from learn.targets import make_bins
+
+N = 120
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("learn") / "a'; echo foo"
+    configs = make_configs(N - 20)
+    # near-copies: other training settings of the same networks
+    copies = [type(c)(**{**vars(c), "optimizer": "momentum"}) for c in configs[:20]]
+    write_runs(folder, configs + copies)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fitted(data):
+    return fit(FitSettings(target="memory", data=str(data)), now=datetime(2026, 11, 20, 10, 15, tzinfo=UTC))
+
+
+def run(*argv):
+    return cli.run("fit", fit_module.entry, list(argv))
+
+
+def test_command_prints_the_figures_and_the_artifacts_path(data, capsys):
+    assert run("target=smact", f"data={json.dumps(str(data))}") == 0
+    said = capsys.readouterr().out
+    for word in (
+        "accuracy",
+        "macro F1",
+        "recall of",
+        "99 % bound",
+        "held out (n=",
+        "simulated",
+        "bins: medium is mlp",
+    ):
+        assert word in said
+    assert said.splitlines()[-1].endswith(str(load_latest(data, "smact").path))
+
+
+def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
+    assert fitted.path.parent == data / "models" / "memory"
+    assert fitted.path.name.startswith("20261120T101500Z-")
+    names = {p.relative_to(fitted.path).as_posix() for p in fitted.path.rglob("*") if p.is_file()}
+    assert names == {
+        "meta.json", "report.json", "report.html", "confusion.png", "predicted.png", "test_predictions.csv",
+        "model/estimator.json", "model/model.txt",
+    }  # fmt: skip
+    meta = json.loads((fitted.path / "meta.json").read_text())
+    rows = load_rows(data, "memory")
+    assert meta["target"] == "memory" and meta["estimator"] == "lightgbm" and meta["seed"] == 0
+    assert meta["feature_version"] == feature_version() and meta["data_fingerprint"] == rows.fingerprint()
+    assert meta["rows"]["family"] == rows.count("family") and meta["rows"]["source"] == {"simulated": N}
+    assert meta["rows"]["status"]["oom"] == meta["rows"]["censored"] > 0
+    assert meta["environment"]["lightgbm"] and meta["bins"]["labels"][-1] == "32+ GB"
+    assert any("out-of-memory rows count as members of the bin 32+ GB" in text for text in meta["warnings"])
+    for name in ("confusion.png", "predicted.png"):
+        assert (fitted.path / name).read_bytes().startswith(b"\x89PNG")
+    page = (fitted.path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "macro F1" in page
+    assert not [p for p in fitted.path.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_it_learns_and_its_bound_holds(fitted):
+    metrics = fitted.evaluation.test
+    assert metrics.median_relative_error < 0.25
+    assert metrics.coverage > 0.9
+    assert metrics.accuracy > 0.7
+    assert fitted.meta["metrics"]["accuracy"]["test"] == metrics.accuracy
+
+
+def test_loaded_artifact_predicts_what_the_fit_predicted(data, fitted):
+    rows = load_rows(data, "memory")
+    from learn.estimators import make_estimator
+
+    again = make_estimator("lightgbm", 0).fit(rows).predict(rows.configs)
+    loaded = load_latest(data, "memory").estimator.predict(rows.configs)
+    np.testing.assert_array_equal(loaded.point, again.point)
+    np.testing.assert_array_equal(loaded.upper(), again.upper())
+
+
+def test_same_data_and_seed_give_the_same_figures(data, fitted):
+    again = fit(FitSettings(target="memory", data=str(data)), now=datetime(2026, 11, 21, tzinfo=UTC))
+    assert again.meta["metrics"] == fitted.meta["metrics"]
+    assert again.path != fitted.path and load_latest(data, "memory").path == again.path
+    other = fit(FitSettings(target="memory", data=str(data), seed=1), now=datetime(2026, 11, 22, tzinfo=UTC))
+    assert other.meta["metrics"] != fitted.meta["metrics"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_groups_never_straddle_a_split(data, seed):
+    rows = load_rows(data, "memory")
+    assert len(set(rows.group)) <= N - 20, "the near-copies share their groups"
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    classes = classes_of(rows, bins)
+    train, test = hold_out(rows, classes, seed)
+    assert set(train) | set(test) == set(range(N)) and not set(rows.group[train]) & set(rows.group[test])
+    assert 0.2 * N <= len(test) <= 0.4 * N
+    seen = []
+    for inside, outside in split(rows.subset(train), classes[train], 3, seed):
+        groups = rows.group[train]
+        assert not set(groups[inside]) & set(groups[outside])
+        seen += outside.tolist()
+    assert sorted(seen) == list(range(len(train)))
+
+
+def test_test_rows_took_no_part_in_cross_validation(fitted):
+    report = json.loads((fitted.path / "report.json").read_text())
+    assert not set(report["test_run_ids"]) & set(report["train_run_ids"])
+    assert len(report["cv"]) == 3 and sum(m["n"] for m in report["cv"]) == len(report["train_run_ids"])
+
+
+def test_a_model_of_other_features_is_refused_with_the_mend(data, fitted):
+    target = "smocc"
+    path = fit(FitSettings(target=target, data=str(data))).path
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, "feature_version": "0ld"}))
+    with pytest.raises(StaleArtifact, match=r"fitted with features 0ld.*python -m learn.fit target=smocc"):
+        load_latest(data, target)
+
+
+def test_no_model_is_said_with_what_there_is(data, fitted):
+    with pytest.raises(UsageError, match="no fitted model for target=power; there is none at all"):
+        load_latest(data, "power")
+    with pytest.raises(UsageError, match="no fitted model for target=memory with family=gpt; there are: lightgbm"):
+        load_latest(data, "memory", family="gpt")
+    assert find_latest(data, "memory", device="NVIDIA H200") is None
+
+
+def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
+    from learn import report
+
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "write_report", full)
+    before = versions(data, "drama")
+    with pytest.raises(OSError, match="No space"):
+        fit(FitSettings(target="drama", data=str(data)))
+    assert versions(data, "drama") == before
+    home = data / "models" / "drama"
+    assert not list(home.glob(".*"))
+
+
+def test_one_class_only_is_refused_with_the_mend(tmp_path):
+    write_runs(tmp_path / "d", make_configs(40, families=("mlp",)), statuses=["ok"] * 40, peak_memory_mib=600.0)
+    with pytest.raises(UsageError, match=r"all 40 rows of target=memory fall into one class, 0. GB .*smaller bin_gb"):
+        fit(FitSettings(target="memory", data=str(tmp_path / "d")))
+
+
+def test_copies_of_a_few_networks_are_refused(tmp_path):
+    few = make_configs(4)
+    copies = [type(c)(**{**vars(c), "batch_size": 2 + i}) for c in few for i in range(10)]
+    write_runs(tmp_path / "d", copies, statuses=["ok"] * 40)
+    with pytest.raises(UsageError, match="near-copies of 4 configurations"):
+        fit(FitSettings(target="smact", data=str(tmp_path / "d")))
+
+
+def test_every_bad_key_is_reported_together(capsys, tmp_path):
+    code = run("target=mem", "estimator=xgb", "bin_gb=5", "seed=-1", f"data={tmp_path}")
+    assert code == 2
+    said = capsys.readouterr().err
+    for text in ("unknown target 'mem'", "unknown estimator 'xgb'; known: lightgbm", "bin_gb must be", "seed must be"):
+        assert text in said
+    assert len(said.splitlines()) == 1
+
+
+def test_no_data_folder_is_one_line(capsys, tmp_path):
+    assert run("target=memory", f"data={tmp_path / 'none'}") == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_importing_learn_loads_neither_torch_nor_lightgbm():
+    code = (
+        "import sys, learn; from learn import estimate; import learn.fit, learn.artifacts, learn.report; "
+        "print([m for m in ('torch', 'lightgbm', 'sklearn', 'matplotlib') if m in sys.modules], callable(estimate))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "True"]

@@ -1,0 +1,113 @@
+"""Bins, distributions and figures by themselves."""
+
+import numpy as np
+import pytest
+from learn_rows import make_configs
+
+from conf.errors import UsageError
+from learn.data import make_rows
+from learn.estimators import ResidualPrediction, conformal_rank, too_few_for
+from learn.evaluate import classes_of, score
+from learn.lightgbm_estimator import group_folds
+from learn.targets import TARGETS, get_target, make_bins, memory_bins
+
+
+def test_memory_bins_are_gb_wide_and_open_at_the_top():
+    bins = memory_bins(np.array([500.0, 5000.0]), 2, None)
+    assert bins.labels == ("0-2 GB", "2-4 GB", "4+ GB")
+    values = [0, 2047, 2048, 4096, 1e6]
+    assert bins.classify(np.array(values), ["cnn"] * 5).tolist() == [0, 0, 1, 2, 2]
+
+
+def test_out_of_memory_rows_are_in_the_bin_that_ends_at_the_devices_memory():
+    configs = make_configs(3)
+    rows = make_rows("memory", configs, [500, 9000, 40_326], censored=[False, False, True])
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    assert bins.labels[-1] == "32+ GB"
+    assert classes_of(rows, bins).tolist() == [0, 1, 4]
+
+
+def test_utilization_is_classed_by_each_rows_own_family():
+    bins = make_bins(get_target("smact"), np.array([0.25, 0.25, 0.85]), ["mlp", "cnn", "transformer"])
+    assert bins.classify(np.array([0.25, 0.25, 0.85]), ["mlp", "cnn", "transformer"]).tolist() == [1, 0, 2]
+    smocc = make_bins(get_target("smocc"), np.array([0.3]), ["transformer"])
+    assert smocc.classify(np.array([0.3, 0.4, 0.299]), ["transformer"] * 3).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_every_target_is_a_column_of_the_runs_with_bins(name):
+    from warehouse.schema import RUN_SCHEMA
+
+    target = get_target(name)
+    assert target.column in RUN_SCHEMA.names
+    bins = make_bins(target, np.linspace(0.1, 0.9, 20), ["mlp"] * 20)
+    assert len(bins.edges_of(["mlp"])[0]) == len(bins.labels) - 1
+
+
+def test_bin_gb_is_one_of_the_published_widths_and_for_memory_only():
+    with pytest.raises(UsageError, match="bin_gb must be one of 1, 2, 8, got 3"):
+        make_bins(get_target("memory"), np.ones(3), ["cnn"] * 3, bin_gb=3)
+    with pytest.raises(UsageError, match="bin_gb is for target=memory"):
+        make_bins(get_target("drama"), np.ones(3), ["cnn"] * 3, bin_gb=1)
+
+
+def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
+    assert [conformal_rank(m, 0.99) for m in (99, 199, 999)] == [99, 198, 990]
+    residuals = np.arange(1.0, 200.0) / 1000
+    bound = ResidualPrediction(np.array([0.2]), residuals, "ratio").upper(0.99)
+    assert bound[0] == pytest.approx(0.2 + 0.198)
+
+
+def test_too_few_rows_for_a_bound_are_said_and_the_largest_error_stands_in():
+    assert too_few_for(0.99, 99) is None
+    assert "98 calibration rows are too few for a 99% bound (it takes 99)" in too_few_for(0.99, 98)
+    bound = ResidualPrediction(np.array([0.2]), np.array([-0.1, 0.05]), "ratio").upper(0.99)
+    assert bound[0] == pytest.approx(0.25)
+
+
+def test_conformal_bound_covers_new_draws_of_the_same_kind():
+    rng = np.random.default_rng(5)
+    covered = []
+    for _ in range(300):
+        prediction = ResidualPrediction(np.zeros(50), np.sort(rng.standard_normal(150)), "log")
+        covered.append((np.exp(rng.standard_normal(50)) <= prediction.upper(0.9)).mean())
+    assert 0.9 <= np.mean(covered) < 0.93
+
+
+def test_a_bare_point_has_all_mass_in_its_bin_and_no_bound():
+    prediction = ResidualPrediction(np.log([100.0, 300.0]), np.empty(0), "log")
+    assert prediction.bin_probabilities(np.array([200.0])).tolist() == [[1, 0], [0, 1]]
+    assert prediction.upper() is None
+
+
+def test_metrics_of_a_known_case():
+    configs = make_configs(5)
+    rows = make_rows("memory", configs, [1000, 2000, 10_000, 20_000, 40_326], censored=[False] * 4 + [True])
+    bins = memory_bins(rows.exact.label, 8, 40_326)
+    point = np.array([1100, 1800, 10_000, 18_000, 33_000], dtype=float)
+    found = score(rows, bins, point, point * 1.15, np.array([0, 0, 1, 2, 3]))
+    assert found.accuracy == 0.8
+    assert found.recall == {"0-8 GB": 1, "8-16 GB": 1, "16-24 GB": 1, "32+ GB": 0}
+    assert found.macro_f1 == 0.75  # over the four classes that occur
+    assert found.mean_relative_error == pytest.approx(0.075)  # the out-of-memory row has no error
+    assert found.underestimates == 0.5
+    assert found.coverage == 1.0
+    assert (found.n, found.n_censored, found.n_relative) == (5, 1, 4)
+
+
+def test_ratios_near_zero_have_an_absolute_error_but_no_relative_one():
+    rows = make_rows("drama", make_configs(3), [0.0, 0.004, 0.5])
+    bins = make_bins(rows.target, rows.label, rows.family)
+    found = score(rows, bins, np.array([0.01, 0.01, 0.6]), None, np.array([0, 0, 1]))
+    assert found.n_relative == 1 and found.mean_relative_error == pytest.approx(0.2)
+    assert found.mean_absolute_error == pytest.approx((0.01 + 0.006 + 0.1) / 3)
+    assert found.coverage is None and found.bound_excess is None
+
+
+def test_folds_keep_groups_whole_and_are_about_equal():
+    groups = np.array([f"g{i % 17}" for i in range(100)], dtype=object)
+    fold = group_folds(groups, 5, seed=1)
+    assert all(len(set(fold[groups == name])) == 1 for name in set(groups))
+    assert set(fold) == set(range(5)) and np.bincount(fold).max() <= 30
+    with pytest.raises(UsageError, match="near-copies of one configuration"):
+        group_folds(np.array(["same"] * 9), 5, seed=1)
