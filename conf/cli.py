@@ -10,6 +10,7 @@ import difflib
 import errno
 import importlib.resources
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -153,9 +154,9 @@ def _require(name: str, cfg) -> None:
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The first argument that holds white space is the positional one; SQL may hold `=` itself."""
+    """The first argument that holds white space and is no `KEY=...` is the positional one; SQL may hold `=` itself."""
     for at, item in enumerate(arguments):
-        if any(character.isspace() for character in item):
+        if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
             return item, arguments[:at] + arguments[at + 1 :]
     return None, arguments
 

@@ -198,9 +198,7 @@ def _run_counts(folder) -> dict[str, int]:
 
     try:
         with connect(folder) as connection:
-            rows = connection.execute(
-                "SELECT status, count(*) FROM runs GROUP BY ALL ORDER BY ALL"
-            ).fetchall()
+            rows = connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL ORDER BY ALL").fetchall()
     except duckdb.Error as error:
         raise UsageError(f"the runs in {folder.root} cannot be read: {error}") from error
     return dict(rows)
@@ -282,9 +280,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         (
             "/dev/shm",
             None,
-            "none"
-            if machine["shm_mib"] is None
-            else f"{machine['shm_mib']} MiB, {machine['shm_free_mib']} free",
+            "none" if machine["shm_mib"] is None else f"{machine['shm_mib']} MiB, {machine['shm_free_mib']} free",
         ),
     ]
     return [

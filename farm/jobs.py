@@ -276,8 +276,7 @@ class Queue:
         with self._file.transaction():
             self._queue_what_is_due(now)
             rows = self._file.all(
-                _TASKS.format("tasks_exhausted")
-                + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
+                _TASKS.format("tasks_exhausted") + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
                 (None, device),
             )
         return [_task(row) for row in rows]
@@ -290,9 +289,7 @@ class Queue:
 
     def void_leases(self) -> int:
         """End every lease, when no holder can be alive any more; how many. Counts as an attempt, as an expiry does."""
-        return self._file.change(
-            "UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'"
-        )
+        return self._file.change("UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'")
 
     def is_done(self, task: Task) -> bool:
         """Whether somebody has finished the task."""
@@ -321,9 +318,7 @@ class Queue:
             if lost and attempt >= self.max_attempts:
                 to = "exhausted"
             self._file.change(f"UPDATE tasks SET state = ?, due = NULL WHERE {_AT}", (to, seq, index))
-            if (
-                lost
-            ):  # without a worker it was a last retry that was never landed: that has its own, better error
+            if lost:  # without a worker it was a last retry that was never landed: that has its own, better error
                 self._file.change(
                     "UPDATE tasks SET error = 'worker ' || worker || ' lost: the lease of attempt ' || attempt || "
                     f"' ran out', error_at = ? WHERE {_AT} AND worker IS NOT NULL",
@@ -381,9 +376,7 @@ class Queue:
                     "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
                     "WHERE job_seq = ? AND finished_at >= ?", (seq, now - window_s),
                 )  # fmt: skip
-            found.append(
-                progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now)
-            )
+            found.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
         return found
 
     def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
@@ -405,13 +398,9 @@ class Queue:
     def next_due(self, now: float) -> float | None:
         """When `lease` or `expired` next has something to give: `now` if at once, None if nothing is on its way."""
         for state in ("queued", "exhausted"):
-            if self._file.one(
-                f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"
-            ):
+            if self._file.one(f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"):
                 return now
-        due = self._file.one(
-            "SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')"
-        )[0]
+        due = self._file.one("SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')")[0]
         return None if due is None else max(due, now)
 
     def _seq(self, job_id: str) -> int:

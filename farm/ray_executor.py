@@ -124,7 +124,9 @@ class RayExecutor:
                 logging_level=logging.ERROR,
             )
         except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise UsageError(f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it") from error
+            raise UsageError(
+                f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
+            ) from error
         return True
 
     def idle(self) -> list[str]:

@@ -52,9 +52,7 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def sample(
-    space: Space, seed: int, index: int, policy: str = "stratified", limits: Limits = NO_LIMITS
-) -> TrialConfig:
+def sample(space: Space, seed: int, index: int, policy: str = "stratified", limits: Limits = NO_LIMITS) -> TrialConfig:
     """The trial config of one index.
 
     Raises `UsageError` for an unknown policy, for a space that sets too few of the family's fields, and when

@@ -124,10 +124,7 @@ class Space:
     def values(self, point: Sequence[float]) -> dict[str, Scalar]:
         """The raw values at `point`, one number in [0, 1) for each dimension in `varied`."""
         coordinates = iter(point)
-        return {
-            d.name: d.fixed if isinstance(d, Constant) else d.value(next(coordinates))
-            for d in self.dimensions
-        }
+        return {d.name: d.fixed if isinstance(d, Constant) else d.value(next(coordinates)) for d in self.dimensions}
 
     def to_mapping(self) -> dict[str, Any]:
         """`{"family": ..., "space": [[name, spec], ...]}`: a list, so that the order outlives sorted keys."""
@@ -210,9 +207,7 @@ def _range(name: str, spec: Mapping[str, Any], problems: list[str]) -> Range | N
     before = len(problems)
     unknown = sorted(str(key) for key in spec if key not in RANGE_KEYS)
     if unknown:
-        problems.append(
-            f"{name}: unknown {', '.join(unknown)}; valid keys of a range are {', '.join(RANGE_KEYS)}"
-        )
+        problems.append(f"{name}: unknown {', '.join(unknown)}; valid keys of a range are {', '.join(RANGE_KEYS)}")
     for key in ("low", "high", "step"):
         if key not in spec and key != "step":
             problems.append(f"{name}: {key} is missing")

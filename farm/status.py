@@ -55,8 +55,7 @@ def read(folder: DataFolder, job_id: str | None, now: float) -> dict[str, Any]:
             detail["space"] = json.loads(job.space_json)
             detail["settings"] = json.loads(job.settings_json)
             detail["errors"] = [
-                {**dataclasses.asdict(error), "error_at": _iso(error.error_at)}
-                for error in queue.errors(job_id)
+                {**dataclasses.asdict(error), "error_at": _iso(error.error_at)} for error in queue.errors(job_id)
             ]
     return report
 

@@ -101,3 +101,9 @@ def test_usage_errors_exit_with_2(capsys):
 
     assert _run(["+arch=cnn", "n=0"], entry) == 2
     assert capsys.readouterr().err == "error: n must be >= 1, got 0\n"
+
+
+def test_a_value_with_spaces_is_not_taken_for_the_positional_argument():
+    seen = {}
+    assert _run(["SELECT 1 AS one", "data=/tmp/my data"], seen.update, name="query", positional="sql") == 0
+    assert (seen["sql"], seen["data"]) == ("SELECT 1 AS one", "/tmp/my data")

@@ -470,9 +470,7 @@ def test_a_killed_worker_loses_nothing(path, after):
         counts = queue.counts()
         assert counts.total == 300
         assert counts.done >= len(said) and counts.leased <= 4
-        assert all(queue.mark_done("cnn-1", {index: "ok"}) == 0 for index in said), (
-            "what was said done is done"
-        )
+        assert all(queue.mark_done("cnn-1", {index: "ok"}) == 0 for index in said), "what was said done is done"
         while tasks := queue.lease("w", 50, 100.0, 60.0):
             assert all(queue.finish(task, "ok", 101.0) for task in tasks)
         assert queue.counts().by_status == {"ok": 300}

@@ -24,9 +24,7 @@ def problems_of(mapping):
 
 
 def test_scalars_are_constants_lists_choices_and_mappings_ranges():
-    space = parse_space(
-        "mlp", {"batch_size": 8, "optimizer": ["adam", "sgd"], "depth": {"low": 1, "high": 9}}
-    )
+    space = parse_space("mlp", {"batch_size": 8, "optimizer": ["adam", "sgd"], "depth": {"low": 1, "high": 9}})
     assert space.dimensions == (
         Constant("batch_size", 8),
         Choice("optimizer", ("adam", "sgd")),

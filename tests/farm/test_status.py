@@ -55,9 +55,7 @@ def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):
 def work(queue, statuses, now=1_000_000_000.0):
     for outcome in statuses:
         (task,) = queue.lease("w", 1, now, 60.0)
-        queue.finish(
-            task, outcome, now, error="Traceback ...\n[red]boom[/red]" if outcome == "crashed" else None
-        )
+        queue.finish(task, outcome, now, error="Traceback ...\n[red]boom[/red]" if outcome == "crashed" else None)
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -88,9 +88,7 @@ def test_cpu_time_of_reaped_children_counts_once():
         program.expect("burnt")
         clock.now_ns += 1_000_000_000
         (sample,) = sensor.sample()
-        assert (
-            0.25 <= sample.values["cpu_cores"] < 0.9
-        )  # of one second: the child's 0.3 s and interpreters' starts
+        assert 0.25 <= sample.values["cpu_cores"] < 0.9  # of one second: the child's 0.3 s and interpreters' starts
         clock.now_ns += 1_000_000_000
         assert sensor.sample()[0].values["cpu_cores"] < 0.1
 

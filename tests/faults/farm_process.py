@@ -1,0 +1,127 @@
+"""A farm in a process group of its own, for tests that kill parts of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+
+from farm.sweep import SESSION_VARIABLE
+from warehouse.views import connect
+
+SUBMIT = ("farm.submit", "+arch=mlp", "window=fixed", "window.seconds=0.1", "window.warmup_steps=1")
+
+
+class Farm:
+    """`python -m farm.submit ...` on a data folder; `kill` and `wait` as for any process."""
+
+    def __init__(self, data, *arguments):
+        self.data = str(data)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            env={**os.environ, "GPUFARM_DATA": self.data},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def marker(self):
+        from farm.sweep import identity
+
+        return identity(self.process.pid)
+
+    def wait(self):
+        """(exit code, everything it printed)."""
+        said, _ = self.process.communicate(timeout=600)
+        return self.process.returncode, said
+
+    def await_runs(self, count):
+        """Wait until that many runs have landed."""
+        await_(lambda: landed(self.data) >= count or self._ended(), f"{count} landed runs")
+
+    def _ended(self):
+        if self.process.poll() is not None:
+            raise AssertionError(f"the farm ended early: {self.process.communicate()[0]}")
+        return False
+
+    def processes(self):
+        """Every process that carries this farm's marker, the dispatcher excepted."""
+        marked = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(SESSION_VARIABLE) == self._marker and process.pid != self.process.pid:
+                    marked.append(process)
+        return marked
+
+    def remember(self):
+        """Note the marker while the dispatcher lives."""
+        self._marker = self.marker
+        return self
+
+    def trials(self):
+        """Children of trial servers: the trials that run now."""
+        return [child for server in self.servers() for child in _children(server)]
+
+    def servers(self):
+        return [p for p in self.processes() if "workers.trial_server" in _cmdline(p) and not _is_trial(p)]
+
+    def actors(self):
+        return [p for p in self.processes() if _cmdline(p).startswith("ray::RayWorker")]
+
+
+def _cmdline(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _is_trial(process):
+    try:
+        return "workers.trial_server" in _cmdline(process.parent())
+    except (psutil.Error, AttributeError):
+        return False
+
+
+def _children(process):
+    try:
+        return process.children()
+    except psutil.Error:
+        return []
+
+
+def await_(condition, what, seconds=300):
+    """Poll until `condition()` holds."""
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.05)):
+        if result := condition():
+            return result
+        pause.wait(0.05)
+    raise AssertionError(f"never came: {what}")
+
+
+def landed(data):
+    return sum(name.endswith(".parquet") for _, _, names in os.walk(os.path.join(data, "runs")) for name in names) - 1
+
+
+def kill(processes):
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+
+
+def check_complete(data, tasks):
+    """Every task has exactly one visible run, every file is readable, telemetry belongs to visible runs."""
+    with contextlib.closing(connect(data)) as connection:
+        rows = connection.execute("SELECT task_index, count(*) FROM runs GROUP BY ALL ORDER BY ALL").fetchall()
+        assert rows == [(index, 1) for index in range(tasks)]
+        orphans = connection.execute(
+            "SELECT count(*) FROM telemetry WHERE run_id NOT IN (SELECT run_id FROM runs)"
+        ).fetchone()[0]
+        assert orphans == 0
+        return dict(connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall())
