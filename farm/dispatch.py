@@ -125,6 +125,7 @@ class Dispatcher:
         """
         try:
             self._executor.start()
+            stop.install()  # again: Ray has put its own handlers in their place
             recorded = False
             while True:
                 if not stop.requested:
@@ -190,9 +191,16 @@ class StopRequest:
         self.requested = False
         self._announce = announce
 
+    def install(self) -> None:
+        """Take over SIGINT and SIGTERM."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Take over the signals, and give them back at the end."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.install()
         try:
             yield self
         finally:

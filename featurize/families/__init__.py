@@ -2,7 +2,7 @@
 
 A family module is imported without torch and holds
 
-    Config                        frozen dataclass, subclass of `featurize.trial.TrialConfig`, `family` = the module's name
+    Config                        frozen dataclass, subclass of `featurize.trial.TrialConfig`, `family` = the file
     layers(config)                -> list[featurize.layers.Layer]: the forward pass per sample, torch-free
     build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default device
     batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`

@@ -12,7 +12,15 @@ import psutil
 from farm.sweep import SESSION_VARIABLE
 from warehouse.views import connect
 
-SUBMIT = ("farm.submit", "+arch=mlp", "window=fixed", "window.seconds=0.1", "window.warmup_steps=1")
+SUBMIT = (
+    "farm.submit",
+    "+arch=mlp",
+    "arch.space.input_size={low:4,high:128}",  # small models: what is tested is the farm
+    "arch.space.batch_size={low:4,high:64}",
+    "window=fixed",
+    "window.seconds=0.1",
+    "window.warmup_steps=1",
+)
 
 
 class Farm:

@@ -16,7 +16,7 @@ class CudaDevice:
         self.choice = choice
 
     def slots(self) -> tuple[Slot, ...]:
-        """Every usable GPU (at most `count`). Raises `DeviceUnavailable`: no driver, no GPU, or a torch without CUDA."""
+        """Every usable GPU, at most `count`. Raises `DeviceUnavailable`: no driver, no GPU, no torch with CUDA."""
         from workers.devices.discovery import discover_gpus, torch_cuda_build
 
         found = discover_gpus()
