@@ -160,14 +160,15 @@ class Dispatcher:
         return self._queue.pending(device=self._device_key) > 0
 
     def _land(self, completion: Completion) -> None:
-        task = self._leased.pop(completion.task.run_id)
-        result = completion.result
+        task, result = self._leased[completion.task.run_id], completion.result
+        again = False
         if completion.lost is not None or result.retryable:
             error = completion.lost or result.run["error"]
-            if self._queue.retry(task, self._clock(), error):
-                return
+            again = self._queue.retry(task, self._clock(), error)
             result = result or lost_run(task, error)
-        self._land_run(task, result)
+        if not again:
+            self._land_run(task, result)
+        del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
 
     def _land_run(self, task: Task, result: RunResult) -> None:
         """Durable first, done second: a kill in between is mended by `reconcile`."""

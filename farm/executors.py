@@ -5,6 +5,7 @@ Start reading at `Executor`. An executor owns the workers; the dispatcher owns t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -42,7 +43,7 @@ class Executor(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Completion]:
-        """Tasks that ended since the last call; waits at most `timeout_s` for one (inline: runs the task)."""
+        """Tasks that ended since the last call; waits at most `timeout_s` for one (inline: runs it)."""
         ...
 
     def running(self) -> Mapping[str, TaskSpec]:
@@ -72,7 +73,8 @@ class InlineExecutor:
         self._task = task
 
     def wait(self, timeout_s: float) -> list[Completion]:
-        if self._task is None:
+        if self._task is None:  # every task that is left waits for its next attempt
+            time.sleep(timeout_s)
             return []
         try:
             self._worker.ready()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from farm.executors import Completion
 from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
 
+_CONNECT_TIMEOUT_S = 5.0
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
 
 
@@ -49,9 +52,9 @@ class RayWorker:
 
             slot_key = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
         self._worker = Worker(DeviceChoice(**choice), slot_key, f"ray-{slot_key}", environment, workers)
-        self._worker.start()
 
     def ready(self) -> None:
+        """Start the trial server and wait for it."""
         self._worker.ready()
 
     def run(self, task: TaskSpec) -> RunResult:
@@ -69,6 +72,7 @@ class RayExecutor:
         self._starting: dict[Any, str] = {}  # ref of ready() -> worker
         self._running: dict[Any, tuple[str, TaskSpec]] = {}  # ref of run() -> (worker, task)
         self._failures: dict[str, int] = {}
+        self._unstarted: list[str] = []
         self._idle: list[str] = []
 
     def start(self) -> None:
@@ -90,18 +94,17 @@ class RayExecutor:
         for index, key in enumerate(keys):
             name = f"worker-{index}"
             self._actors[name] = actor.remote(self._choice.to_mapping(), key, self._environment, self._count)
-            self._await_ready(name)
+            self._unstarted.append(name)
+        self._start_servers()
 
     def _connect(self, ray) -> bool:
         """Start or join Ray, set `self._count`; whether Ray pins the actors to GPUs."""
         if self._cluster.address is not None:
+            self._check_address()
             try:
                 ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UsageError(
-                    f"cluster.address={self._cluster.address}: no Ray cluster answers there ({error}); "
-                    "start one with `ray start --head`, or leave the key out"
-                ) from error
+                raise self._nobody_answers(error) from error
             pinned = self._choice.backend == "cuda"
             gpus = int(ray.cluster_resources().get("GPU", 0))
             self._count = gpus if pinned else len(make_device(self._choice).slots())
@@ -129,6 +132,25 @@ class RayExecutor:
             ) from error
         return True
 
+    def _check_address(self) -> None:
+        """Ray itself tries for minutes before it says that nobody is there."""
+        address = str(self._cluster.address)
+        if address in ("auto", "local"):
+            return
+        host, separator, port = address.rpartition(":")
+        if not separator or not port.isdigit():
+            raise UsageError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise self._nobody_answers(error) from error
+
+    def _nobody_answers(self, error: Exception) -> UsageError:
+        return UsageError(
+            f"cluster.address={self._cluster.address}: no Ray cluster answers there ({_plain(error)}); "
+            "start one with `ray start --head`, or leave the key out"
+        )
+
     def idle(self) -> list[str]:
         return list(self._idle)
 
@@ -140,6 +162,9 @@ class RayExecutor:
         import ray
 
         refs = [*self._running, *self._starting]
+        if not refs:  # every task that is left waits for its next attempt
+            time.sleep(timeout_s)
+            return []
         done, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
         if done:  # whatever else is done by now comes along
             done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -162,6 +187,11 @@ class RayExecutor:
                 ray.kill(actor, no_restart=True)
             ray.shutdown()
 
+    def _start_servers(self) -> None:
+        """Importing torch keeps a core busy for seconds: a few at a time, so that the first worker is ready early."""
+        while self._unstarted and len(self._starting) < max(1, (os.cpu_count() or 1) // 2):
+            self._await_ready(self._unstarted.pop(0))
+
     def _await_ready(self, worker: str) -> None:
         self._starting[self._actors[worker].ready.remote()] = worker
 
@@ -179,9 +209,10 @@ class RayExecutor:
             del self._actors[worker]
             if not self._actors:
                 raise UsageError(f"no worker starts: {_plain(error)}") from error
-            return
-        self._failures[worker] = 0
-        self._idle.append(worker)
+        else:
+            self._failures[worker] = 0
+            self._idle.append(worker)
+        self._start_servers()
 
     def _take_run(self, ref) -> Completion:
         import ray

@@ -16,7 +16,7 @@ from farm.space import Space
 from featurize.families import family_names
 from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
-from workers.settings import TrialSettings, WindowSettings
+from workers.settings import TrialSettings
 
 _DEVICE_KEYS = ("backend", "model", "count", "memory_limit_mib")
 
@@ -116,15 +116,9 @@ def device_from_key(key: str) -> DeviceChoice:
 
 
 def _trial_settings(values: dict[str, Any]) -> TrialSettings:
-    window = dict(values["window"])
     try:
-        return TrialSettings(
-            window=WindowSettings(**window),
-            timeout_s=values["trial"]["timeout_s"],
-            host_memory_limit_mib=values["trial"]["host_memory_limit_mib"],
-            telemetry_sources=tuple(values["telemetry"]["sources"]),
-            telemetry_period_s=values["telemetry"]["period_s"],
-            dcgm_url=values["telemetry"]["dcgm_url"],
+        return TrialSettings.from_mapping(
+            {**values["trial"], "window": values["window"], "telemetry": values["telemetry"]}
         )
     except TypeError as error:  # a list where a number belongs, a key that a group file does not have
         raise UsageError(f"window, trial or telemetry: {error}") from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
+from workers.telemetry.sampler import TelemetrySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +49,12 @@ class TrialSettings:
     """How each trial of a job is run: everything but its config and the device."""
 
     window: WindowSettings
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     timeout_s: float = 300.0
     host_memory_limit_mib: float | None = None
-    telemetry_sources: tuple[str, ...] = ("nvml", "gpm", "dcgm", "process", "torch")
-    telemetry_period_s: float = 0.1
-    dcgm_url: str = "http://localhost:9400/metrics"
 
     def __post_init__(self) -> None:
-        _check(self, "trial", timeout_s=0, telemetry_period_s=0)
+        _check(self, "trial", timeout_s=0)
         if self.host_memory_limit_mib is not None:
             _check(self, "trial", host_memory_limit_mib=1)
 
@@ -64,10 +63,12 @@ class TrialSettings:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrialSettings:
+        """What `to_mapping` gave, or a command's config. Raises `UsageError`."""
         values = dict(mapping)
-        window = WindowSettings(**values.pop("window"))
-        values["telemetry_sources"] = tuple(values["telemetry_sources"])
-        return cls(window=window, **values)
+        parts = {"window": WindowSettings(**values.pop("window"))}
+        if "telemetry" in values:
+            parts["telemetry"] = TelemetrySettings(**values.pop("telemetry"))
+        return cls(**parts, **values)
 
 
 def _check(settings: Any, prefix: str, **floors: float) -> None:

@@ -22,7 +22,7 @@ from workers.server_client import ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
 from workers.telemetry.base import Sample, SensorUnavailable, Target
 from workers.telemetry.nvml import open_nvml
-from workers.telemetry.sampler import TelemetrySampler, TelemetrySettings, make_sensors, time_weighted_mean, to_table
+from workers.telemetry.sampler import TelemetrySampler, make_sensors, time_weighted_mean, to_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -188,12 +188,10 @@ class Worker:
             trial.channel.close()
 
     def _sampler(self, settings: TrialSettings, pid: int, observed: _Observed) -> TelemetrySampler:
-        sources = settings.telemetry_sources if self._device.sampled else ()
-        sensors, observed.missing = make_sensors(
-            TelemetrySettings(sources=sources, period_s=settings.telemetry_period_s, dcgm_url=settings.dcgm_url),
-            self._slot.device_uuid,
-        )
-        sampler = TelemetrySampler(sensors, settings.telemetry_period_s)
+        sensors, observed.missing = [], {}
+        if self._device.sampled:
+            sensors, observed.missing = make_sensors(settings.telemetry, self._slot.device_uuid)
+        sampler = TelemetrySampler(sensors, settings.telemetry.period_s)
         sampler.start(Target(self._slot.device_uuid, pid))
         return sampler
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 
+from conf.errors import UsageError
 from workers.devices.base import Device, DeviceChoice, DeviceUnavailable, Slot
 
 __all__ = ["Device", "DeviceChoice", "DeviceUnavailable", "Slot", "choose_device", "make_device"]
@@ -25,9 +26,17 @@ def make_device(choice: DeviceChoice) -> Device:
 
 
 def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:
-    """Resolve `auto`: (`cuda` where there is a usable GPU, else `simulated`, and one line that says so and why)."""
+    """Resolve `auto`: (`cuda` where there is a usable GPU, else `simulated`, and one line that says so and why).
+
+    Raises `UsageError` when the backend that was asked for cannot be used here.
+    """
     if choice.backend != "auto":
-        return choice, f"device: {_describe(choice)}"
+        try:
+            return choice, f"device: {_describe(choice)}"
+        except DeviceUnavailable as reason:
+            raise UsageError(
+                f"device={choice.backend}: {reason}; device=auto takes simulated GPUs where there is none"
+            ) from reason
     cuda = DeviceChoice(backend="cuda")
     try:
         make_device(cuda).slots()

@@ -92,7 +92,7 @@ class DcgmSensor:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Raises `UsageError` for a URL that cannot be meant, `SensorUnavailable` where no exporter answers."""
-        self._url = _checked_url(url)
+        self._url = checked_url(url)
         # no proxy: the exporter is on this machine or next to it
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._default_interval_s = interval_s
@@ -110,7 +110,7 @@ class DcgmSensor:
     def create(cls, settings: Any, device_uuid: str | None) -> DcgmSensor:
         """As `make_sensors` builds it: checks at once that the exporter knows the device."""
         if device_uuid is None:
-            _checked_url(settings.dcgm_url)
+            checked_url(settings.dcgm_url)
             raise SensorUnavailable("this worker has no GPU")
         sensor = cls(settings.dcgm_url)
         sensor._read(device_uuid)
@@ -228,7 +228,8 @@ def parse_page(page: str, uuid: str) -> tuple[dict[str, float], bool, bool]:
     return fields, seen, sliced
 
 
-def _checked_url(url: str) -> str:
+def checked_url(url: str) -> str:
+    """`url` as it is. Raises `UsageError` when it can't be one."""
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -55,6 +55,9 @@ class TelemetrySettings:
             or not (math.isfinite(period) and period > 0)
         ):
             raise UsageError(f"telemetry.period_s must be a number > 0, got {period!r}")
+        from workers.telemetry.dcgm import checked_url
+
+        checked_url(self.dcgm_url)
 
 
 def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[tuple[Sensor, ...], dict[str, str]]:

@@ -1,0 +1,66 @@
+"""`make bench`: every figure that the README quotes, in one run, as ratios where there is something to compare with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main() -> None:
+    import bench_first_run
+    import bench_overhead
+    import bench_query
+    import bench_queue
+
+    from workers.devices import DeviceChoice
+    from workers.devices.cpu import CpuDevice
+
+    cpu = CpuDevice(DeviceChoice(backend="cpu")).slots()[0].device_name
+    machine = f"{os.cpu_count()} x {cpu}, Python {platform.python_version()}"
+    print(f"machine: {machine}\n\noverhead per trial: farm against a fresh process per trial")
+    overhead = bench_overhead.run()
+    print("\nqueue")
+    queue = bench_queue.run()
+    print("\ncommand to first landed run")
+    first = bench_first_run.run()
+    print("\ngrouped query over 1 M runs and 20 M samples: warehouse against CSV in pandas")
+    query = bench_query.run()
+
+    rows = [
+        (
+            "overhead per trial, `cpu` device",
+            f"{overhead['farm_overhead_s'] * 1e3:.0f} ms",
+            f"{overhead['ratio']:.1f} x less than a fresh process ({overhead['fresh_process_overhead_s']:.2f} s)",
+            "15 x",
+        ),
+        (
+            "queue: enqueue, lease one at a time, finish; 100,000 tasks",
+            f"{queue['overall_per_s']:,.0f} tasks/s",
+            "",
+            "1,500/s",
+        ),
+        (
+            "command to first landed run, Ray, four simulated GPUs",
+            f"{first['first_run_ray_s']:.1f} s",
+            f"`cluster=inline`: {first['first_run_inline_s']:.1f} s",
+            "20 s",
+        ),
+        (
+            "grouped query, 1 M runs and 20 M samples",
+            f"{query['warehouse_s']:.2f} s",
+            f"{query['ratio']:.0f} x faster than `pandas.read_csv` of the same rows, "
+            f"{query['ratio_usecols']:.0f} x with `usecols`",
+            "50 x",
+        ),
+    ]
+    print(f"\nOn {machine}:\n\n| what | figure | compared | wanted |\n|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()

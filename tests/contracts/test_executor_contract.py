@@ -1,0 +1,112 @@
+"""What every executor promises the dispatcher, run on each: inline, and a real Ray."""
+
+import contextlib
+import json
+
+import psutil
+import pytest
+
+from farm.dispatch import make_executor
+from farm.executors import Executor
+from farm.ray_executor import ClusterSettings
+from featurize.families import get_family
+from featurize.trial import canonical_json
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
+from workers.worker import TaskSpec
+
+CHOICE = DeviceChoice(backend="simulated", count=2)
+
+
+def task(index):
+    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
+    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
+    return TaskSpec(
+        job_id="mlp-00000000",
+        task_index=index,
+        attempt=1,
+        config=canonical_json(config.to_mapping()),
+        settings=canonical_json(settings.to_mapping()),
+        seed=0,
+    )
+
+
+@pytest.fixture(scope="module", params=["inline", "ray"])
+def executor(request):
+    executor = make_executor(CHOICE, ClusterSettings(kind=request.param))
+    executor.start()
+    yield executor
+    executor.close()
+
+
+def await_idle(executor):
+    for _ in range(600):
+        if executor.idle():
+            return executor.idle()[0]
+        assert not executor.wait(0.1), "nothing was handed out"
+    raise AssertionError("no worker became idle")
+
+
+def test_it_is_an_executor(executor):
+    assert isinstance(executor, Executor)
+
+
+def test_a_task_comes_back_once_with_its_run(executor):
+    worker = await_idle(executor)
+    executor.submit(worker, task(7))
+    assert executor.running() == {worker: task(7)}
+    assert worker not in executor.idle()
+    completions = []
+    while not completions:
+        completions = executor.wait(0.2)
+    (completion,) = completions
+    assert (completion.worker, completion.task, completion.lost) == (worker, task(7), None)
+    assert completion.result.run["status"] == "ok"
+    assert completion.result.run["source"] == "simulated"
+    assert completion.result.telemetry.num_rows == completion.result.run["telemetry_rows"] > 0
+    assert executor.running() == {}
+    assert worker in executor.idle()
+
+
+def test_waiting_with_nothing_handed_out_returns_nothing(executor):
+    await_idle(executor)
+    assert executor.wait(0.01) == []
+
+
+def test_a_trials_failure_is_a_result_and_not_an_exception(executor):
+    broken = json.loads(task(8).config)
+    broken["depth"] = 0
+    spec = TaskSpec(**{**vars_of(task(8)), "config": canonical_json(broken)})
+    executor.submit(await_idle(executor), spec)
+    completions = []
+    while not completions:
+        completions = executor.wait(0.2)
+    assert completions[0].result.run["status"] == "invalid"
+
+
+def vars_of(spec):
+    import dataclasses
+
+    return dataclasses.asdict(spec)
+
+
+def test_everything_listens_on_loopback_only(executor):
+    """Of this process and everything below it; Ray's servers listen on all interfaces unless told otherwise."""
+    await_idle(executor)
+    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = []
+    for process in ours:
+        with contextlib.suppress(psutil.Error):
+            listening += [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_after_close_no_trial_server_is_left():
+    executor = make_executor(CHOICE, ClusterSettings(kind="inline"))
+    executor.start()
+    await_idle(executor)
+    servers = [p for p in psutil.Process().children(recursive=True) if "workers.trial_server" in " ".join(p.cmdline())]
+    assert servers
+    executor.close()
+    alive = [p for p in psutil.Process().children(recursive=True) if "workers.trial_server" in " ".join(p.cmdline())]
+    assert len(alive) == len(servers) - 1

@@ -1,0 +1,227 @@
+"""The dispatcher with a scripted executor and a clock of its own: what it leases, lands, repeats and gives back."""
+
+import pytest
+
+from farm.dispatch import Dispatcher, DispatcherBusy, DispatcherLock, lost_run, reconcile, task_spec
+from farm.executors import Completion
+from farm.jobs import Job, Queue
+from featurize.families import get_family
+from featurize.trial import canonical_json
+from warehouse import connect
+from warehouse.folder import DataFolder
+from warehouse.schema import TELEMETRY_SCHEMA
+from warehouse.writer import RunWriter
+from workers.worker import RunResult
+
+DEVICE = '{"backend":"simulated","count":1,"memory_limit_mib":null,"spec":null}'
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class ScriptedExecutor:
+    """`outcomes`: task index -> how each attempt ends ("ok", "lost", "killed"), "ok" after that."""
+
+    def __init__(self, clock, outcomes=None):
+        self.clock = clock
+        self.outcomes = {index: list(script) for index, script in (outcomes or {}).items()}
+        self.handed_out = []
+        self._task = None
+        self.closed = False
+
+    def start(self):
+        pass
+
+    def idle(self):
+        return [] if self._task else ["w"]
+
+    def submit(self, worker, task):
+        self._task = task
+        self.handed_out.append((task.job_id, task.task_index, task.attempt))
+
+    def wait(self, timeout_s):
+        self.clock.now += 1.0
+        if self._task is None:
+            return []
+        task, self._task = self._task, None
+        script = self.outcomes.get(task.task_index, [])
+        how = script.pop(0) if script else "ok"
+        if how == "lost":
+            return [Completion(worker="w", task=task, lost="worker lost: killed")]
+        return [Completion(worker="w", task=task, result=result_of(task, how))]
+
+    def running(self):
+        return {"w": self._task} if self._task else {}
+
+    def close(self):
+        self.closed = True
+
+
+def result_of(task, how):
+    run = {
+        "run_id": task.run_id,
+        "job_id": task.job_id,
+        "task_index": task.task_index,
+        "attempt": task.attempt,
+        "family": "mlp",
+        "config": task.config,
+        "status": "crashed" if how == "killed" else how,
+        "source": "simulated",
+        "error": "killed from outside" if how == "killed" else None,
+    }
+    return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table(), retryable=how == "killed")
+
+
+class Stop:
+    requested = False
+
+    def install(self):
+        pass
+
+
+class Quiet:
+    def landed(self, run):
+        pass
+
+    def update(self):
+        pass
+
+
+class NoLock:
+    def record(self, processes):
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return DataFolder.resolve(tmp_path / "a'; echo foo").create()
+
+
+@pytest.fixture
+def queue(folder):
+    with Queue.open(folder.queue, backoff_s=5.0) as queue:
+        yield queue
+
+
+def submit(queue, n, job_id="mlp-00000001", priority=0):
+    config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
+    job = Job(
+        job_id=job_id, family="mlp", space_json="{}", n=n, seed=0, policy="uniform",
+        priority=priority, device=DEVICE, settings_json="{}", submitted_at=0.0,
+    )  # fmt: skip
+    queue.submit(job, ((index, config) for index in range(n)), now=0.0)
+
+
+def work(folder, queue, outcomes=None, stop=None):
+    clock = Clock()
+    executor = ScriptedExecutor(clock, outcomes)
+    done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock).run(stop or Stop(), NoLock())
+    assert executor.closed
+    return executor, done
+
+
+def runs(folder):
+    connection = connect(folder)
+    try:
+        return connection.execute("SELECT task_index, attempt, status FROM runs ORDER BY ALL").fetchall()
+    finally:
+        connection.close()
+
+
+def test_every_task_lands_once(folder, queue):
+    submit(queue, 3)
+    _, done = work(folder, queue)
+    assert done
+    assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
+    assert queue.counts().by_status == {"ok": 3}
+
+
+def test_a_lost_worker_costs_an_attempt_and_the_last_task_waits_for_its_turn(folder, queue):
+    submit(queue, 2)
+    executor, _ = work(folder, queue, {1: ["lost"]})
+    assert runs(folder) == [(0, 1, "ok"), (1, 2, "ok")]
+    assert executor.handed_out[-1] == ("mlp-00000001", 1, 2)
+
+
+def test_a_trial_that_is_killed_every_time_ends_as_crashed_and_does_not_block_the_job(folder, queue):
+    submit(queue, 3)
+    work(folder, queue, {0: ["killed"] * 9})
+    assert runs(folder) == [(0, 3, "crashed"), (1, 1, "ok"), (2, 1, "ok")]
+
+
+def test_a_worker_that_is_lost_every_time_ends_the_task_as_crashed(folder, queue):
+    submit(queue, 1)
+    work(folder, queue, {0: ["lost"] * 9})
+    assert runs(folder) == [(0, 3, "crashed")]
+
+
+def test_an_oom_is_a_result_and_is_not_tried_again(folder, queue):
+    submit(queue, 1)
+    work(folder, queue, {0: ["oom"]})
+    assert runs(folder) == [(0, 1, "oom")]
+
+
+def test_jobs_of_higher_priority_come_first(folder, queue):
+    submit(queue, 2, "mlp-00000001")
+    submit(queue, 2, "mlp-00000002", priority=5)
+    executor, _ = work(folder, queue)
+    assert [job for job, _, _ in executor.handed_out] == ["mlp-00000002"] * 2 + ["mlp-00000001"] * 2
+
+
+def test_a_request_to_stop_hands_out_nothing_more_and_loses_nothing(folder, queue):
+    submit(queue, 3)
+    stop = Stop()
+    stop.requested = True
+    executor, done = work(folder, queue, stop=stop)
+    assert not done and not executor.handed_out
+    assert queue.pending() == 3
+
+
+def test_when_landing_fails_the_task_is_given_back_without_an_attempt(folder, queue, monkeypatch):
+    submit(queue, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            work(folder, queue)
+    assert runs(folder) == []
+    work(folder, queue)
+    assert runs(folder) == [(0, 1, "ok")]
+
+
+def test_a_run_that_landed_before_its_dispatcher_died_is_done_and_not_repeated(folder, queue):
+    submit(queue, 2)
+    (task,) = queue.lease("w", 1, now=10.0, lease_s=1e9)
+    RunWriter(folder).write(lost_run(task, "for the test").run | {"status": "ok"}, TELEMETRY_SCHEMA.empty_table())
+    assert reconcile(folder, queue) == 1
+    executor, _ = work(folder, queue)
+    assert [index for _, index, _ in executor.handed_out] == [1]
+
+
+def test_a_lease_of_a_dead_dispatcher_is_void_at_once(folder, queue):
+    submit(queue, 1)
+    queue.lease("w", 1, now=10.0, lease_s=1e9)
+    assert reconcile(folder, queue) == 0
+    executor, _ = work(folder, queue)
+    assert executor.handed_out == [("mlp-00000001", 0, 2)]
+
+
+def test_a_result_that_comes_after_the_task_was_done_by_another_is_dropped(folder, queue):
+    submit(queue, 1)
+    (task,) = queue.lease("w", 1, now=0.0, lease_s=1e9)
+    queue.finish(task, "timeout", 1.0)
+    dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), DEVICE, Quiet(), clock=Clock())
+    dispatcher._land_run(task, result_of(task_spec(task), "ok"))
+    assert runs(folder) == []
+    assert queue.counts().by_status == {"timeout": 1}
+
+
+def test_one_dispatcher_at_a_time(folder):
+    with DispatcherLock(folder.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
+        DispatcherLock(folder.dispatcher_lock).__enter__()
+    with DispatcherLock(folder.dispatcher_lock):
+        pass

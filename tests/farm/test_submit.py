@@ -1,0 +1,184 @@
+"""`python -m farm.submit` as a user meets it: a job from sampling to rows, again, extended; and every bad input."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conf import cli
+from farm import submit as submit_module
+from farm import work as work_module
+from warehouse import connect
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+SMALL = ["+arch=mlp", "arch.space.input_size={low:4,high:64}", "cluster=inline"]
+
+
+def submit(data, *arguments):
+    return cli.run("submit", submit_module.entry, [*SMALL, f"data={data}", *arguments])
+
+
+def rows(data, sql):
+    with contextlib.closing(connect(data)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+@pytest.fixture
+def data(tmp_path):
+    return tmp_path / "data"
+
+
+def test_a_job_lands_every_trial_once_and_again_adds_nothing(data, capsys):
+    assert submit(data, "n=4") == 0
+    assert "4 trials added (new), 4 in all" in capsys.readouterr().out
+    before = rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL")
+    assert len(before) == 4
+    assert submit(data, "n=4") == 0
+    assert "0 trials added (4 were queued before), 4 in all" in capsys.readouterr().out
+    assert rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL") == before
+
+
+def test_a_larger_n_adds_the_difference(data, capsys):
+    assert submit(data, "n=2") == 0
+    assert submit(data, "n=5") == 0
+    assert "3 trials added (2 were queued before), 5 in all" in capsys.readouterr().out
+    assert rows(data, "SELECT count(*), count(DISTINCT config) FROM runs") == [(5, 5)]
+    assert rows(data, "SELECT n FROM jobs") == [(5,)]
+
+
+def test_simulated_rows_say_so_and_carry_their_labels(data):
+    assert submit(data, "n=3") == 0
+    found = rows(
+        data,
+        "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0, smact BETWEEN 0 AND 1, "
+        "smocc BETWEEN 0 AND 1, drama BETWEEN 0 AND 1, window_s > 0, telemetry_rows > 0 FROM runs",
+    )
+    assert found == [("simulated", "A100-SXM4-40GB", "ok", *[True] * 7)] * 3
+    assert rows(data, "SELECT count(*) FROM telemetry WHERE sensor != 'simulated'") == [(0,)]
+    assert rows(
+        data, "SELECT count(DISTINCT run_id) FROM telemetry t JOIN runs USING (run_id) WHERE t.phase = 'window'"
+    ) == [(3,)]
+
+
+def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):
+    assert submit(data, "n=2", "device=A100-SXM4-40GB", "device.memory_mib=100") == 0
+    assert rows(data, "SELECT DISTINCT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
+
+
+def test_detach_queues_and_work_runs_it(data, capsys):
+    assert submit(data, "n=3", "detach=true") == 0
+    assert "`python -m farm.work` runs it" in capsys.readouterr().out
+    assert rows(data, "SELECT count(*) FROM runs") == [(0,)]
+    assert cli.run("work", work_module.entry, [f"data={data}", "cluster=inline"]) == 0
+    assert rows(data, "SELECT count(*) FROM runs") == [(3,)]
+
+
+def test_the_job_keeps_the_configuration_it_was_submitted_with(data):
+    assert submit(data, "n=1", "seed=3", "detach=true") == 0
+    ((family, seed, space, config),) = rows(data, "SELECT family, seed, space, config FROM jobs")
+    assert (family, seed) == ("mlp", 3)
+    assert "input_size" in space
+    assert json.loads(config)["settings"]["trial"]["window"]["min_seconds"] == 1.0
+
+
+def test_it_works_on_ray_with_four_simulated_gpus(data):
+    done = subprocess.run(
+        [sys.executable, "-m", "farm.submit", "+arch=mlp", "n=8", "arch.space.input_size={low:4,high:64}"],
+        env={**os.environ, "GPUFARM_DATA": str(data)},
+        cwd=data.parent,  # commands work from any folder
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rows(data, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(8, 8)]
+    assert rows(data, "SELECT bool_and(worker LIKE 'ray-%') FROM runs") == [(True,)]
+    assert os.listdir(data.parent) == ["data"], "Hydra leaves no outputs folder"
+
+
+BAD = {
+    "n=0": "n must be an integer >= 1, got 0",
+    "n=-3": "n must be an integer >= 1, got -3",
+    "n=many": "n must be an integer >= 1, got 'many'",
+    "n=1 seed=-1": "seed must be an integer >= 0, got -1",
+    "n=1 priority=high": "priority must be an integer, got 'high'",
+    "n=1 policy=random": "unknown policy 'random'; known: stratified, uniform",
+    "n=1 window.seconds=3": "unknown key 'window.seconds'",
+    "n=1 window=fixed window.seconds=-1": "window.seconds must be a number >= 0, got -1",
+    "n=1 trial.timeout_s=soon": "trial.timeout_s must be a number",
+    "n=1 device=tpu": "unknown device 'tpu'; known: ",
+    "n=1 device=cuda": "cuda",
+    "n=1 device=simulated device.model=A1000": "unknown device 'A1000'; known: A100-SXM4-40GB",
+    "n=1 device=simulated device.count=0": "device.count must be an integer >= 1, got 0",
+    "n=1 telemetry.sources=[nvlm]": "nvlm",
+    "n=1 telemetry.dcgm_url=nowhere": "telemetry.dcgm_url",
+    "n=1 arch.space.batch_size={low:9,high:3}": "batch_size",
+    "n=1 arch.space.topology=[]": "topology",
+    "n=1 limits.max_parameters=1": "no valid configuration",
+    "n=1 limits.max_memory_mib=-1": "max_memory_mib",
+    "n=1 cluster.kind=slurm": "cluster.kind must be one of ray, inline, got 'slurm'",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, capsys):
+    assert submit(data, *arguments.split()) == 2
+    said = capsys.readouterr()
+    assert BAD[arguments] in said.err
+    assert said.err.count("\n") == 1 and said.err.startswith("error: ")
+    assert not data.exists(), "nothing half-written"
+
+
+def test_no_family_lists_the_families(data, capsys):
+    assert cli.run("submit", submit_module.entry, ["n=1", f"data={data}"]) == 2
+    assert "+arch=cnn, +arch=mlp, +arch=transformer" in capsys.readouterr().err
+
+
+def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert submit(tmp_path / "file", "n=1") == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_data_folder_of_a_newer_schema_is_refused_and_not_touched(data, capsys):
+    folder = DataFolder.resolve(data).create()
+    marker = json.loads(folder.format_marker.read_text())
+    marker["schema_version"] = 99
+    folder.format_marker.write_text(json.dumps(marker))
+    before = sorted(str(path) for path in data.rglob("*"))
+    assert submit(data, "n=1") == 2
+    assert "99" in capsys.readouterr().err
+    assert sorted(str(path) for path in data.rglob("*")) == before
+
+
+def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, capsys, monkeypatch):
+    written, write = [], RunWriter.write
+
+    def fills_up(writer, run, telemetry):
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(data))
+        written.append(run["run_id"])
+        return write(writer, run, telemetry)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "write", fills_up)
+        assert submit(data, "n=5") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert rows(data, "SELECT count(*) FROM runs") == [(2,)]
+    assert submit(data, "n=5") == 0
+    assert rows(data, "SELECT count(*), count(DISTINCT task_index) FROM runs") == [(5, 5)]
+
+
+def test_no_ray_at_an_address_is_one_clear_message(data):
+    done = subprocess.run(
+        [sys.executable, "-m", "farm.submit", *SMALL[:2], "n=1", "cluster.address=127.0.0.1:1", f"data={data}"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "cluster.address=127.0.0.1:1: no Ray cluster answers there" in done.stderr
