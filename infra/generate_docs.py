@@ -1,0 +1,85 @@
+"""Generates docs/commands.md from every command's `--help`; with `--check`, says whether the file is still true.
+
+Start reading at `commands_markdown`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "commands.md"
+PACKAGES = ("farm", "warehouse", "learn")
+
+_COMMAND = re.compile(r'^    command\("(\w+)", ', re.MULTILINE)
+
+sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
+
+from conf.cli import help_text  # noqa: E402
+
+
+def command_modules() -> dict[str, str]:
+    """Name of the YAML file -> module that is run by it, package by package.
+
+    Raises `SystemExit` for a YAML file at the top of `conf/` that no module runs, and the other way round.
+    """
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).glob("*.py")):
+            for name in _COMMAND.findall(path.read_text(encoding="utf-8")):
+                found[name] = f"{package}.{path.stem}"
+    described = {path.stem for path in (ROOT / "conf").glob("*.yaml")}
+    if described != set(found):
+        odd = ", ".join(sorted(described ^ set(found)))
+        raise SystemExit(f"error: conf/NAME.yaml and the modules that call command(NAME, ...) differ: {odd}")
+    return found
+
+
+def commands_markdown() -> str:
+    """The whole file."""
+    modules = command_modules()
+    parts = [
+        "# Commands",
+        "",
+        "Generated from the commands' own `--help` by `make docs`; change the YAML files in `conf/` instead.",
+        "",
+        "Every key can be set on the command line as `KEY=VALUE`, in Hydra's syntax. `--cfg job` prints what a command",
+        "would run with. Exit codes: 0 done, 1 something failed (for `warehouse.compact`: files that cannot be read),",
+        "2 a mistake that you can mend, 130 interrupted.",
+        "",
+        *(f"- [`python -m {module}`](#{_anchor(module)})" for module in modules.values()),
+    ]
+    for name, module in modules.items():
+        parts += ["", f"## {module}", "", "```text", help_text(name), "```"]
+    return "\n".join(parts) + "\n"
+
+
+def _anchor(heading: str) -> str:
+    """The link target that Markdown renderers make of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Generate docs/commands.md from every command's --help.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is stale")
+    wanted = commands_markdown()
+    name = TARGET.relative_to(ROOT).as_posix()
+    if not parser.parse_args().check:
+        TARGET.write_text(wanted, encoding="utf-8")
+        print(f"{name}: {len(command_modules())} commands")
+        return 0
+    there = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
+    if there == wanted:
+        return 0
+    print(f"{name} is stale: run `make docs` and commit it", file=sys.stderr)
+    diff = difflib.unified_diff(there.splitlines(), wanted.splitlines(), name, "what --help says", lineterm="")
+    print("\n".join(diff), file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

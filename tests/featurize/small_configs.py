@@ -1,0 +1,41 @@
+"""Small configs of any family, drawn from its own search space, so that a new family is tested by being added.
+
+Start reading at `small_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from farm.sampling import Limits, sample
+from farm.space import parse_space
+from featurize.trial import OPTIMIZERS, PRECISIONS, TrialConfig
+
+SHARE = 8  # every range is cut to its lower eighth
+LIMITS = Limits(max_parameters=30_000_000, max_memory_mib=2000)
+# Every combination of the training settings, which the spaces hold constant by default.
+TRAINING = {
+    "optimizer": list(OPTIMIZERS),
+    "precision": list(PRECISIONS),
+    "activation_checkpointing": [False, True],
+    "channels_last": [False, True],
+}
+
+
+def small_config(family: str, index: int) -> TrialConfig:
+    """The config of that index in the lower eighth of `conf/arch/FAMILY.yaml`, with any training settings."""
+    arch = OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
+    space = OmegaConf.to_container(arch.space)
+    small = {name: _cut(spec) for name, spec in space.items()}
+    return sample(parse_space(family, {**small, **TRAINING}), seed=0, index=index, limits=LIMITS)
+
+
+def _cut(spec: Any) -> Any:
+    if not isinstance(spec, Mapping):
+        return spec
+    span = spec["high"] - spec["low"]
+    return {**spec, "high": spec["low"] + (span // SHARE if isinstance(span, int) else span / SHARE)}

@@ -1,0 +1,149 @@
+"""The documents: generated ones are fresh, commands and links lead somewhere, the README's queries and code run."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import warehouse
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+def code_blocks(language):
+    """The fenced blocks of the README in that language: all of them are run here."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def generate(*arguments, script=ROOT / "infra" / "generate_docs.py"):
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+
+
+def anchor(heading):
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_generated_documents_are_fresh():
+    done = generate("--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_document_is_told_with_what_to_do(tmp_path):
+    copy = tmp_path / "a'; echo foo"
+    for folder in ("conf", "farm", "warehouse", "learn", "infra", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in (".py", ".yaml", ".md"):
+                target = copy / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+    script = copy / "infra" / "generate_docs.py"
+    with open(copy / "conf" / "status.yaml", "a") as file:
+        file.write("colour: true  # a new key\n")
+    stale = generate("--check", script=script)
+    assert stale.returncode == 1
+    assert "make docs" in stale.stderr and re.search(r"^\+ +colour=true +a new key$", stale.stderr, re.MULTILINE)
+    assert generate(script=script).returncode == 0
+    assert generate("--check", script=script).returncode == 0
+
+
+@pages
+def test_commands_in_documents_exist(page):
+    text = page.read_text(encoding="utf-8")
+    unknown = {name for name in re.findall(r"python -m ([\w.]*\w)", text) if importlib.util.find_spec(name) is None}
+    assert not unknown
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert not set(re.findall(r"(?:`|^    )make ([a-z-]+)", text, re.MULTILINE)) - targets
+
+
+@pages
+def test_links_in_documents_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists():
+            broken.append(link)
+        elif heading:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            if heading not in map(anchor, headings):
+                broken.append(link)
+    assert not broken
+
+
+@pytest.fixture(scope="module")
+def connection(tmp_path_factory):
+    folder = DataFolder.resolve(tmp_path_factory.mktemp("docs") / "data").create()
+    writer = RunWriter(folder)
+    for index in range(40):
+        family = ("cnn", "mlp")[index % 2]
+        measured = index % 10 == 1
+        out_of_memory = family == "cnn" and index % 4 == 0
+        figures = {
+            "peak_memory_mib": 1000.0 + 20 * index,
+            "step_time_ms": 2.0 + index,
+            "steps": 50,
+            "smact": 0.95,
+            "drama": index / 40,
+            "energy_j": None if measured else 100.0 + index,
+        }
+        run = {
+            "run_id": f"{family}-0-{index:06d}",
+            "job_id": f"{family}-0",
+            "task_index": index,
+            "attempt": 1,
+            "family": family,
+            "config": json.dumps({"family": family, "topology": "pyramid", "batch_size": 32}),
+            "status": "oom" if out_of_memory else "ok",
+            "source": "measured" if measured else "simulated",
+            "device_name": "AMD EPYC" if measured else "A100-SXM4-40GB",
+            "batch_size": 32,
+            "precision": "fp32",
+            "optimizer": "adam",
+            "parameters": 1000 * (index + 1),
+            "telemetry_missing": json.dumps({"nvml": "no driver here"}) if measured else None,
+            **({} if out_of_memory else figures),
+        }
+        samples = {"t_ms": [0.0, 600.0, 1200.0], "phase": ["warmup", "window", "window"]}
+        if measured:
+            samples |= {"sensor": ["process"] * 3, "rss_mib": [200.0, 250.0, 260.0], "cpu_cores": [None, 0.5, 1.0]}
+        else:
+            samples |= {"sensor": ["simulated"] * 3, "smact": [0.95] * 3}
+        writer.write(run, pa.table(samples))
+    with contextlib.closing(warehouse.connect(folder)) as opened:
+        yield opened
+
+
+def test_the_readme_has_queries():
+    assert len(code_blocks("sql")) >= 6
+
+
+@pytest.mark.parametrize("sql", code_blocks("sql"))
+def test_a_query_of_the_readme_gives_rows(connection, sql):
+    rows = connection.execute(sql).fetchall()
+    assert rows
+    columns = [column[0] for column in connection.description]
+    empty = [name for name, values in zip(columns, zip(*rows, strict=True), strict=True) if set(values) == {None}]
+    assert not empty, f"all NULL: {empty}"
+
+
+@pytest.mark.parametrize("code", code_blocks("python"))
+def test_code_of_the_readme_runs(code):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(code, "README.md", "exec"), {})
+    assert "9,666,232,320 parameters" in said.getvalue()
