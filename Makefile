@@ -38,7 +38,7 @@ test-faults: venv
 	$(BIN)/python -m pytest -m slow tests/faults
 
 test-gpu: venv
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -rs
 
 bench: venv
 	$(BIN)/python -m tests.bench

@@ -18,6 +18,7 @@ from typing import NoReturn
 from conf.errors import UsageError, unknown_name
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 # What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
@@ -32,7 +33,12 @@ def command(name: str, entry: Callable, positional: str | None = None) -> NoRetu
     `positional` names the key that takes the one argument that is no override: the one with white space in it.
     Exit codes: 0, what `entry` returns, 2 for anything the user can mend, 130 after Ctrl-C.
     """
-    sys.exit(run(name, entry, sys.argv[1:], positional))
+    code = run(name, entry, sys.argv[1:], positional)
+    if code == EXIT_INTERRUPTED:  # at once, and with this code: Ray's clean-up at exit would put its own in its place
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(name: str, entry: Callable, argv: Sequence[str], positional: str | None = None) -> int:
@@ -72,7 +78,7 @@ def run(name: str, entry: Callable, argv: Sequence[str], positional: str | None 
         print(f"error: {error.strerror}{where}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def load_config(name: str, overrides: Sequence[str]):
@@ -89,10 +95,21 @@ def load_config(name: str, overrides: Sequence[str]):
             raise UsageError(f"unknown option {item!r}; valid options: --help, --cfg job, and KEY=VALUE overrides")
     with initialize_config_module(config_module="conf", version_base="1.3"):
         try:
-            return compose(name, overrides=list(overrides))
+            cfg = compose(name, overrides=list(overrides))
+            _refuse_additions(overrides, cfg)
+            return cfg
         except (HydraException, OmegaConfBaseException) as error:
             problems = _problems(name, overrides, compose) or [_first_line(error)]
             raise UsageError("; ".join(problems)) from error
+
+
+def _refuse_additions(overrides: Sequence[str], cfg) -> None:
+    """`+key=value` is for choosing a group and for a key of a search space; elsewhere nobody would read it."""
+    for text in overrides:
+        key = text.partition("=")[0]
+        if key.startswith("+") and key.lstrip("+") not in groups() and not key.startswith("+arch.space."):
+            known = [name for name in _flat_keys(cfg) if name != key.lstrip("+")]
+            raise UsageError(_unknown_key(key.lstrip("+"), known))
 
 
 def _problems(name: str, overrides: Sequence[str], compose: Callable) -> list[str]:
@@ -226,9 +243,11 @@ def help_text(name: str) -> str:
         described.append(line)
     rows = []
     for key, default, text in documented_keys(name):
-        if key in groups():
-            text = f"{text} [{' | '.join(group_options(key))}]".strip()
-        rows.append((f"{key}={'(required)' if default == '???' else default}", text))
+        if key not in groups():
+            rows.append((f"{key}={'(required)' if default == '???' else default}", text))
+            continue
+        rows.append((f"{key}={default}", f"{text} [{' | '.join(group_options(key))}]".strip()))
+        rows += [(f"  {key}.{inner}={value}", said) for inner, value, said in documented_keys(f"{key}/{default}")]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])

@@ -6,6 +6,7 @@ Start reading at `Executor`. An executor owns the workers; the dispatcher owns t
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -80,9 +81,13 @@ class InlineExecutor:
             self._worker.ready()
         except ServerLost as error:
             raise UsageError(f"the trial server does not start: {error}") from error
-        result = self._worker.run(self._task)
-        done, self._task = self._task, None
-        return [Completion(worker=self._worker.name, task=done, result=result)]
+        task, result, lost = self._task, None, None
+        try:
+            result = self._worker.run(task)
+        except Exception:  # a mistake of ours: one task's business, not the job's
+            lost = f"worker failed: {traceback.format_exc()}"
+        self._task = None
+        return [Completion(worker=self._worker.name, task=task, result=result, lost=lost)]
 
     def running(self) -> Mapping[str, TaskSpec]:
         return {self._worker.name: self._task} if self._task else {}

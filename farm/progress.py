@@ -30,7 +30,7 @@ class Progress:
         self._console = Console(stderr=True, highlight=False)
         self._landed: collections.deque[float] = collections.deque()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._started = self._said = clock()
+        self._said = clock()
         self._bar = None
         self._task = None
 
@@ -81,13 +81,15 @@ class Progress:
         return self._counts
 
     def rate_per_s(self) -> float | None:
-        """Runs landed a second over the last minute; None before the first."""
+        """Runs landed a second over the last minute; None before the second."""
         now = self._clock()
         while self._landed and self._landed[0] < now - _RATE_WINDOW_S:
             self._landed.popleft()
         if not self._landed:
             return None
-        return len(self._landed) / max(min(now - self._started, _RATE_WINDOW_S), 1e-3)
+        if len(self._landed) < 2:
+            return None
+        return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first: start-up is no trial's
 
     def _state(self, styled: bool) -> tuple[int, int, str]:
         done, total = self._totals()

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError
@@ -41,6 +42,38 @@ class ClusterSettings:
             or self.object_store_mib < 80
         ):
             raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
+
+    def check_address(self) -> None:
+        """`UsageError` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
+        if self.address is None:
+            return
+        address = str(self.address)
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or _running_cluster()
+        host, separator, port = address.rpartition(":")
+        if not separator or not port.isdigit():
+            raise UsageError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise self.nobody_answers(error) from error
+
+    def nobody_answers(self, error: Exception) -> UsageError:
+        return UsageError(
+            f"cluster.address={self.address}: no Ray cluster answers there ({_plain(error)}); "
+            "start one with `ray start --head`, or leave the key out"
+        )
+
+
+def _running_cluster() -> str:
+    """Where Ray notes the cluster that was started last on this machine (`ray start`)."""
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    try:
+        return note.read_text().strip()
+    except OSError as error:
+        raise UsageError(
+            "cluster.address=auto: no Ray cluster runs on this machine; start one with `ray start --head`"
+        ) from error
 
 
 class RayWorker:
@@ -100,11 +133,11 @@ class RayExecutor:
     def _connect(self, ray) -> bool:
         """Start or join Ray, set `self._count`; whether Ray pins the actors to GPUs."""
         if self._cluster.address is not None:
-            self._check_address()
+            self._cluster.check_address()
             try:
                 ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise self._nobody_answers(error) from error
+                raise self._cluster.nobody_answers(error) from error
             pinned = self._choice.backend == "cuda"
             gpus = int(ray.cluster_resources().get("GPU", 0))
             self._count = gpus if pinned else len(make_device(self._choice).slots())
@@ -131,25 +164,6 @@ class RayExecutor:
                 f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
             ) from error
         return True
-
-    def _check_address(self) -> None:
-        """Ray itself tries for minutes before it says that nobody is there."""
-        address = str(self._cluster.address)
-        if address in ("auto", "local"):
-            return
-        host, separator, port = address.rpartition(":")
-        if not separator or not port.isdigit():
-            raise UsageError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-        except (OSError, OverflowError) as error:
-            raise self._nobody_answers(error) from error
-
-    def _nobody_answers(self, error: Exception) -> UsageError:
-        return UsageError(
-            f"cluster.address={self._cluster.address}: no Ray cluster answers there ({_plain(error)}); "
-            "start one with `ray start --head`, or leave the key out"
-        )
 
     def idle(self) -> list[str]:
         return list(self._idle)
@@ -220,7 +234,10 @@ class RayExecutor:
         worker, task = self._running.pop(ref)
         try:
             result = ray.get(ref)
-        except ray.exceptions.RayActorError as error:  # the process is gone; Ray is starting another
+        except ray.exceptions.RayTaskError as error:  # a mistake of ours: one task's business, not the job's
+            self._idle.append(worker)
+            return Completion(worker=worker, task=task, lost=f"worker failed: {error}")
+        except ray.exceptions.RayError as error:  # the process is gone; Ray is starting another
             self._await_ready(worker)
             return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
         self._idle.append(worker)

@@ -1,7 +1,8 @@
 """`python -m farm.status`: how far every job is, as a table or as JSON. Start reading at `entry`.
 
-With format=json it prints `{"data": path, "at": time, "jobs": [...]}`. Each job has `job_id, family, policy, seed,
-n, priority, state` (submitting, queued, running, done, cancelling or cancelled)`, submitted_at, queued, waiting` (those
+With format=json it prints `{"data": path, "at": time, "dispatcher": process id, "jobs": [...]}`. Each job has `job_id,
+family, policy, seed, n, priority, state` (submitting, queued, running, stopped: nobody works on it, done, cancelling
+or cancelled)`, submitted_at, queued, waiting` (those
 of the queued that wait for another attempt)`, running, done, cancelled, by_status` (status -> runs)`, rate_per_min,
 eta_s`; with job=ID also `space, settings` and `errors`, a list of `task_index, attempt, state, status, error,
 error_at`, newest first. Times are ISO 8601 in UTC; what is not known is null.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from farm.jobs import JobProgress, Queue
+from farm.lock import dispatcher_of
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -45,11 +47,15 @@ def entry(cfg: DictConfig) -> None:
 
 def read(folder: DataFolder, job_id: str | None, now: float) -> dict[str, Any]:
     """What format=json prints (see the top of this file)."""
-    report: dict[str, Any] = {"data": str(folder.root), "at": _iso(now), "jobs": []}
+    report: dict[str, Any] = {"data": str(folder.root), "at": _iso(now), "dispatcher": None, "jobs": []}
+    if folder.root.exists():
+        folder.open()  # also where there is no queue: a folder that cannot be read is not an empty one
     if job_id is None and not folder.queue.is_file():
         return report
+    report["dispatcher"] = dispatcher_of(folder.dispatcher_lock)
     with Queue.open(existing_queue(folder, job_id)) as queue:
-        report["jobs"] = [_job_report(progress) for progress in queue.progress(now, job_id)]
+        worked_on = report["dispatcher"] is not None
+        report["jobs"] = [_job_report(progress, worked_on) for progress in queue.progress(now, job_id)]
         if job_id is not None:
             job, (detail,) = queue.job(job_id), report["jobs"]
             detail["space"] = json.loads(job.space_json)
@@ -67,8 +73,11 @@ def existing_queue(folder: DataFolder, job_id: str | None) -> Path:
     return folder.open().queue
 
 
-def _job_report(progress: JobProgress) -> dict[str, Any]:
+def _job_report(progress: JobProgress, worked_on: bool) -> dict[str, Any]:
     job, counts = progress.job, progress.counts
+    state, rate_per_s, eta_s = progress.state, progress.rate_per_s, progress.eta_s
+    if not worked_on and state in ("queued", "running"):  # leases outlive a killed dispatcher, its rate does not
+        state, rate_per_s, eta_s = "stopped" if counts.done or counts.leased else "queued", None, None
     return {
         "job_id": job.job_id,
         "family": job.family,
@@ -76,7 +85,7 @@ def _job_report(progress: JobProgress) -> dict[str, Any]:
         "seed": job.seed,
         "n": job.n,
         "priority": job.priority,
-        "state": progress.state,
+        "state": state,
         "submitted_at": _iso(job.submitted_at),
         "queued": counts.queued,
         "waiting": counts.waiting,
@@ -84,8 +93,8 @@ def _job_report(progress: JobProgress) -> dict[str, Any]:
         "done": counts.done,
         "cancelled": counts.cancelled,
         "by_status": dict(sorted(counts.by_status.items())),
-        "rate_per_min": None if progress.rate_per_s is None else round(progress.rate_per_s * 60, 3),
-        "eta_s": None if progress.eta_s is None else round(progress.eta_s, 1),
+        "rate_per_min": None if rate_per_s is None else round(rate_per_s * 60, 3),
+        "eta_s": None if eta_s is None else round(eta_s, 1),
     }
 
 
@@ -116,6 +125,8 @@ def _print_table(report: dict[str, Any]) -> None:
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     console.print(table)
+    if any(job["state"] == "stopped" for job in report["jobs"]):
+        console.print("stopped: no dispatcher works on this folder; `python -m farm.work` goes on.", soft_wrap=True)
     if any(job["state"] == "submitting" for job in report["jobs"]):
         console.print("A submission that was interrupted is completed by the same command.", soft_wrap=True)
     for job in report["jobs"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
@@ -16,6 +17,8 @@ from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import choose_device
 
+_RULES_SHOWN = 3
+
 
 def entry(cfg) -> int:
     """Queue the job that `cfg` describes and work it off; 130 when it was interrupted."""
@@ -24,13 +27,15 @@ def entry(cfg) -> int:
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(iter(sample_range(settings.space, settings.seed, 0, 1, settings.policy, settings.limits)))
+    if not settings.detach:
+        settings.cluster.check_address()
     folder = DataFolder.resolve(settings.data).create()
     with Queue.open(folder.queue) as queue:
         job_id = submit(folder, queue, settings)
         if settings.detach:
             print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
             return 0
-        print(said)
+        print(said + ("; one worker, as cluster=inline has" if settings.cluster.kind == "inline" else ""))
         return work(folder, queue, settings.cluster, job_id=job_id)
 
 
@@ -51,10 +56,13 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
         submitted_at=time.time(),
     )
     existing = queue.next_index(job_id)
+    rejections: Counter[str] = Counter()
     configs = (
         (index, canonical_json(config.to_mapping()))
         for index, config in enumerate(
-            sample_range(settings.space, settings.seed, existing, settings.n, settings.policy, settings.limits),
+            sample_range(
+                settings.space, settings.seed, existing, settings.n, settings.policy, settings.limits, rejections
+            ),
             start=existing,
         )
     )
@@ -74,6 +82,8 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
     )
     total = queue.counts(job_id).total
     known = f"{total - added.added} were queued before" if total > added.added else "new"
+    for rule, count in rejections.most_common(_RULES_SHOWN):  # a misspelt choice would lose its share in silence
+        print(f"{job_id}: {count} sampled points were drawn again: {rule}")
     print(f"{job_id}: {added.added} trials added ({known}), {total} in all")
     return job_id
 

@@ -5,22 +5,14 @@ from __future__ import annotations
 import sys
 import time
 
-from conf.cli import command
-from farm.dispatch import (
-    Dispatcher,
-    DispatcherBusy,
-    DispatcherLock,
-    StopRequest,
-    dispatcher_of,
-    make_executor,
-    reconcile,
-)
+from conf.cli import EXIT_INTERRUPTED, command
+from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
 from farm.jobs import Queue
+from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings
 from farm.settings import device_from_key
 from warehouse.folder import DataFolder
-from workers.devices import make_device
 
 _LOOK_AGAIN_S = 2.0
 
@@ -68,10 +60,10 @@ def work(
             _compact(folder)
     except KeyboardInterrupt:
         print("stopped; the same command goes on where it was", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     if stop.requested:
         print("left; the same command goes on where it was", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     if job_id is not None:
         _summary(folder, queue, job_id)
     return 0
@@ -79,15 +71,14 @@ def work(
 
 def _work_device(folder, queue, cluster, key, stop, lock, job_id) -> None:
     choice = device_from_key(key)
-    device = make_device(choice)
-    slots = device.slots()
-    workers = 1 if cluster.kind == "inline" else len(slots)
+    jobs = [job.job_id for job in queue.jobs() if job.device == key and queue.pending(job.job_id)]
+    jobs.sort(key=lambda name: name != job_id)  # the one that was asked for stands first
+    label = jobs[0] if len(jobs) == 1 else f"{jobs[0]} and {len(jobs) - 1} more"
 
     def totals() -> tuple[int, int]:
-        counts = queue.counts(device=key)
-        return counts.ended, counts.total
+        counts = [queue.counts(name) for name in jobs]
+        return sum(c.ended for c in counts), sum(c.total - c.cancelled for c in counts)
 
-    label = job_id or f"{workers} x {slots[0].device_name}"
     with Progress(label, totals) as progress:
         Dispatcher(folder, queue, make_executor(choice, cluster), key, progress).run(stop, lock)
 

@@ -113,5 +113,6 @@ def _descriptions() -> dict[str, dict]:
         if entry.name.endswith(".yaml"):
             mapping = yaml.safe_load(entry.read_text(encoding="utf-8"))
             if isinstance(mapping, dict) and "backend" not in mapping:
+                mapping.pop("count", None)  # the farm's business, not the device's
                 found[entry.name.removesuffix(".yaml")] = mapping
     return found

@@ -5,7 +5,8 @@ export GPUFARM_DATA="${GPUFARM_DATA:-demo-data}"
 target=drama
 
 show() { printf '\n\033[1m$ %s\033[0m\n' "$*"; }
-run() { show "$(printf '%q ' "$@")"; "$@"; }
+run() { show "$*"; "$@"; }
+export COLUMNS="${COLUMNS:-120}"
 
 run python -m farm.submit +arch=cnn n=64
 
@@ -30,7 +31,7 @@ Done. The runs are in $GPUFARM_DATA. What to try next:
   export GPUFARM_DATA=$GPUFARM_DATA
   python -m farm.submit +arch=mlp n=500                 # another family; the same command again adds nothing
   python -m farm.submit +arch=transformer n=100 device=H200-SXM-141GB
-  python -m farm.submit +arch=mlp n=20 device=cpu       # really train, on the CPU
+  python -m farm.submit +arch=mlp n=20 device=cpu window.max_seconds=5   # really train, on the CPU
   python -m farm.status
   python -m warehouse.query "SELECT config->>'topology' AS topology, status, count(*) FROM runs GROUP BY ALL ORDER BY ALL"
   python -m learn.fit target=memory

@@ -92,6 +92,11 @@ def fit(
             f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}; they are "
             "not fitted on, so estimates near the device's memory lean low"
         )
+    if "simulated" in rows.count("source"):
+        said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
+        notes.append(said + "nothing about real GPUs")
+        if settings.estimator == "trace":
+            notes.append("the trace made these very labels, so that its errors here are zero by construction")
     if unreadable := rows.counts.get("unreadable"):
         notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
     meta = {

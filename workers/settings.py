@@ -54,7 +54,7 @@ class TrialSettings:
     host_memory_limit_mib: float | None = None
 
     def __post_init__(self) -> None:
-        _check(self, "trial", timeout_s=0)
+        _check(self, "trial", timeout_s=0.001)
         if self.host_memory_limit_mib is not None:
             _check(self, "trial", host_memory_limit_mib=1)
 

@@ -125,6 +125,9 @@ class Worker:
         except ServerLost as error:
             lost = str(error)
             self._discard_server()
+        except BaseException:
+            self._discard_server()  # a trial may still run on it
+            raise
         outcome, retryable = _outcome(observed, settings, lost)
         run = {
             **self._identity(task),

@@ -2,9 +2,10 @@
 
 import pytest
 
-from farm.dispatch import Dispatcher, DispatcherBusy, DispatcherLock, lost_run, reconcile, task_spec
+from farm.dispatch import Dispatcher, lost_run, reconcile, task_spec
 from farm.executors import Completion
 from farm.jobs import Job, Queue
+from farm.lock import DispatcherBusy, DispatcherLock
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from warehouse import connect

@@ -8,6 +8,7 @@ import pytest
 from conf.cli import run
 from farm import cancel, status
 from farm.jobs import Job, Queue
+from farm.lock import DispatcherLock
 from farm.space import parse_space
 from warehouse.folder import DataFolder
 
@@ -35,6 +36,13 @@ def queue(folder):
     folder.create()
     with Queue.open(folder.queue) as queue:
         yield queue
+
+
+@pytest.fixture
+def dispatcher(queue, folder):
+    """Somebody works on the folder: this process."""
+    with DispatcherLock(folder.dispatcher_lock) as lock:
+        yield lock
 
 
 def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):
@@ -70,7 +78,7 @@ def test_an_empty_folder_says_how_to_submit(call, folder, exists):
     assert not folder.queue.exists(), "asking leaves nothing behind"
 
 
-def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue):
+def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispatcher):
     submit(queue)
     submit(queue, "mlp-0badcafe", n=3000, given=2000)
     work(queue, ["ok"] * 3 + ["oom"])
@@ -84,7 +92,7 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue):
     assert "completed by the same command" in out
 
 
-def test_json_is_complete_and_stable(call, queue, folder):
+def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
     submit(queue)
     work(queue, ["ok", "crashed"])
     code, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
@@ -127,12 +135,29 @@ def test_json_is_complete_and_stable(call, queue, folder):
     ]
 
 
-def test_rate_and_time_left_are_those_of_the_last_minutes(queue, folder):
+def test_rate_and_time_left_are_those_of_the_last_minutes(queue, folder, dispatcher):
     submit(queue)
     for i in range(5):
         work(queue, ["ok"], now=1_000_000_000.0 + 10 * i)
     (job,) = status.read(folder, None, 1_000_000_040.0)["jobs"]
     assert (job["rate_per_min"], job["eta_s"]) == (6.0, 50.0)
+
+
+def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, queue, folder):
+    submit(queue)
+    work(queue, ["ok"] * 3)
+    queue.lease("w", 1, 1_000_000_000.0, 60.0)  # its dispatcher was killed
+    report = status.read(folder, None, 1_000_000_010.0)
+    assert report["dispatcher"] is None
+    assert [(job["state"], job["eta_s"]) for job in report["jobs"]] == [("stopped", None)]
+    _, out, _ = call(status)
+    assert "`python -m farm.work` goes on" in out
+
+
+def test_a_folder_of_a_newer_schema_is_refused(call, folder, queue):
+    folder.format_marker.write_text('{"schema_version": 99}')
+    code, _, err = call(status)
+    assert code == 2 and "99" in err
 
 
 def test_one_job_in_detail_shows_its_space_settings_and_errors(call, queue):
