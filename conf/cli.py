@@ -247,7 +247,8 @@ def help_text(name: str) -> str:
             rows.append((f"{key}={'(required)' if default == '???' else default}", text))
             continue
         rows.append((f"{key}={default}", f"{text} [{' | '.join(group_options(key))}]".strip()))
-        rows += [(f"  {key}.{inner}={value}", said) for inner, value, said in documented_keys(f"{key}/{default}")]
+        if default in group_options(key):
+            rows += [(f"  {key}.{inner}={value}", said) for inner, value, said in documented_keys(f"{key}/{default}")]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
