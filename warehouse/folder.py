@@ -6,6 +6,7 @@ Start reading at `DataFolder`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -58,7 +59,7 @@ class DataFolder:
             raise UsageError(f"data={self.root} is a file, not a folder")
         version = self._read_version()  # before anything is written
         with self._explained():
-            for folder in (self.jobs, self.models, self.logs, self.locks, *map(self.listings, KINDS)):
+            for folder in (self.jobs, self.models, self.locks, *map(self.listings, KINDS)):
                 folder.mkdir(parents=True, exist_ok=True)
             for path, schema in self._anchors().items():
                 if not path.exists():
@@ -115,10 +116,6 @@ class DataFolder:
         return self.root / "models"
 
     @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
     def locks(self) -> Path:
         return self.root / "locks"
 
@@ -145,7 +142,7 @@ class DataFolder:
         return sorted(name for name in names if name != _ANCHOR_FAMILY)
 
     def _anchors(self) -> dict[Path, pa.Schema]:
-        """Files without rows that give every glob something to bind and every column its type."""
+        """Files without rows that give every glob something to bind; an older one does, as views add columns."""
         name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
         return {
             self.runs / partition / name: RUN_SCHEMA,
@@ -181,7 +178,13 @@ class DataFolder:
         try:
             yield
         except OSError as error:
-            raise UsageError(f"data={self.root} cannot be written: {error.strerror or error}") from error
+            if self.root.is_dir():
+                raise UsageError(f"data={self.root} cannot be written: {error.strerror or error}") from error
+            # /proc and the like say "No such file or directory" of the folder that was to be made
+            why = "" if error.errno == errno.ENOENT else f": {error.strerror or error}"
+            raise UsageError(
+                f"data={self.root}: the folder cannot be made there{why}; name another place with data=PATH"
+            ) from error
 
 
 def checked_name(kind: str, name: object) -> str:

@@ -10,6 +10,8 @@ import datetime
 import decimal
 import json
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,13 +25,16 @@ import pyarrow.parquet as pq
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from warehouse.folder import COMPRESSION, DataFolder, replacing
-from warehouse.views import check_readable, connect
+from warehouse.views import VIEWS, check_readable, connect
 
 READ_STATEMENTS = {
     duckdb.StatementType.SELECT,
     duckdb.StatementType.EXPLAIN,
 }
+_UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
 _BATCH_ROWS = 10_000
+_WIDTH_ELSEWHERE = 200  # columns of a table that goes into a file or pipe, which has no width of its own
+_UNBOUNDED = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +107,36 @@ def _write_table(relation, file: TextIO, settings: QuerySettings) -> None:
     table = Table(box=box.SQUARE)
     numeric = [type_name.id in _NUMBERS for type_name in relation.types]
     for name, is_number in zip(names, numeric, strict=True):
-        table.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
-    for row in shown:
-        table.add_row(*(Text("NULL", style="dim") if v is None else Text(_cell(v)) for v in row))
+        table.add_column(Text(name), justify="right" if is_number else "left")
+    cells = [[Text("NULL", style="dim") if v is None else Text(_cell(v)) for v in row] for row in shown]
+    for row in cells:
+        table.add_row(*row)
     console = Console(file=file, highlight=False)
-    if not console.is_terminal:  # into a file or pipe: no terminal's width cuts the cells
-        console.width = max(80, console.measure(table).maximum)
-    console.print(table)
+    if not console.is_terminal:
+        console.width = max(_WIDTH_ELSEWHERE, console.width)
+    if console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum <= console.width:
+        console.print(table)
+    else:
+        _print_records(console, names, cells)
     if len(rows) > len(shown):
         console.print(f"first {len(shown)} rows; max_rows=N prints more, format=csv prints all")
     else:
         console.print(f"{len(shown)} row{'' if len(shown) == 1 else 's'}")
+
+
+def _print_records(console, names: list[str], rows: list[list]) -> None:
+    """A line for each value, as `psql` does with \\x; a value's further lines stand below its first."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    width = max(map(cell_len, names))
+    for number, row in enumerate(rows, 1):
+        console.print(Text(f"-- row {number} --"))
+        for name, value in zip(names, row, strict=True):
+            first, *more = value.split(allow_blank=True)
+            console.print(Text(name + " " * (width - cell_len(name) + 2)) + first, soft_wrap=True)
+            for line in more:
+                console.print(Text(" " * (width + 2)) + line, soft_wrap=True)
 
 
 _NUMBERS = {
@@ -202,18 +226,30 @@ def _json_value(value: Any) -> Any:
 @contextlib.contextmanager
 def _target(out: str) -> Iterator[Path]:
     path = Path(out).expanduser()
+    if path.is_dir():
+        raise UsageError(f"out={out} cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise UsageError(f"out={out} cannot be written: there is no folder {path.parent}")
     try:
         with replacing(path) as temporary:
             yield temporary
     except OSError as error:
-        raise UsageError(f"out={out} cannot be written: {error.strerror or error}") from error
+        # By its number, as Arrow's own text names the temporary file.
+        why = os.strerror(error.errno) if error.errno else str(error).replace(temporary.name, path.name)
+        raise UsageError(f"out={out} cannot be written: {why}") from error
 
 
 @contextlib.contextmanager
 def _explained(folder: DataFolder) -> Iterator[None]:
-    """DuckDB's message as a whole (it has the position and what was probably meant), in our error."""
+    """DuckDB's message as a whole (it has the position and what was probably meant), in our error.
+
+    Not for an unknown table: DuckDB then proposes tables of its own.
+    """
     try:
         yield
+    except duckdb.CatalogException as error:
+        unknown = _UNKNOWN_TABLE.search(str(error))
+        raise unknown_name("table", unknown[1], VIEWS) if unknown else UsageError(str(error).strip()) from error
     except duckdb.Error as error:
         raise check_readable(error, folder) or UsageError(str(error).strip()) from error
 

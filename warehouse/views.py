@@ -20,6 +20,17 @@ from warehouse.folder import KINDS, DataFolder, write_bytes
 from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
 
+VIEWS = ("runs", "telemetry", "jobs")
+
+_SQL_TYPES = {
+    pa.string(): "VARCHAR",
+    pa.bool_(): "BOOLEAN",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float64(): "DOUBLE",
+    pa.timestamp("us", tz="UTC"): "TIMESTAMPTZ",
+}
+
 
 def connect(data: str | os.PathLike | DataFolder | None = None) -> duckdb.DuckDBPyConnection:
     """Open the warehouse's views read-only; several may, also while the farm writes.
@@ -64,12 +75,13 @@ def view_statements(folder: DataFolder) -> list[str]:
     """The SQL that makes the views of a folder."""
     counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
     counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
+    snapshots = f"read_parquet({_text(_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
     return [
         f"CREATE VIEW runs AS {_partitioned_view(folder, 'runs', RUN_SCHEMA)}",
         f"CREATE VIEW telemetry AS {_partitioned_view(folder, 'telemetry', TELEMETRY_SCHEMA)}",
         f"""CREATE VIEW jobs AS
             SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
-            FROM read_parquet({_text(_glob(folder.jobs) + "/*.parquet")}, union_by_name=true) AS snapshot
+            FROM ({_with_every_column(JOB_SCHEMA, snapshots)}) AS snapshot
             LEFT JOIN (SELECT job_id, count(*) AS runs, {counted} FROM runs GROUP BY job_id) AS done
             ON snapshot.job_id = done.job_id""",
     ]
@@ -85,6 +97,9 @@ def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
     """
     root = folder.root / kind
     columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
+    files = f"""read_parquet(
+            {_text(_glob(root) + "/family=*/*.parquet")},
+            union_by_name=true, filename=true, hive_partitioning=true, hive_types={{'family': VARCHAR}})"""
     return f"""
         SELECT {columns}
         FROM (
@@ -92,12 +107,19 @@ def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
             FROM read_parquet({_text(_glob(folder.listings(kind)) + "/*.parquet")}, union_by_name=true)
             GROUP BY ALL
         ) AS listed
-        RIGHT JOIN read_parquet(
-            {_text(_glob(root) + "/family=*/*.parquet")},
-            union_by_name=true, filename=true, hive_partitioning=true, hive_types={{'family': VARCHAR}}
-        ) AS file ON listed.path = file.filename
+        RIGHT JOIN ({_with_every_column(schema, files)}) AS file ON listed.path = file.filename
         WHERE CASE WHEN listed.path IS NULL THEN NOT contains(file.filename, '/{MERGED_PREFIX}')
                    ELSE NOT listed.hidden END"""
+
+
+def _with_every_column(schema: pa.Schema, files: str) -> str:
+    """The rows of `files`, with the schema's columns that none of them has as NULL.
+
+    A column that was added lately is in no file of an older folder, and such a folder may only be read. DuckDB drops
+    the side without rows when it plans a query, so this costs nothing.
+    """
+    typed = ", ".join(f"NULL::{_SQL_TYPES[field.type]} AS {field.name}" for field in schema)
+    return f"SELECT {typed} WHERE false UNION ALL BY NAME SELECT * FROM {files}"
 
 
 def _columns(schema: pa.Schema, table: str) -> str:
@@ -141,7 +163,8 @@ def _fingerprint_in(path: Path) -> str | None:
 
 def _confine(connection: duckdb.DuckDBPyConnection, folder: DataFolder) -> None:
     """Let the connection read the data folder only. Connections of one process to one file share their settings."""
-    (open_to_all,) = connection.execute("SELECT current_setting('enable_external_access')").fetchone()
+    # All of it is fetched: a result that is left unfinished makes the connection refuse relations.
+    ((open_to_all,),) = connection.execute("SELECT current_setting('enable_external_access')").fetchall()
     if not open_to_all:
         return
     if not os.access(folder.root, os.W_OK):

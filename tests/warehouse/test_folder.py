@@ -1,5 +1,6 @@
 """The data folder: where it is, what it refuses."""
 
+import errno
 import json
 import os
 
@@ -77,8 +78,30 @@ def test_a_file_in_the_way_is_named(tmp_path):
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match="cannot be made there: Permission denied"):
         DataFolder.resolve(tmp_path / "data").create()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no folders, as /proc")
+def test_a_place_that_takes_no_folders_is_said_to_be_one():
+    with pytest.raises(UsageError) as caught:
+        DataFolder.resolve("/proc/x").create()
+    assert str(caught.value) == "data=/proc/x: the folder cannot be made there; name another place with data=PATH"
+
+
+def test_a_folder_that_is_full_is_named(folder, monkeypatch):
+    def refuse(*_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder.format_marker.unlink()
+    monkeypatch.setattr("warehouse.folder.write_bytes", refuse)
+    with pytest.raises(UsageError, match="cannot be written: No space left"):
+        folder.create()
+
+
+def test_every_folder_that_is_made_is_used(folder):
+    made = {path.name for path in folder.root.iterdir() if path.is_dir()}
+    assert made == {"runs", "telemetry", "jobs", "models", "locks", "compactions"}
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path):

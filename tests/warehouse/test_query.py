@@ -3,13 +3,14 @@
 import csv
 import io
 import json
+import os
 
 import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row, samples
 
 from conf.cli import run
-from warehouse.query import entry
+from warehouse.query import QuerySettings, entry, run_query
 from warehouse.writer import RunWriter
 
 
@@ -95,15 +96,78 @@ def test_out_takes_what_standard_output_would(query, filled, tmp_path, name):
     assert (tmp_path / "o").read_text() == printed
 
 
-def test_out_that_cannot_be_written_is_named(query, tmp_path):
-    code, _, err = query("SELECT 1", "format=csv", f"out={tmp_path / 'none' / 'o.csv'}")
-    assert code == 2 and "out=" in err and "No such file" in err
+@pytest.mark.parametrize("name", ["csv", "parquet", "json", "table"])
+def test_out_in_a_folder_that_is_none_names_that_folder(query, tmp_path, name):
+    code, _, err = query("SELECT 1 AS a", f"format={name}", f"out={tmp_path / 'none' / 'o'}")
+    assert (code, err) == (
+        2,
+        f"error: out={tmp_path / 'none' / 'o'} cannot be written: there is no folder {tmp_path / 'none'}\n",
+    )
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no files, as /proc")
+@pytest.mark.parametrize("name", ["csv", "parquet"])
+def test_out_that_cannot_be_written_is_named_without_the_temporary_file(query, name):
+    code, _, err = query("SELECT 1 AS a", f"format={name}", "out=/proc/self/o")
+    assert code == 2 and err.startswith("error: out=/proc/self/o cannot be written: ")
+    assert ".tmp" not in err and "/.o" not in err and len(err) < 100
+
+
+@pytest.mark.parametrize("out", ["/", ".", "~"])
+def test_out_that_is_a_folder_is_refused(query, out):
+    code, _, err = query("SELECT 1 AS a", "format=csv", f"out='{out}'")
+    assert (code, err) == (2, f"error: out={out} cannot be written: it is a folder\n")
 
 
 def test_table_shows_all_cells_and_says_when_rows_are_left_out(query, filled):
     code, out, _ = query("SELECT run_id, smact FROM runs ORDER BY 1")
     assert code == 0 and "J-000001" in out and "NULL" in out and "2 rows" in out
     assert "first 1 rows" in query("SELECT run_id FROM runs ORDER BY 1", "max_rows=1")[1]
+
+
+def test_rows_that_are_too_wide_are_written_one_below_the_other(query, filled):
+    code, out, _ = query("SELECT * FROM runs ORDER BY run_id")
+    lines = out.splitlines()
+    assert code == 0
+    assert [line for line in lines if line.startswith("-- ")] == ["-- row 1 --", "-- row 2 --"]
+    assert [line.split() for line in lines if line.startswith("source ")] == [["source", "simulated"]] * 2
+    assert [line.split() for line in lines if line.startswith("smact ")] == [["smact", "0.1"], ["smact", "NULL"]]
+    at = next(i for i, line in enumerate(lines) if line.startswith("error "))
+    value = lines[at].index('say "hi",')
+    assert lines[at + 1] == " " * value + "then go"
+    assert lines[-1] == "2 rows"
+    assert query("SELECT * FROM runs", "max_rows=1")[1].splitlines()[-1].startswith("first 1 rows")
+
+
+def test_rows_as_wide_as_many_terminals_stay_a_table_where_there_is_none(query, filled):
+    columns = "run_id, family, status, oom_kind, source, device_name, started_at, attempt, precision, optimizer"
+    code, out, _ = query(f"SELECT {columns} FROM runs ORDER BY 1")
+    assert code == 0 and "-- row" not in out
+    header, first = (line for line in out.splitlines() if "run_id" in line or "J-000000" in line)
+    assert [cell.strip() for cell in header.split("│")[1:-1]] == columns.split(", ")
+    assert "│ simulated │" in first and 80 < len(first) <= 200
+
+
+@pytest.mark.parametrize(("width", "vertical"), [(20, True), (21, False)])
+def test_in_a_terminal_its_width_decides(filled, folder, monkeypatch, width, vertical):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    file = Terminal()
+    run_query(QuerySettings(sql="SELECT 'simulated' AS source, 12345 AS n", data=str(folder.root)), file)
+    assert ("-- row 1 --" in file.getvalue()) is vertical
+    assert "simulated" in file.getvalue() and "12345" in file.getvalue()
+
+
+def test_a_long_value_is_not_cut(query):
+    code, out, _ = query("SELECT repeat('word ', 100) || 'end' AS long, 1 AS n")
+    assert code == 0
+    assert out == f"-- row 1 --\nlong  {'word ' * 100}end\nn     1\n1 row\n"
 
 
 def test_an_empty_warehouse_answers_with_no_rows(query):
@@ -121,7 +185,10 @@ def test_equals_signs_and_quotes_in_sql_are_no_overrides(query, filled):
     ("sql", "said"),
     [
         ("SELECT peak_memory FROM runs", "peak_memory_mib"),
-        ("SELECT * FROM run", "runs"),
+        ("SELECT * FROM run", "error: unknown table 'run'; known: jobs, runs, telemetry\n"),
+        ("SELECT * FROM gadgets", "error: unknown table 'gadgets'; known: jobs, runs, telemetry\n"),
+        ("SELECT * FROM old.runs", "error: unknown table 'old.runs'; known: jobs, runs, telemetry\n"),
+        ("SELECT averag(smact) FROM runs", "averag"),
         ("SELEC 1 x", "syntax error"),
         ("SELECT 1; SELECT 2", "one SQL statement, got 2"),
         ("CREATE TABLE t AS SELECT 1", "read-only"),

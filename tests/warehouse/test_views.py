@@ -90,6 +90,14 @@ def test_several_connections_are_open_at_once_while_a_run_lands(folder, connecti
             assert opened.execute("SELECT count(*) FROM runs").fetchone() == (2,)
 
 
+def test_every_connection_of_a_process_takes_relations(folder, connection):
+    with contextlib.closing(warehouse.connect(folder)) as second:
+        for opened in (connection, second):
+            assert opened.sql("FROM runs").fetchall()[0][0] == "J-000001"
+            reader = opened.sql("SELECT count(*) AS n FROM runs").to_arrow_table()
+            assert reader.to_pylist() == [{"n": 1}]
+
+
 def test_files_of_an_older_schema_are_read_with_nulls(folder):
     partition = folder.partition("runs", "cnn")
     partition.mkdir()

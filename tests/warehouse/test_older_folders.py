@@ -1,0 +1,121 @@
+"""Folders of an older schema: rows written before a column was added stay readable, also where nothing may be written.
+
+Start reading at `newer_schema`.
+"""
+
+import contextlib
+import os
+
+import duckdb
+import pyarrow as pa
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from warehouse import schema
+from warehouse.compact import CompactionSettings, compact
+from warehouse.folder import KINDS
+from warehouse.writer import RunWriter
+
+NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def newer_schema(folder, monkeypatch):
+    """Two runs, two samples each and a job are written; then one column more in each schema, and the next version."""
+    writer = RunWriter(folder)
+    for index in range(2):
+        writer.write(run_row(index, smact=0.5), samples(2))
+    writer.write_job({"job_id": "J", "family": "cnn", "n": 2})
+
+    def grow():
+        added = {
+            "RUN_SCHEMA": schema.RUN_SCHEMA.append(pa.field("fan_rpm", pa.float64())),
+            "TELEMETRY_SCHEMA": schema.TELEMETRY_SCHEMA.append(pa.field("fan_rpm", pa.float64())),
+            "JOB_SCHEMA": schema.JOB_SCHEMA.append(pa.field("due_at", pa.timestamp("us", tz="UTC"))),
+            "SCHEMA_VERSION": schema.SCHEMA_VERSION + 1,
+            "SCHEMAS": None,
+        }
+        added["SCHEMAS"] = {"runs": added["RUN_SCHEMA"], "telemetry": added["TELEMETRY_SCHEMA"]}
+        for module in ("schema", "folder", "views", "writer", "compact"):
+            for name, value in added.items():
+                if hasattr(getattr(warehouse, module), name):
+                    monkeypatch.setattr(f"warehouse.{module}.{name}", value)
+
+    return grow
+
+
+def ask(folder, sql):
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def check_old_rows(folder):
+    assert ask(folder, "SELECT count(*), count(smact), count(fan_rpm) FROM runs") == [(2, 2, 0)]
+    assert ask(folder, "SELECT count(*), count(smact), count(fan_rpm) FROM telemetry") == [(4, 4, 0)]
+    assert ask(folder, "SELECT job_id, runs, ok, due_at FROM jobs") == [("J", 2, 2, None)]
+    assert ask(folder, "SELECT DISTINCT typeof(fan_rpm) FROM runs") == [("DOUBLE",)]
+
+
+def test_older_rows_are_read_and_a_new_column_is_null(folder, newer_schema):
+    newer_schema()
+    check_old_rows(folder)
+
+
+def test_a_plain_client_reads_older_rows_once_the_views_are_new(folder, newer_schema):
+    newer_schema()
+    warehouse.connect(folder).close()
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        assert connection.execute("SELECT run_id, fan_rpm FROM runs ORDER BY 1").fetchall() == [
+            ("J-000000", None),
+            ("J-000001", None),
+        ]
+
+
+def test_an_older_folder_that_may_only_be_read_is_read(folder, newer_schema, monkeypatch):
+    def refuse(*_arguments):
+        raise OSError(30, "Read-only file system")
+
+    newer_schema()
+    before = sorted(folder.root.rglob("*"))
+    monkeypatch.setattr("warehouse.views.write_bytes", refuse)
+    check_old_rows(folder)
+    assert sorted(folder.root.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_an_older_folder_without_write_permission_is_read(folder, newer_schema):
+    newer_schema()
+    folder.root.chmod(0o500)
+    try:
+        check_old_rows(folder)
+    finally:
+        folder.root.chmod(0o700)
+
+
+def test_a_connection_that_was_open_before_reads_on_after_newer_runs_land(folder, newer_schema):
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        newer_schema()
+        RunWriter(folder).write(run_row(2, fan_rpm=900.0), samples(2, fan_rpm=[900.0, 901.0]))
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
+    assert ask(folder, "SELECT run_id, fan_rpm FROM runs ORDER BY 1")[1:] == [("J-000001", None), ("J-000002", 900.0)]
+
+
+def test_older_and_newer_files_are_merged_with_nulls(folder, newer_schema):
+    newer_schema()
+    RunWriter(folder).write(run_row(2, fan_rpm=900.0), samples(2, fan_rpm=[900.0, 901.0]))
+    runs = [("J-000000", None), ("J-000001", None), ("J-000002", 900.0)]
+    for hours in (0, 2):  # merges, then deletes what was merged
+        report = compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
+        assert report.problems == []
+        assert ask(folder, "SELECT run_id, fan_rpm FROM runs ORDER BY 1") == runs
+        assert ask(folder, "SELECT count(*), sum(fan_rpm) FROM telemetry") == [(6, 1801.0)]
+    assert [len(list(folder.partition(kind, "cnn").glob("*.parquet"))) for kind in KINDS] == [1, 1]
+
+
+def test_older_files_alone_are_merged_in_an_older_folder(folder, newer_schema):
+    newer_schema()
+    for hours in (0, 2):
+        compact(folder, now_s=NOW_S + hours * HOUR_S, settings=CompactionSettings(min_files=2))
+        check_old_rows(folder)
