@@ -27,6 +27,7 @@ from workers.worker import RunResult, TaskSpec
 LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
 _WAIT_S = 0.2
+_STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up to 120 s, ending a trial up to 30 s
 
 
 def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
@@ -57,6 +58,7 @@ class Dispatcher:
         self._clock = clock
         self._writer = RunWriter(folder)
         self._leased: dict[str, Task] = {}  # run_id -> task
+        self._handed_out_at: dict[str, float] = {}
         self._renewed_at = clock()
 
     def run(self, stop: StopRequest, lock: DispatcherLock) -> bool:
@@ -79,6 +81,9 @@ class Dispatcher:
                     lock.record(descendants())
                     recorded = True
                 self._renew()
+                self._restart_stuck_workers()
+                for notice in self._executor.notices():
+                    self._progress.say(notice)
                 self._progress.update()
         finally:
             self._queue.release(list(self._leased.values()))
@@ -92,6 +97,7 @@ class Dispatcher:
             (task,) = tasks
             spec = task_spec(task)
             self._leased[spec.run_id] = task
+            self._handed_out_at[spec.run_id] = self._clock()
             self._executor.submit(worker, spec)
         for task in self._queue.expired(self._clock(), device=self._device_key):
             self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
@@ -109,15 +115,30 @@ class Dispatcher:
             result = result or lost_run(task, error)
         if not again:
             self._land_run(task, result)
+        del self._handed_out_at[completion.task.run_id]
         del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
 
     def _land_run(self, task: Task, result: RunResult) -> None:
         """Durable first, done second: a kill in between is mended by `reconcile`."""
         if self._queue.is_done(task):
             return  # another dispatcher was quicker, after this one's lease had run out
-        self._writer.write(result.run, result.telemetry)
+        try:
+            self._writer.write(result.run, result.telemetry)
+        except ValueError as error:  # a mistake of ours: one task's business, not the job's
+            result = lost_run(task, f"its run was refused by the warehouse: {error}")
+            self._writer.write(result.run, result.telemetry)
         self._queue.finish(task, result.run["status"], self._clock(), error=result.run.get("error"))
         self._progress.landed(result.run)
+
+    def _restart_stuck_workers(self) -> None:
+        """A worker kills its trial at the deadline; one that is long past it hangs itself (a driver that is wedged)."""
+        now = self._clock()
+        for worker, task in self._executor.running().items():
+            timeout_s = json.loads(task.settings).get("timeout_s", 0.0)
+            if now - self._handed_out_at[task.run_id] > timeout_s + _STUCK_AFTER_S:
+                self._progress.say(f"{worker} is stuck at {task.run_id}; it is restarted")
+                self._handed_out_at[task.run_id] = now
+                self._executor.restart(worker)
 
     def _renew(self) -> None:
         now = self._clock()
@@ -213,7 +234,11 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
         rows = connection.execute(
             "SELECT run_id, status FROM runs WHERE list_contains(?::VARCHAR[], run_id)", [list(run_ids)]
         ).fetchall()
+    landed: dict[str, dict[int, str]] = {}
     for run_id, status in rows:
-        queue.finish(run_ids[run_id], status, time.time())
+        task = run_ids[run_id]
+        landed.setdefault(task.job_id, {})[task.task_index] = status
+    for job_id, statuses in landed.items():
+        queue.mark_done(job_id, statuses)
     queue.void_leases()
     return len(rows)

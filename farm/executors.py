@@ -51,6 +51,14 @@ class Executor(Protocol):
         """Tasks handed out and not yet returned by `wait`, by worker."""
         ...
 
+    def restart(self, worker: str) -> None:
+        """Kill a worker that is stuck; its task comes back from `wait` as lost (inline: nothing to be done)."""
+        ...
+
+    def notices(self) -> list[str]:
+        """What a person should know and has not been told yet, a line each."""
+        ...
+
     def close(self) -> None:
         """End every worker at once, and whatever runs on it."""
         ...
@@ -91,6 +99,12 @@ class InlineExecutor:
 
     def running(self) -> Mapping[str, TaskSpec]:
         return {self._worker.name: self._task} if self._task else {}
+
+    def restart(self, worker: str) -> None:
+        pass  # `wait` runs the task itself, so that nobody is left to ask for this
+
+    def notices(self) -> list[str]:
+        return []
 
     def close(self) -> None:
         self._worker.close()

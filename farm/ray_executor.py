@@ -80,11 +80,12 @@ class RayWorker:
     """The actor: finds the slot that Ray pinned it to and runs tasks there. Never imports torch."""
 
     def __init__(self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int):
-        if slot_key is None:
+        name = f"ray-{slot_key}"
+        if slot_key is None:  # Ray has pinned this process: it sees one GPU only
             import ray
 
-            slot_key = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
-        self._worker = Worker(DeviceChoice(**choice), slot_key, f"ray-{slot_key}", environment, workers)
+            name = f"ray-{ray.get_runtime_context().get_accelerator_ids()['GPU'][0]}"
+        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers)
 
     def ready(self) -> None:
         """Start the trial server and wait for it."""
@@ -106,6 +107,8 @@ class RayExecutor:
         self._running: dict[Any, tuple[str, TaskSpec]] = {}  # ref of run() -> (worker, task)
         self._failures: dict[str, int] = {}
         self._unstarted: list[str] = []
+        self._notices: list[str] = []
+        self._ray = None
         self._idle: list[str] = []
 
     def start(self) -> None:
@@ -116,6 +119,7 @@ class RayExecutor:
         except ImportError as error:
             raise UsageError(f"cannot import ray ({error}); cluster=inline runs one worker without it") from error
 
+        self._ray = ray
         pinned = self._connect(ray)
         actor = ray.remote(
             num_cpus=0,  # an actor that holds a CPU starves a small machine
@@ -140,19 +144,21 @@ class RayExecutor:
                 raise self._cluster.nobody_answers(error) from error
             pinned = self._choice.backend == "cuda"
             gpus = int(ray.cluster_resources().get("GPU", 0))
-            self._count = gpus if pinned else len(make_device(self._choice).slots())
+            self._count = min(gpus, self._choice.count or gpus) if pinned else len(make_device(self._choice).slots())
             if not self._count:
                 raise UsageError(f"cluster.address={self._cluster.address}: the cluster has no GPU")
             return pinned
+        pinned = self._choice.backend == "cuda"  # CPUs and simulated GPUs are no resource that Ray could count
         slots = make_device(self._choice).slots()
         self._count = len(slots)
-        if self._choice.backend == "cuda":  # by UUID, before Ray counts: a display GPU is never a worker
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if pinned:  # by UUID, before Ray counts: a display GPU is never a worker
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid for slot in slots)
         try:
             ray.init(
                 address="local",
                 num_cpus=os.cpu_count(),
-                num_gpus=self._count,
+                num_gpus=self._count if pinned else 0,
                 include_dashboard=self._cluster.dashboard,
                 dashboard_host="127.0.0.1",
                 object_store_memory=self._cluster.object_store_mib * 2**20,
@@ -163,7 +169,12 @@ class RayExecutor:
             raise UsageError(
                 f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
             ) from error
-        return True
+        finally:
+            if visible is None:
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            else:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        return pinned
 
     def idle(self) -> list[str]:
         return list(self._idle)
@@ -193,13 +204,18 @@ class RayExecutor:
     def running(self) -> Mapping[str, TaskSpec]:
         return dict(self._running.values())
 
-    def close(self) -> None:
-        import ray
+    def restart(self, worker: str) -> None:
+        self._ray.kill(self._actors[worker], no_restart=False)  # its run() then fails, as any lost worker's does
 
-        if ray.is_initialized():
+    def notices(self) -> list[str]:
+        said, self._notices = self._notices, []
+        return said
+
+    def close(self) -> None:
+        if self._ray is not None and self._ray.is_initialized():
             for actor in self._actors.values():
-                ray.kill(actor, no_restart=True)
-            ray.shutdown()
+                self._ray.kill(actor, no_restart=True)
+            self._ray.shutdown()
 
     def _start_servers(self) -> None:
         """Importing torch keeps a core busy for seconds: a few at a time, so that the first worker is ready early."""
@@ -220,6 +236,7 @@ class RayExecutor:
             if self._failures[worker] < _READY_TRIES:
                 self._await_ready(worker)
                 return
+            self._notices.append(f"{worker} does not start and is left out: {_plain(error)}")
             del self._actors[worker]
             if not self._actors:
                 raise UsageError(f"no worker starts: {_plain(error)}") from error

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from types import ModuleType
 
 import numpy as np
@@ -23,9 +23,10 @@ from featurize import families
 from featurize.layers import rough_memory_mib, totals
 from featurize.trial import TrialConfig
 
-SAMPLER_VERSION = 1  # part of a job's identity: grows whenever the same seed would give other configs
+SAMPLER_VERSION = 2  # part of a job's identity: grows whenever the same seed would give other configs
 MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
-_SOBOL_BLOCK = 1024  # points computed at once; a power of two
+_POINTS_AT_ONCE = 1024
+_DIGITS = 32  # binary digits of a stratified coordinate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,26 +85,42 @@ def sample_range(
     return _configs(space, _key(space, seed), start, stop, POLICIES[policy], limits, rejections)
 
 
-def _configs(space, key, start, stop, point_of, limits, rejections) -> Iterator[TrialConfig]:
+def _configs(space, key, start, stop, points_of, limits, rejections) -> Iterator[TrialConfig]:
     family = families.get_family(space.family)
-    for index in range(start, stop):
-        found: list[tuple[dict, list[str]]] = []
-        for attempt in range(MAX_ATTEMPTS):
-            point = point_of(space, key, index) if attempt == 0 else _uniforms(space, key, index, attempt)
-            values = family.repair(space.values(point), _Draw(key, index, attempt))
-            config, problems = _build(family, values, limits)
-            if config is not None:
-                break
-            found.append((values, problems))
-            if rejections is not None:
-                rejections.update(_rule(problem) for problem in problems)
-        else:
-            raise UsageError(_no_valid_configuration(space.family, index, found))
-        yield config
+    for first in range(start, stop, _POINTS_AT_ONCE):
+        indices = range(first, min(first + _POINTS_AT_ONCE, stop))
+        for index, point in zip(indices, points_of(space, key, indices), strict=True):
+            yield _config(space, family, key, index, point, limits, rejections)
 
 
-def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfig | None, list[str]]:
-    """The config and no problems, or None and every rule that it breaks."""
+def _config(space, family, key, index, point, limits, rejections) -> TrialConfig:
+    """The config at `point`, or at the first valid one of the uniform points that stand in for it."""
+    found: list[tuple[dict, list[_Breach]]] = []
+    for attempt in range(MAX_ATTEMPTS):
+        if attempt:
+            point = _uniforms(space, key, index, attempt)
+        values = family.repair(space.values(point), _Draw(key, index, attempt))
+        config, breaches = _build(family, values, limits)
+        if config is not None:
+            return config
+        found.append((values, breaches))
+        if rejections is not None:
+            rejections.update(breach.rule for breach in breaches)
+    raise UsageError(_no_valid_configuration(space.family, index, found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Breach:
+    """One rule that a point broke: `text` names the value that broke it, `rule` does not, so that points can be counted
+    by rule. `needed` is the limit that would have let the point through; None for the family's own rules."""
+
+    rule: str
+    text: str
+    needed: int | None = None
+
+
+def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
+    """The config and nothing, or None and every rule that it breaks."""
     missing = [
         field.name
         for field in dataclasses.fields(family.Config)
@@ -116,47 +133,50 @@ def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfi
     try:
         config = family.Config(**values)
     except ValueError as error:
-        return None, str(error).removeprefix(f"{family.Config.family}: ").split("; ")
-    problems = _over_limits(family, config, limits)
-    return (None, problems) if problems else (config, [])
+        texts = str(error).removeprefix(f"{family.Config.family}: ").split("; ")
+        return None, [_Breach(re.sub(r",? got .*$", "", text, flags=re.DOTALL), text) for text in texts]
+    breaches = _over_limits(family, config, limits)
+    return (None, breaches) if breaches else (config, [])
 
 
-def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> list[str]:
+def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> list[_Breach]:
     if limits.max_parameters is None and limits.max_memory_mib is None:
         return []
     plan = family.layers(config)
-    problems = []
-    if limits.max_parameters is not None and (got := totals(plan).parameters) > limits.max_parameters:
-        problems.append(f"parameters must be <= max_parameters={limits.max_parameters}, got {got}")
+    needs: list[tuple[str, float]] = []
+    if limits.max_parameters is not None:
+        needs.append(("max_parameters", totals(plan).parameters))
     if limits.max_memory_mib is not None:
-        rough = rough_memory_mib(plan, config.batch_size, config.optimizer)
-        if rough > limits.max_memory_mib:
-            problems.append(f"memory must be <= max_memory_mib={limits.max_memory_mib:g}, got {rough:.0f}")
-    return problems
+        needs.append(("max_memory_mib", rough_memory_mib(plan, config.batch_size, config.optimizer)))
+    breaches = []
+    for name, need in needs:
+        limit = getattr(limits, name)
+        if need > limit:
+            rule, needed = f"limits.{name}={limit:.12g}", math.ceil(need)
+            breaches.append(_Breach(rule, f"{rule}, needed {needed}", needed))
+    return breaches
 
 
-def _rule(problem: str) -> str:
-    """The rule without the value that broke it, so that breaches of one rule count together."""
-    return re.sub(r",? got .*$", "", problem, flags=re.DOTALL)
-
-
-def _no_valid_configuration(family: str, index: int, found: list[tuple[dict, list[str]]]) -> str:
+def _no_valid_configuration(family: str, index: int, found: list[tuple[dict, list[_Breach]]]) -> str:
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, dict]] = {}
-    for values, problems in found:
-        for problem in problems:
-            rule = _rule(problem)
-            counts[rule] += 1
-            examples.setdefault(rule, (problem, values))
+    smallest: dict[str, int] = {}
+    for values, breaches in found:
+        for breach in breaches:
+            counts[breach.rule] += 1
+            examples.setdefault(breach.rule, (breach.text, values))
+            if breach.needed is not None:
+                smallest[breach.rule] = min(breach.needed, smallest.get(breach.rule, breach.needed))
     told = []
     for rule, count in counts.most_common(4):
-        problem, values = examples[rule]
-        told.append(f"{count} broke '{problem}', e.g. {json.dumps(values, default=str)}")
+        many = f"all {count:,} points" if count == len(found) else f"{count:,} of {len(found):,} points"
+        text, values = examples[rule]
+        if rule in smallest:
+            told.append(f"{rule} rejected {many}; the smallest needed {smallest[rule]:,}")
+        else:
+            told.append(f"{many} broke '{text}', e.g. {json.dumps(values, default=str)}")
     more = f"; and {len(counts) - 4} other rules" if len(counts) > 4 else ""
-    return (
-        f"the search space of {family} has no valid configuration: all {len(found):,} points tried for "
-        f"index {index} were rejected: {'; '.join(told)}{more}"
-    )
+    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(told)}{more}"
 
 
 # Points: every number comes from (space, seed, index, attempt), never from what was drawn before.
@@ -186,30 +206,54 @@ def _uniforms(space: Space, key: bytes, index: int, attempt: int) -> list[float]
     return generator.random(len(space.varied)).tolist()
 
 
-def _uniform_point(space: Space, key: bytes, index: int) -> list[float]:
-    return _uniforms(space, key, index, 0)
+def _uniform_points(space: Space, key: bytes, indices: range) -> list[list[float]]:
+    return [_uniforms(space, key, index, 0) for index in indices]
 
 
-def _stratified_point(space: Space, key: bytes, index: int) -> list[float]:
+def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[float]]:
+    """Every dimension follows a random (0, 1)-sequence in base 2 of its own (a nested Latin hypercube).
+
+    Digit m of index i is bit m-1 of i, flipped or not by a coin that depends on the dimension, on m, on the aligned
+    block i >> m and on the digits before. In each aligned block of 2^m indices, every dyadic interval of length 2^-m of
+    every dimension then holds exactly one point: by induction, the block's two halves hold one point each in an
+    interval of length 2^-(m-1), and these two meet the same coin with different bits, so they fall into different
+    halves of it. A prefix of any length is made of such blocks, hence even: n points put n/k + O(log n) into each of k
+    equal bins. Coins of different dimensions are independent, so that no pair of dimensions is confounded, unlike in a
+    digital sequence (Sobol), where the first digits of two dimensions are fixed parities of the same index bits
+    whatever the linear scrambling. A dimension's key comes from space, seed and name: a point needs no other point.
+    """
     if not space.varied:
-        return []
-    block, at = divmod(index, _SOBOL_BLOCK)
-    return _sobol_block(key, len(space.varied), block)[at]
+        return [[] for _ in indices]
+    names = [dimension.name.encode() for dimension in space.varied]
+    digests = b"".join(hashlib.blake2b(name, key=key, digest_size=8).digest() for name in names)
+    keys = np.frombuffer(digests, "<u8").astype(np.uint64)
+    index = np.arange(indices.start, indices.stop, dtype=np.uint64)
+    return ((_stratified_digits(keys, index) + 0.5) / 2**_DIGITS).T.tolist()  # the middle of the cell
 
 
-@lru_cache(maxsize=8)
-def _sobol_block(key: bytes, width: int, block: int) -> list[list[float]]:
-    """1,024 points of the scrambled Sobol sequence of this key: any prefix fills every range evenly."""
-    from scipy.stats import qmc  # half a second to import
+def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """keys [D] and index [N], both uint64 -> [D, N]: the first 32 digits as one number, the first digit on top."""
+    one, top = np.uint64(1), np.uint64(63)
+    prefix = np.zeros((len(keys), len(index)), np.uint64)
+    block = index.copy()
+    for m in range(1, _DIGITS + 1):
+        bit = block & one
+        block >>= one
+        of_digit = _mix(keys + np.uint64(m))[:, None]
+        coin = _mix(_mix(of_digit ^ block) ^ prefix) >> top
+        prefix = prefix << one | (bit ^ coin)
+    return prefix
 
-    generator = np.random.Generator(np.random.Philox(int.from_bytes(key, "little")))
-    engine = qmc.Sobol(width, scramble=True, seed=generator)
-    if block:
-        engine.fast_forward(block * _SOBOL_BLOCK)
-    return engine.random(_SOBOL_BLOCK).tolist()
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """One step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words that looks random."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return words ^ words >> np.uint64(31)
 
 
-POLICIES: dict[str, Callable[[Space, bytes, int], list[float]]] = {
-    "stratified": _stratified_point,
-    "uniform": _uniform_point,
+POLICIES: dict[str, Callable[[Space, bytes, range], list[list[float]]]] = {
+    "stratified": _stratified_points,
+    "uniform": _uniform_points,
 }

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.resources
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from conf.errors import UsageError
 from featurize import families
-from featurize.trial import canonical_json
+from featurize.trial import TrialConfig, canonical_json
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
 AUTO_LOG_RATIO = 100  # `scale: auto` is `log` from this high / low on
+_TRIED_ON = 16  # valid configs that a listed value is tried on
 
 Scalar = bool | int | float | str | None
 
@@ -153,7 +155,8 @@ def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
     """A space from a YAML mapping name -> spec.
 
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
-    `scale` and `step` optional. Raises `UsageError` that reports every problem together; an unknown family too.
+    `scale` and `step` optional. Raises `UsageError` that reports every problem together; an unknown family too, and a
+    listed value that the family's config never takes (`optimizer: [adam, lion]`).
     """
     return _parse(family, mapping.items())
 
@@ -165,7 +168,7 @@ def valid_keys(family: str) -> tuple[str, ...]:
     return tuple(sorted({*fields, *getattr(module, "SAMPLED_ONLY", ())}))
 
 
-def _parse(family: str, items: Iterable[tuple[str, Any]]) -> Space:
+def _parse(family: str, items: Iterable[tuple[str, Any]], check_values: bool = True) -> Space:
     known = valid_keys(family)
     dimensions, problems, unknown, seen = [], [], [], set()
     for name, spec in items:
@@ -177,11 +180,59 @@ def _parse(family: str, items: Iterable[tuple[str, Any]]) -> Space:
         dimension = _dimension(name, spec, problems)
         if dimension is not None:
             dimensions.append(dimension)
+    if check_values:
+        problems += [problem for dimension in dimensions for problem in _impossible_values(family, dimension)]
     if unknown:
         problems.append(f"unknown {', '.join(sorted(unknown))}; valid keys are {', '.join(known)}")
     if problems:
         raise UsageError(f"search space of {family}: " + "; ".join(problems))
     return Space(family, tuple(dimensions))
+
+
+def _impossible_values(family: str, dimension: Dimension) -> Iterable[str]:
+    """A problem for each listed value of a config's field that the family refuses whatever the other fields are."""
+    if isinstance(dimension, Range):
+        return
+    name = dimension.name
+    values = (dimension.fixed,) if isinstance(dimension, Constant) else dimension.choices
+    for value in {(type(value), value): value for value in values}.values():  # once each; 1 is not True
+        told: set[str] | None = None  # what every valid config, given this value, is told about it
+        for config in _valid_configs(family):
+            fields = dataclasses.asdict(config)
+            if name not in fields:
+                return  # only `repair` consumes it
+            repaired = families.get_family(family).repair({**fields, name: value}, lambda _: 0.5)
+            if repaired.get(name, value) != value:
+                continue  # mended or filled in (`heads: null`): says nothing about the value
+            found = {problem for problem in _problems(config, name, value) if problem.startswith(f"{name} ")}
+            told = found if told is None else told & found
+            if not told:
+                break
+        for problem in sorted(told or ()):
+            yield f"arch.space.{name}: {problem}"
+
+
+def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
+    """What a valid config's family says once the field `name` is `value`."""
+    try:
+        dataclasses.replace(config, **{name: value})
+    except UsageError as error:
+        return str(error).removeprefix(f"{config.family}: ").split("; ")
+    return []
+
+
+@cache
+def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
+    """Configs of the family's own space in `conf/arch`; none if it has no such file."""
+    file = importlib.resources.files("conf") / "arch" / f"{family}.yaml"
+    if not file.is_file():
+        return ()
+    from omegaconf import OmegaConf
+
+    from farm.sampling import sample_range  # which imports this module
+
+    space = OmegaConf.to_container(OmegaConf.create(file.read_text()))["space"]
+    return tuple(sample_range(_parse(family, space.items(), check_values=False), 0, 0, _TRIED_ON))
 
 
 def _dimension(name: str, spec: Any, problems: list[str]) -> Dimension | None:

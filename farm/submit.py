@@ -77,7 +77,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
             "priority": job.priority,
             "space": job.space_json,
             "config": json.dumps({**identity, "data": str(folder.root)}, sort_keys=True),
-            "submitted_at": time.time(),
+            "submitted_at": queue.job(job_id).submitted_at,
         }
     )
     total = queue.counts(job_id).total

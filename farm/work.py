@@ -37,7 +37,10 @@ def work(
     try:
         lock = DispatcherLock(folder.dispatcher_lock).__enter__()
     except DispatcherBusy as busy:
-        print(f"{busy}; it will run this job too. {follow_hint(folder, job_id)}")
+        print(
+            f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
+            f"otherwise `python -m farm.work` does, when it has ended. {follow_hint(folder, job_id)}"
+        )
         return 0
     stop = StopRequest(
         lambda: print(

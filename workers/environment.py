@@ -23,6 +23,18 @@ def software_environment() -> dict[str, str | None]:
     }
 
 
+def host_memory_mib() -> float:
+    """What this process may use of the host's memory: all of it, or its control group's limit where that is less."""
+    import psutil
+
+    total_mib = psutil.virtual_memory().total / 2**20
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(total_mib, int(limit.read()) / 2**20)
+    except (OSError, ValueError):  # no control groups of version 2 here, or no limit ("max")
+        return total_mib
+
+
 def farm_version() -> str | None:
     """This project's installed version; None when run from a tree that is not installed."""
     try:

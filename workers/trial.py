@@ -22,6 +22,14 @@ _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _DEVICE_OOM_MARKS = (
     "out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY",
 )  # fmt: skip
+# What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
+_FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
+_FULL_CARD_FREE_MIB = 512.0
+# The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.
+_DEVICE_FAULT_MARKS = (
+    "No CUDA GPUs are available", "uncorrectable ECC", "unspecified launch failure",
+    "CUDA driver initialization failed", "device is busy or unavailable", "GPU is lost", "system not yet initialized",
+)  # fmt: skip
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 Report = Callable[..., None]
@@ -36,13 +44,14 @@ def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
     try:
         _measure(trial, report)
     except BaseException as error:
-        status, oom_kind = classify(error, host_is_device=trial["device"]["backend"] == "cpu")
+        status, oom_kind = classify(error, trial["device"]["backend"] == "cpu", _free_device_mib(trial))
         report(
             "failed",
             status=status,
             oom_kind=oom_kind,
             error_type=type(error).__name__,
             error=traceback.format_exc(limit=-12),
+            device_fault=status == "crashed" and any(mark in str(error) for mark in _DEVICE_FAULT_MARKS),
             values=_memory_at_failure(trial["device"]["backend"]),
         )
     channel.settimeout(_ACKNOWLEDGE_TIMEOUT_S)
@@ -63,7 +72,9 @@ def _measure(trial: dict[str, Any], report: Report) -> None:
     device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], report)
 
 
-def classify(error: BaseException, host_is_device: bool) -> tuple[str, str | None]:
+def classify(
+    error: BaseException, host_is_device: bool, free_device_mib: float | None = None
+) -> tuple[str, str | None]:
     """(status, oom_kind) of an exception: `oom` when memory ran out, `invalid` for a config that cannot be built."""
     text = str(error)
     if isinstance(error, MemoryError) or any(mark in text for mark in _HOST_OOM_MARKS):
@@ -71,6 +82,9 @@ def classify(error: BaseException, host_is_device: bool) -> tuple[str, str | Non
     if type(error).__name__ in ("OutOfMemoryError", "SimulatedOutOfMemoryError") or (
         isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_OOM_MARKS)
     ):
+        return "oom", "device"
+    card_is_full = free_device_mib is not None and free_device_mib < _FULL_CARD_FREE_MIB
+    if card_is_full and any(mark in text for mark in _FULL_CARD_MARKS):
         return "oom", "device"
     if isinstance(error, UsageError):
         return "invalid", None
@@ -84,6 +98,8 @@ def _memory_at_failure(backend: str) -> dict[str, float]:
     try:
         import torch
 
+        if not torch.cuda.is_initialized():
+            return {}
         return {
             "peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
             "peak_reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
@@ -91,6 +107,18 @@ def _memory_at_failure(backend: str) -> dict[str, float]:
     except Exception:  # a broken context cannot answer, and the failure itself must still be reported
         traceback.print_exc()
         return {}
+
+
+def _free_device_mib(trial: dict[str, Any]) -> float | None:
+    """Device memory that nobody holds, in MiB; None where there is no device, or it cannot be asked any more."""
+    if trial["device"]["backend"] != "cuda":
+        return None
+    try:
+        import torch
+
+        return torch.cuda.mem_get_info()[0] / 2**20 if torch.cuda.is_initialized() else None
+    except RuntimeError:  # the context is broken: the failure itself says so
+        return None
 
 
 def thread_budget(workers: int) -> int:

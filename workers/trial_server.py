@@ -77,6 +77,7 @@ def _fork(trial: dict, descriptor: int, control: socket.socket, wake: tuple[int,
         control.close()
         for end in wake:
             os.close(end)
+        _be_the_first_to_go()
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -101,6 +102,15 @@ def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def _be_the_first_to_go() -> None:
+    """When the machine runs out of memory, the kernel shall take the trial and not Ray or the server."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
+    except OSError:
+        pass
 
 
 def _reap(child: int) -> dict | None:

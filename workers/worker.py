@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from featurize.trial import mapping_hash
 from warehouse.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, make_device
+from workers.environment import host_memory_mib
 from workers.server_client import ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
 from workers.telemetry.base import Sample, SensorUnavailable, Target
@@ -83,23 +84,30 @@ class Worker:
     def __init__(
         self,
         choice: DeviceChoice,
-        slot_key: str,
+        slot_key: str | None,
         name: str,
         environment: dict[str, str] | None = None,
         workers: int = 1,
     ):
-        """`slot_key`: the slot's UUID, or its index as text. `environment` is added to the trial server's.
+        """`slot_key`: the slot's UUID, its index as text, or None for the only one. `environment` is added to the trial
+        server's.
 
         `workers` share this machine: each trial may take its part of the host's memory.
         """
         self.name = name
         self._choice = choice
         self._device = make_device(choice)
-        self._slot = next(slot for slot in self._device.slots() if slot_key in (slot.device_uuid, str(slot.index)))
+        slots = self._device.slots()
+        if slot_key is not None:
+            slots = [slot for slot in slots if slot_key in (slot.device_uuid, str(slot.index))]
+        assert len(slots) == 1, f"slot {slot_key} of {slots}"
+        (self._slot,) = slots
         self._workers = workers
+        self._nvml = None
         if self._device.sampled and self._slot.device_uuid is not None:
             with contextlib.suppress(SensorUnavailable):
-                open_nvml()  # held for the worker's life: NVML counts, and the sensors of each trial then start at once
+                # Held for the worker's life: NVML counts, and the sensors of each trial then start at once.
+                self._nvml = open_nvml()
         self._environment = {**(environment or {}), **self._device.environment(self._slot)}
         self._server: TrialServer | None = None
 
@@ -115,11 +123,13 @@ class Worker:
 
     def run(self, task: TaskSpec) -> RunResult:
         """Run one trial to its end, whatever that is: always a result, never an exception for what the trial did."""
-        started_at = datetime.datetime.now(datetime.UTC)
-        t0_ns = time.monotonic_ns()
         settings = TrialSettings.from_mapping(json.loads(task.settings))
         observed = _Observed()
         lost: str | None = None
+        with contextlib.suppress(ServerLost):  # said again below; a server's start is not on the trial's clock
+            self.ready()
+        started_at = datetime.datetime.now(datetime.UTC)
+        t0_ns = time.monotonic_ns()
         try:
             self._observe(task, settings, t0_ns, observed)
         except ServerLost as error:
@@ -128,7 +138,7 @@ class Worker:
         except BaseException:
             self._discard_server()  # a trial may still run on it
             raise
-        outcome, retryable = _outcome(observed, settings, lost)
+        outcome, retryable = _outcome(observed, settings, lost, host_is_device=self._choice.backend == "cpu")
         run = {
             **self._identity(task),
             **outcome,
@@ -152,6 +162,10 @@ class Worker:
 
     def close(self) -> None:
         self._discard_server()
+        nvml, self._nvml = self._nvml, None
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
 
     def _discard_server(self) -> None:
         server, self._server = self._server, None
@@ -198,15 +212,18 @@ class Worker:
         sampler.start(Target(self._slot.device_uuid, pid))
         return sampler
 
-    @staticmethod
-    def _stop(sampler: TelemetrySampler, observed: _Observed) -> None:
+    def _stop(self, sampler: TelemetrySampler, observed: _Observed) -> None:
         observed.samples += sampler.stop()
         observed.missing |= sampler.missing
+        with_memory = any("process_memory_mib" in sample.values for _, sample in observed.samples)
+        if self._slot.device_uuid is not None and self._device.sampled and not with_memory:
+            observed.missing.setdefault(
+                "nvml.process_memory_mib",
+                "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
+            )
 
     def _host_memory_share_mib(self) -> float:
-        import psutil
-
-        return psutil.virtual_memory().total / 2**20 * _HOST_MEMORY_SHARE / self._workers
+        return host_memory_mib() * _HOST_MEMORY_SHARE / self._workers
 
     def _identity(self, task: TaskSpec) -> dict[str, Any]:
         config = json.loads(task.config)
@@ -259,7 +276,9 @@ def _take(event: dict[str, Any], observed: _Observed) -> None:
             observed.values |= event["values"]
 
 
-def _outcome(observed: _Observed, settings: TrialSettings, lost: str | None) -> tuple[dict[str, Any], bool]:
+def _outcome(
+    observed: _Observed, settings: TrialSettings, lost: str | None, host_is_device: bool
+) -> tuple[dict[str, Any], bool]:
     """(status, oom_kind, error_type, error) of a run, and whether another attempt may end otherwise."""
 
     def outcome(status, oom_kind=None, error_type=None, error=None, retryable=False):
@@ -272,11 +291,14 @@ def _outcome(observed: _Observed, settings: TrialSettings, lost: str | None) -> 
         return outcome("ok")
     if observed.failure is not None:
         failure = observed.failure
-        return outcome(failure["status"], failure["oom_kind"], failure["error_type"], failure["error"])
+        return outcome(
+            failure["status"], failure["oom_kind"], failure["error_type"], failure["error"], failure["device_fault"]
+        )
     if lost is not None:
         return outcome("crashed", error_type="ServerLost", error=lost, retryable=True)
     if ended.killed_for is not None:
-        return outcome("oom", "host", "HostOutOfMemory", f"killed: {ended.killed_for}")
+        kind = "device" if host_is_device else "host"
+        return outcome("oom", kind, "HostOutOfMemory", f"killed: {ended.killed_for}")
     if ended.timed_out:
         return outcome(
             "timeout", error_type="Timeout", error=f"not done after trial.timeout_s={settings.timeout_s:g} s"
@@ -302,7 +324,7 @@ def _labels(observed: _Observed, t0_ns: int) -> dict[str, Any]:
         for metric, sensors in _MEANS.items():
             labels[metric] = _first_mean(observed.samples, metric, sensors, start_ns, end_ns)
         labels["energy_j"] = _counter_difference(observed.samples, "energy_j", start_ns, end_ns)
-    labels["peak_memory_mib"] = _peak(observed.samples, "process_memory_mib")
+    labels["peak_memory_mib"] = _peak_memory_mib(observed)
     labels["peak_rss_mib"] = _peak(observed.samples, "rss_mib")
     reported = {name: value for name, value in observed.values.items() if value is not None}
     return {**labels, **reported}
@@ -331,6 +353,18 @@ def _counter_difference(samples: list[tuple[str, Sample]], metric: str, start_ns
         return None
     (first_ns, first), (last_ns, last) = readings[0], readings[-1]
     return (last - first) * (end_ns - start_ns) / (last_ns - first_ns)
+
+
+def _peak_memory_mib(observed: _Observed) -> float | None:
+    """NVML's highest charge to the trial's processes, or what it must have been between two samples: the allocator's
+    own peak plus what lies outside the allocator (context, libraries), as last seen."""
+    sampled = _peak(observed.samples, "process_memory_mib")
+    reserved_peak = observed.values.get("peak_reserved_mib")
+    charged = [s.values["process_memory_mib"] for _, s in observed.samples if "process_memory_mib" in s.values]
+    reserved = [s.values["reserved_mib"] for _, s in observed.samples if "reserved_mib" in s.values]
+    if sampled is None or reserved_peak is None or not reserved:
+        return sampled
+    return max(sampled, reserved_peak + max(0.0, charged[-1] - reserved[-1]))
 
 
 def _peak(samples: list[tuple[str, Sample]], metric: str) -> float | None:

@@ -34,6 +34,7 @@ class ScriptedExecutor:
         self.handed_out = []
         self._task = None
         self.closed = False
+        self.restarted = []
 
     def start(self):
         pass
@@ -49,6 +50,10 @@ class ScriptedExecutor:
         self.clock.now += 1.0
         if self._task is None:
             return []
+        if self.outcomes.get(self._task.task_index) == ["hangs"]:
+            if not self.restarted:
+                return []
+            self.outcomes[self._task.task_index] = ["lost"]
         task, self._task = self._task, None
         script = self.outcomes.get(task.task_index, [])
         how = script.pop(0) if script else "ok"
@@ -58,6 +63,12 @@ class ScriptedExecutor:
 
     def running(self):
         return {"w": self._task} if self._task else {}
+
+    def restart(self, worker):
+        self.restarted.append(worker)
+
+    def notices(self):
+        return []
 
     def close(self):
         self.closed = True
@@ -86,6 +97,9 @@ class Stop:
 
 
 class Quiet:
+    def say(self, text):
+        pass
+
     def landed(self, run):
         pass
 
@@ -159,6 +173,19 @@ def test_a_worker_that_is_lost_every_time_ends_the_task_as_crashed(folder, queue
     submit(queue, 1)
     work(folder, queue, {0: ["lost"] * 9})
     assert runs(folder) == [(0, 3, "crashed")]
+
+
+def test_a_worker_that_hangs_past_the_deadline_is_restarted_and_its_task_repeated(folder, queue):
+    submit(queue, 1)
+    executor, _ = work(folder, queue, {0: ["hangs"]})
+    assert executor.restarted == ["w"]
+    assert runs(folder) == [(0, 2, "ok")]
+
+
+def test_a_run_that_the_warehouse_refuses_ends_as_crashed_and_does_not_block_the_job(folder, queue):
+    submit(queue, 2)
+    work(folder, queue, {0: ["no such status"]})
+    assert runs(folder) == [(0, 1, "crashed"), (1, 1, "ok")]
 
 
 def test_an_oom_is_a_result_and_is_not_tried_again(folder, queue):

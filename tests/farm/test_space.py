@@ -84,6 +84,36 @@ def test_keys_that_only_the_family_s_repair_consumes_are_valid():
     assert parse_space("mlp", {"use_dropout": [True, False]}).dimensions[0].name == "use_dropout"
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "spec", "problem"),
+    [
+        ("mlp", "topology", ["nope"], "topology must be one of pyramid, uniform, bottleneck, gradual, got 'nope'"),
+        ("cnn", "optimizer", ["adam", "lion"], "optimizer must be one of adam, adamw, sgd, momentum, got 'lion'"),
+        ("cnn", "batch_norm", "maybe", "batch_norm must be true or false, got 'maybe'"),
+        ("cnn", "batch_norm", [True, 1], "batch_norm must be true or false, got 1"),
+        ("cnn", "base_filters", [64, 4096], "base_filters must be <= 2048, got 4096"),
+        ("transformer", "dropout", 1.5, "dropout must be a number in [0, 1), got 1.5"),
+    ],
+)
+def test_a_listed_value_that_the_family_never_takes_is_a_usage_error(family, name, spec, problem):
+    with pytest.raises(UsageError) as caught:
+        parse_space(family, {name: spec})
+    assert str(caught.value) == f"search space of {family}: arch.space.{name}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "spec"),
+    [
+        ("mlp", "batch_size", [1, 2]),  # 1 is impossible with batch norm only
+        ("cnn", "depth", [1, 2]),  # too few for some topologies
+        ("cnn", "depth", 0),  # mended by the family
+        ("transformer", "heads", [None, 7, 1000]),  # null: drawn; others divide some embedding
+    ],
+)
+def test_a_listed_value_that_some_config_takes_is_accepted(family, name, spec):
+    assert parse_space(family, {name: spec}).dimensions[0].name == name
+
+
 def test_an_unknown_family_lists_the_known_ones():
     with pytest.raises(UsageError, match="unknown family 'cmm'; known: "):
         parse_space("cmm", {})

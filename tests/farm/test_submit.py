@@ -118,7 +118,9 @@ BAD = {
     "n=1 telemetry.dcgm_url=nowhere": "telemetry.dcgm_url",
     "n=1 arch.space.batch_size={low:9,high:3}": "batch_size",
     "n=1 arch.space.topology=[]": "topology",
-    "n=1 limits.max_parameters=1": "no valid configuration",
+    "n=1 arch.space.topology=[nope]": "arch.space.topology: topology must be one of pyramid, ",
+    "n=1 arch.space.optimizer=lion": "arch.space.optimizer: optimizer must be one of adam, ",
+    "n=1 limits.max_parameters=1": "limits.max_parameters=1 rejected all 1,000 points; the smallest needed ",
     "n=1 limits.max_memory_mib=-1": "max_memory_mib",
     "n=1 cluster.kind=slurm": "cluster.kind must be one of ray, inline, got 'slurm'",
 }

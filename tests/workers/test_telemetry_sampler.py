@@ -205,21 +205,27 @@ def samples_of(*pairs):
     return [Sample(t_ns, {"smact": value}) for t_ns, value in pairs]
 
 
-def test_mean_weights_each_value_with_the_time_it_holds():
-    assert time_weighted_mean(samples_of((0, 1.0), (90, 0.0)), "smact", 0, 100) == pytest.approx(0.9)
+def test_mean_weights_each_value_with_the_time_that_it_ends():
+    assert time_weighted_mean(samples_of((10, 1.0), (100, 0.0)), "smact", 0, 100) == pytest.approx(0.1)
 
 
 def test_mean_counts_zeros_and_ignores_the_order_and_other_metrics():
-    samples = [*samples_of((50, 0.0), (0, 1.0)), Sample(10, {"smocc": 0.7})]
+    samples = [*samples_of((100, 0.0), (50, 1.0)), Sample(10, {"smocc": 0.7})]
     assert time_weighted_mean(samples, "smact", 0, 100) == pytest.approx(0.5)
 
 
-def test_last_value_before_the_window_holds_into_it_and_later_ones_do_not_count():
-    samples = samples_of((0, 0.2), (10, 1.0), (60, 0.0), (110, 0.9))
+def test_an_idle_second_before_the_window_is_not_charged_to_it():
+    """A 1 Hz exporter, idle until 10.0 s, busy in the window from 10.2 to 11.4 s."""
+    samples = samples_of((9000, 0.0), (10_000, 0.0), (11_000, 1.0), (12_000, 1.0), (13_000, 0.0))
+    assert time_weighted_mean(samples, "smact", 10_200, 11_400) == pytest.approx(1.0)
+
+
+def test_the_first_sample_after_the_window_stands_for_its_rest_and_later_ones_for_nothing():
+    samples = samples_of((20, 0.3), (60, 1.0), (110, 0.0), (120, 0.9))
     assert time_weighted_mean(samples, "smact", 20, 100) == pytest.approx(0.5)
 
 
-def test_time_before_the_first_value_counts_for_nothing():
+def test_the_first_value_stands_for_the_time_since_the_windows_start():
     assert time_weighted_mean(samples_of((50, 0.4)), "smact", 0, 100) == pytest.approx(0.4)
 
 

@@ -12,8 +12,9 @@ from featurize.families import get_family
 from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
+from workers.telemetry.base import Sample
 from workers.trial import classify
-from workers.worker import TaskSpec, Worker
+from workers.worker import TaskSpec, Worker, _Observed, _peak_memory_mib
 
 SHORT = WindowSettings(kind="fixed", seconds=0.05, warmup_steps=1, warmup_max_seconds=0)
 LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_seconds=0)
@@ -114,7 +115,7 @@ def test_too_much_memory_on_the_cpu_device_is_an_oom():
 
 def test_a_trial_that_takes_the_hosts_memory_is_killed_and_is_an_oom(worker):
     result = worker.run(task(mlp(), window=LONG, host_memory_limit_mib=1))
-    assert (result.run["status"], result.run["oom_kind"]) == ("oom", "host")
+    assert (result.run["status"], result.run["oom_kind"]) == ("oom", "device"), "the host's memory is the CPU device's"
     assert "trial.host_memory_limit_mib=1" in result.run["error"]
 
 
@@ -188,3 +189,20 @@ def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):
 )
 def test_exceptions_are_told_apart(error, host_is_device, expected):
     assert classify(error, host_is_device) == expected
+
+
+def test_a_library_that_does_not_start_is_an_oom_only_on_a_full_card():
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert classify(error, False, free_device_mib=100.0) == ("oom", "device")
+    assert classify(error, False, free_device_mib=30_000.0) == ("crashed", None)
+    assert classify(error, False) == ("crashed", None)
+
+
+def test_a_peak_between_two_samples_counts():
+    """The allocator gives cached blocks back before NVML is read again: its own peak plus the context is the label."""
+    observed = _Observed(values={"peak_reserved_mib": 3000.0})
+    observed.samples = [
+        ("nvml", Sample(1, {"process_memory_mib": 1500.0})),
+        ("torch", Sample(2, {"reserved_mib": 1000.0})),
+    ]
+    assert _peak_memory_mib(observed) == 3500.0

@@ -44,9 +44,9 @@ class CpuDevice:
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:
             return self.choice.memory_limit_mib
-        import psutil
+        from workers.environment import host_memory_mib
 
-        return psutil.virtual_memory().total / 2**20 * 0.9 / self.count
+        return host_memory_mib() * 0.9 / self.count
 
 
 def limit_memory(limit_mib: float | None) -> None:

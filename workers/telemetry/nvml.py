@@ -223,7 +223,10 @@ class NvmlSensor:
                 "NVML lists processes, but none of this trial's; in a container the host's pids are needed (--pid=host)"
             )
         charged = [p.usedGpuMemory for p in own]
-        if not charged or None in charged:  # None: the driver does not say (WDDM, some containers)
+        if None in charged:  # WDDM, some containers
+            self.dropped["process_memory_mib"] = "NVML lists the trial's process without its memory"
+            return {}
+        if not charged:
             return {}
         return {"process_memory_mib": sum(charged) / _BYTES_PER_MIB}
 
@@ -265,7 +268,7 @@ class NvmlSensor:
 
 
 def belongs_to(pid: int, root: int) -> bool:
-    """Whether `pid` is `root`, of its session (a trial leads one), or below it in the process tree."""
+    """Whether `pid` is `root`, of its session, or below it in the process tree."""
     if pid == root:
         return True
     try:

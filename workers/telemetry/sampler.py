@@ -174,26 +174,29 @@ class TelemetrySampler:
 
 
 def time_weighted_mean(samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int) -> float | None:
-    """The mean of `metric` over [start_ns, end_ns], each value weighted with the time it holds; zeros count.
+    """The mean of `metric` over [start_ns, end_ns], each value weighted with the time it stands for; zeros count.
 
-    `samples` are of one sensor. A value holds until the next sample that has the metric; the last one before the window
-    holds into it, and the last one in it to its end. Time before the first sample counts for nothing. None unless at
-    least one sample lies in the window itself: what was read before it alone says nothing about it.
+    `samples` are of one sensor. Utilization, profiling and power readings are means of the interval that they end, so a
+    value stands for the time since the sample before it (the first: since the window's start); the first sample after
+    the window stands for the rest of it. None unless at least one sample lies in the window: what was read around a
+    window that is shorter than the sensor's period says little about it.
     """
-    readings = sorted(
-        (sample.t_ns, sample.values[metric]) for sample in samples if metric in sample.values and sample.t_ns <= end_ns
-    )
-    inside = [reading for reading in readings if reading[0] >= start_ns]
+    readings = sorted((sample.t_ns, sample.values[metric]) for sample in samples if metric in sample.values)
+    inside = [value for t_ns, value in readings if start_ns <= t_ns <= end_ns]
     if not inside:
         return None
-    held = readings[len(readings) - len(inside) - 1 :] if len(readings) > len(inside) else inside
-    total = weight = 0.0
-    for (t_ns, value), until_ns in zip(held, [*(t for t, _ in held[1:]), end_ns], strict=True):
-        span = until_ns - max(t_ns, start_ns)
-        total += value * span
-        weight += span
-    if weight == 0:  # a single sample on the window's last instant, or a window without length
-        return inside[-1][1]
+    total = weight = 0
+    since_ns = start_ns
+    for t_ns, value in readings:
+        span_ns = min(t_ns, end_ns) - max(since_ns, start_ns)
+        if span_ns > 0:
+            total += value * span_ns
+            weight += span_ns
+        since_ns = t_ns
+        if t_ns >= end_ns:
+            break
+    if weight == 0:  # a single sample on the window's first instant, or a window without length
+        return inside[-1]
     return total / weight
 
 
