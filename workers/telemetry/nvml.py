@@ -223,10 +223,7 @@ class NvmlSensor:
                 "NVML lists processes, but none of this trial's; in a container the host's pids are needed (--pid=host)"
             )
         charged = [p.usedGpuMemory for p in own]
-        if None in charged:  # WDDM, some containers
-            self.dropped["process_memory_mib"] = "NVML lists the trial's process without its memory"
-            return {}
-        if not charged:
+        if not charged or None in charged:  # None: the driver does not say (WDDM, some containers)
             return {}
         return {"process_memory_mib": sum(charged) / _BYTES_PER_MIB}
 
