@@ -1,17 +1,22 @@
 """The dispatcher with a scripted executor and a clock of its own: what it leases, lands, repeats and gives back."""
 
+import sys
+
 import pytest
 
-from farm.dispatch import Dispatcher, lost_run, reconcile, task_spec
+from conf.errors import UsageError
+from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile, task_spec
 from farm.executors import Completion
 from farm.jobs import Job, Queue
 from farm.lock import DispatcherBusy, DispatcherLock
+from farm.ray_executor import ClusterSettings
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from warehouse import connect
 from warehouse.folder import DataFolder
 from warehouse.schema import TELEMETRY_SCHEMA
 from warehouse.writer import RunWriter
+from workers.devices import DeviceChoice
 from workers.worker import RunResult
 
 DEVICE = '{"backend":"simulated","count":1,"memory_limit_mib":null,"spec":null}'
@@ -253,3 +258,11 @@ def test_one_dispatcher_at_a_time(folder):
         DispatcherLock(folder.dispatcher_lock).__enter__()
     with DispatcherLock(folder.dispatcher_lock):
         pass
+
+
+def test_without_ray_the_message_names_the_way_without_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    executor = make_executor(DeviceChoice(backend="simulated"), ClusterSettings(kind="ray"))
+    with pytest.raises(UsageError, match="cluster=inline runs one worker without it"):
+        executor.start()
+    executor.close()
