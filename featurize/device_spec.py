@@ -75,8 +75,11 @@ def load_device(name: str) -> DeviceSpec:
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
-    """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`."""
-    values = dict(mapping)
+    """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
+
+    `count`, how many of it the farm is to simulate, is no property of the device and is left out.
+    """
+    values = {name: value for name, value in mapping.items() if name != "count"}
     label = values.get("name", "?")
     fields = {f.name for f in dataclasses.fields(DeviceSpec)}
     rates = values.get("peak_tflops")
@@ -113,6 +116,5 @@ def _descriptions() -> dict[str, dict]:
         if entry.name.endswith(".yaml"):
             mapping = yaml.safe_load(entry.read_text(encoding="utf-8"))
             if isinstance(mapping, dict) and "backend" not in mapping:
-                mapping.pop("count", None)  # the farm's business, not the device's
                 found[entry.name.removesuffix(".yaml")] = mapping
     return found
