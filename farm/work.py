@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -34,42 +35,47 @@ def work(
 
     Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0.
     """
-    try:
-        lock = DispatcherLock(folder.dispatcher_lock).__enter__()
-    except DispatcherBusy as busy:
-        print(
-            f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
-            f"otherwise `python -m farm.work` does, when it has ended. {follow_hint(folder, job_id)}"
-        )
-        return 0
-    stop = StopRequest(
-        lambda: print(
-            "\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr
-        )
-    )
-    try:
-        with lock, stop.installed():
-            mended = reconcile(folder, queue)
-            if mended:
-                print(f"{mended} runs had landed before the last dispatcher ended; they are done")
-            while not stop.requested:
-                key = queue.next_device(job_id)
-                if key is None:
-                    if not wait:
-                        break
-                    time.sleep(_LOOK_AGAIN_S)
-                    continue
-                _work_device(folder, queue, cluster, key, stop, lock, job_id)
-            _compact(folder)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    with contextlib.ExitStack() as held:
+        try:
+            lock = held.enter_context(DispatcherLock(folder.dispatcher_lock))
+        except DispatcherBusy as busy:
+            print(
+                f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
+                f"otherwise `python -m farm.work` does, when it has ended. {follow_hint(folder, job_id)}"
+            )
+            return 0
+        stop = held.enter_context(StopRequest(_announce_stop).installed())
+        try:
+            _work_queue(folder, queue, cluster, stop, lock, job_id, wait)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on where it was", file=sys.stderr)
+            return EXIT_INTERRUPTED
     if stop.requested:
         print("left; the same command goes on where it was", file=sys.stderr)
         return EXIT_INTERRUPTED
     if job_id is not None:
         _summary(folder, queue, job_id)
     return 0
+
+
+def _announce_stop() -> None:
+    print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
+
+
+def _work_queue(folder, queue, cluster, stop, lock, job_id, wait) -> None:
+    """Mend what a killed dispatcher left, then device after device, then compact."""
+    mended = reconcile(folder, queue)
+    if mended:
+        print(f"{mended} runs had landed before the last dispatcher ended; they are done")
+    while not stop.requested:
+        key = queue.next_device(job_id)
+        if key is not None:
+            _work_device(folder, queue, cluster, key, stop, lock, job_id)
+        elif wait:
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            break
+    _compact(folder)
 
 
 def _work_device(folder, queue, cluster, key, stop, lock, job_id) -> None:
