@@ -58,7 +58,7 @@ class Dispatcher:
         self._clock = clock
         self._writer = RunWriter(folder)
         self._leased: dict[str, Task] = {}  # run_id -> task
-        self._handed_out_at: dict[str, float] = {}
+        self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back
         self._renewed_at = clock()
 
     def run(self, stop: StopRequest, lock: DispatcherLock) -> bool:
@@ -97,10 +97,14 @@ class Dispatcher:
             (task,) = tasks
             spec = task_spec(task)
             self._leased[spec.run_id] = task
-            self._handed_out_at[spec.run_id] = self._clock()
+            self._expect_back(spec)
             self._executor.submit(worker, spec)
         for task in self._queue.expired(self._clock(), device=self._device_key):
             self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
+
+    def _expect_back(self, spec: TaskSpec) -> None:
+        timeout_s = json.loads(spec.settings).get("timeout_s", 0.0)
+        self._stuck_at[spec.run_id] = self._clock() + timeout_s + _STUCK_AFTER_S
 
     def _waits_for_work(self) -> bool:
         """Whether tasks of this device are left that become due later (backoff)."""
@@ -115,7 +119,7 @@ class Dispatcher:
             result = result or lost_run(task, error)
         if not again:
             self._land_run(task, result)
-        del self._handed_out_at[completion.task.run_id]
+        del self._stuck_at[completion.task.run_id]
         del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
 
     def _land_run(self, task: Task, result: RunResult) -> None:
@@ -134,10 +138,9 @@ class Dispatcher:
         """A worker kills its trial at the deadline; one that is long past it hangs itself (a driver that is wedged)."""
         now = self._clock()
         for worker, task in self._executor.running().items():
-            timeout_s = json.loads(task.settings).get("timeout_s", 0.0)
-            if now - self._handed_out_at[task.run_id] > timeout_s + _STUCK_AFTER_S:
+            if now > self._stuck_at[task.run_id]:
                 self._progress.say(f"{worker} is stuck at {task.run_id}; it is restarted")
-                self._handed_out_at[task.run_id] = now
+                self._expect_back(task)  # it comes back as lost; should it not, the worker is restarted again
                 self._executor.restart(worker)
 
     def _renew(self) -> None:

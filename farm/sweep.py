@@ -51,10 +51,10 @@ def descendants() -> list[str]:
     return found
 
 
-def sweep_orphans(recorded: Iterable[str] = (), only: str | None = None) -> list[int]:
+def sweep_orphans(recorded: Iterable[str] = ()) -> list[int]:
     """Kill what dead dispatchers left: marked processes whose dispatcher is gone, and `recorded` identities.
 
-    With `only`, a marker, just the processes that carry it. Returns the ids of the killed.
+    Returns the ids of the killed.
     """
     import psutil
 
@@ -66,7 +66,7 @@ def sweep_orphans(recorded: Iterable[str] = (), only: str | None = None) -> list
             marker = process.environ().get(SESSION_VARIABLE)
         except (psutil.Error, OSError):  # gone, or another user's
             marker = None
-        orphan = marker is not None and (marker == only if only is not None else not alive(marker))
+        orphan = marker is not None and not alive(marker)
         try:
             if orphan or identity(process.pid) in recorded:
                 process.kill()

@@ -9,6 +9,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+_HOST_MEMORY_SHARE = 0.9
+
 
 def software_environment() -> dict[str, str | None]:
     """Columns of `runs` that are known without touching the GPU."""
@@ -33,6 +35,11 @@ def host_memory_mib() -> float:
             return min(total_mib, int(limit.read()) / 2**20)
     except (OSError, ValueError):  # no control groups of version 2 here, or no limit ("max")
         return total_mib
+
+
+def host_memory_share_mib(workers: int) -> float:
+    """What the trial of each of `workers` may take by default: 90 % of the memory, divided evenly."""
+    return host_memory_mib() * _HOST_MEMORY_SHARE / workers
 
 
 def farm_version() -> str | None:

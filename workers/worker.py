@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from featurize.trial import mapping_hash
 from warehouse.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, make_device
-from workers.environment import host_memory_mib
+from workers.environment import host_memory_share_mib
 from workers.server_client import ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
 from workers.telemetry.base import Sample, SensorUnavailable, Target
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _TICK_S = 0.2  # how often the deadline and the host memory are looked at while a trial runs
-_HOST_MEMORY_SHARE = 0.9  # of the machine's memory, divided among the workers: what their trials may take by default
 # metric -> sensors that give it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
 _MEANS = {
     **dict.fromkeys(("smact", "smocc", "drama"), ("gpm", "dcgm", "simulated")),
@@ -126,11 +125,11 @@ class Worker:
         settings = TrialSettings.from_mapping(json.loads(task.settings))
         observed = _Observed()
         lost: str | None = None
-        with contextlib.suppress(ServerLost):  # said again below; a server's start is not on the trial's clock
-            self.ready()
-        started_at = datetime.datetime.now(datetime.UTC)
-        t0_ns = time.monotonic_ns()
+        started_at, t0_ns = datetime.datetime.now(datetime.UTC), time.monotonic_ns()
         try:
+            self.ready()
+            # Again: a server's start is not on the trial's clock.
+            started_at, t0_ns = datetime.datetime.now(datetime.UTC), time.monotonic_ns()
             self._observe(task, settings, t0_ns, observed)
         except ServerLost as error:
             lost = str(error)
@@ -173,7 +172,6 @@ class Worker:
             server.close()
 
     def _observe(self, task: TaskSpec, settings: TrialSettings, t0_ns: int, observed: _Observed) -> None:
-        self.ready()
         oom_kills = _kernel_oom_kills()
         trial = self._server.start(
             {
@@ -185,7 +183,7 @@ class Worker:
             }
         )
         sampler = self._sampler(settings, trial.pid, observed)
-        guard = _HostMemoryGuard(trial.pid, settings.host_memory_limit_mib or self._host_memory_share_mib())
+        guard = _HostMemoryGuard(trial.pid, settings.host_memory_limit_mib or host_memory_share_mib(self._workers))
         deadline_ns = t0_ns + int(settings.timeout_s * 1e9)
         try:
             for event in self._server.events(trial, deadline_ns, _TICK_S):
@@ -221,9 +219,6 @@ class Worker:
                 "nvml.process_memory_mib",
                 "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
             )
-
-    def _host_memory_share_mib(self) -> float:
-        return host_memory_mib() * _HOST_MEMORY_SHARE / self._workers
 
     def _identity(self, task: TaskSpec) -> dict[str, Any]:
         config = json.loads(task.config)

@@ -1,6 +1,7 @@
 """What every executor promises the dispatcher, run on each: inline, and a real Ray."""
 
 import contextlib
+import dataclasses
 import json
 
 import psutil
@@ -76,18 +77,12 @@ def test_waiting_with_nothing_handed_out_returns_nothing(executor):
 def test_a_trials_failure_is_a_result_and_not_an_exception(executor):
     broken = json.loads(task(8).config)
     broken["depth"] = 0
-    spec = TaskSpec(**{**vars_of(task(8)), "config": canonical_json(broken)})
+    spec = dataclasses.replace(task(8), config=canonical_json(broken))
     executor.submit(await_idle(executor), spec)
     completions = []
     while not completions:
         completions = executor.wait(0.2)
     assert completions[0].result.run["status"] == "invalid"
-
-
-def vars_of(spec):
-    import dataclasses
-
-    return dataclasses.asdict(spec)
 
 
 def test_everything_listens_on_loopback_only(executor):

@@ -44,9 +44,9 @@ class CpuDevice:
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:
             return self.choice.memory_limit_mib
-        from workers.environment import host_memory_mib
+        from workers.environment import host_memory_share_mib
 
-        return host_memory_mib() * 0.9 / self.count
+        return host_memory_share_mib(self.count)
 
 
 def limit_memory(limit_mib: float | None) -> None:
