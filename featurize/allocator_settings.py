@@ -1,0 +1,214 @@
+"""The settings of PyTorch's CUDA caching allocator: what PYTORCH_ALLOC_CONF spells, checked, and its rounding of sizes.
+
+Start reading at `AllocatorSettings.parse`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from conf.errors import UsageError
+
+MIB = 2**20
+MIN_BLOCK_BYTES = 512
+# Rounding by divisions of a power of two has one entry for each of 1, 2, 4, ... 32768 MiB and above.
+INTERVALS = 16
+
+# Settings of pinned host memory and of locking: valid in PyTorch, without effect on what the GPU's memory holds.
+WITHOUT_EFFECT = frozenset(
+    {
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+        "pinned_use_cuda_host_register",
+        "pinned_use_hip_host_register",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_max_round_threshold_mb",
+        "pinned_max_cached_size_mb",
+        "pinned_free_catch_all",
+        "graph_capture_record_stream_reuse",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorSettings:
+    """Names, units and limits are PyTorch's own (c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp, 2.13).
+
+    max_split_size_mb             blocks of this size or more are never split, None: every block may be. At least
+                                  `large_segment_size_mb` (up to PyTorch 2.8: more than it)
+    max_non_split_rounding_mb     how much larger a block may be that serves such a request, None: a large segment
+    large_segment_size_mb         the segment for requests between 1 and 10 MiB, more than 10
+    roundup_power2_divisions      empty, or 16 divisions for sizes from 1, 2, 4, ... 32768 MiB: 0 (off) or a power of 2
+    garbage_collection_threshold  share of the allowed memory above which old cached blocks are given back, in (0, 1).
+                                  As in PyTorch it has an effect only beside a memory fraction below 1
+    expandable_segments           segments that grow, instead of one segment per cudaMalloc
+    per_process_memory_fraction   share of the device that this process may reserve, in [0, 1]; None or 1: no limit
+
+    Raises `UsageError` that names every bad key.
+    """
+
+    max_split_size_mb: int | None = None
+    max_non_split_rounding_mb: int | None = None
+    large_segment_size_mb: int = 20
+    roundup_power2_divisions: tuple[int, ...] = ()
+    garbage_collection_threshold: float | None = None
+    expandable_segments: bool = False
+    per_process_memory_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if not self.large_segment_size_mb > 10:
+            wrong.append(f"large_segment_size_mb must be > 10, got {self.large_segment_size_mb}")
+        for key in ("max_split_size_mb", "max_non_split_rounding_mb"):
+            value = getattr(self, key)
+            if value is not None and value < self.large_segment_size_mb:
+                wrong.append(f"{key} must be >= large_segment_size_mb = {self.large_segment_size_mb}, got {value}")
+        if len(self.roundup_power2_divisions) not in (0, INTERVALS):
+            wrong.append(f"roundup_power2_divisions must have {INTERVALS} values, got {self.roundup_power2_divisions}")
+        if not all(value == 0 or _is_power_of_2(value) for value in self.roundup_power2_divisions):
+            wrong.append(f"roundup_power2_divisions must be powers of 2, or 0, got {self.roundup_power2_divisions}")
+        threshold, fraction = self.garbage_collection_threshold, self.per_process_memory_fraction
+        if threshold is not None and not 0 < threshold < 1:
+            wrong.append(f"garbage_collection_threshold must lie in (0, 1), got {threshold}")
+        if fraction is not None and not 0 <= fraction <= 1:
+            wrong.append(f"per_process_memory_fraction must lie in [0, 1], got {fraction}")
+        if wrong:
+            raise UsageError("allocator settings: " + "; ".join(wrong))
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorSettings:
+        """From the value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF), such as
+        `max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:8],expandable_segments:True`.
+
+        The last of two equal keys counts, spaces don't. Raises `UsageError` for unknown keys, for values that PyTorch
+        refuses and for some that it misreads (`12.5` or `-1` for a size), and for the backend `cudaMallocAsync`.
+        """
+        values: dict[str, object] = {}
+        wrong = []
+        for item in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)):
+            if not item:
+                continue
+            key, colon, value = item.partition(":")
+            try:
+                if key in _READERS:
+                    values[key] = _READERS[key](value)
+                elif key == "backend":
+                    if value != "native":
+                        raise ValueError("only the native backend is modelled")
+                elif key == "throw_on_cudamalloc_oom":
+                    _boolean(value)
+                elif key not in WITHOUT_EFFECT:
+                    known = ", ".join(sorted({*_READERS, "backend", "throw_on_cudamalloc_oom", *WITHOUT_EFFECT}))
+                    raise UsageError(f"allocator settings: unknown key {key!r}; known: {known}")
+                elif not colon or not value:
+                    raise ValueError("needs a value")
+            except UsageError:
+                raise
+            except ValueError as problem:
+                wrong.append(f"{item!r}: {problem}")
+        if wrong:
+            raise UsageError("allocator settings: " + "; ".join(wrong))
+        return cls(**values)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
+        """What a process with these variables would use: PYTORCH_ALLOC_CONF, else PYTORCH_CUDA_ALLOC_CONF, else the
+        defaults."""
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            if name in environment:
+                return cls.parse(environment[name])
+        return cls()
+
+    def spelled(self) -> str:
+        """The inverse of `parse`, in its shortest form: settings at their defaults are left out."""
+        items = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if field.name == "roundup_power2_divisions":
+                value = "[" + ",".join(f"{1 << i}:{division}" for i, division in enumerate(value)) + "]"
+            items.append(f"{field.name}:{value}")
+        return ",".join(items)
+
+    def size_rounding(self) -> Callable[[int], int]:
+        """A function from requested bytes, at least 1, to the size of the block."""
+        divisions = self.roundup_power2_divisions
+        return round_to_512 if not any(d > 1 for d in divisions) else lambda nbytes: _round_by(divisions, nbytes)
+
+
+def round_to_512(nbytes: int) -> int:
+    """The rounding without `roundup_power2_divisions`."""
+    return (nbytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
+
+
+def _round_by(divisions: tuple[int, ...], nbytes: int) -> int:
+    exponent = nbytes.bit_length() - 1
+    parts = divisions[min(max(exponent - 20, 0), INTERVALS - 1)]
+    if parts <= 1 or nbytes <= MIN_BLOCK_BYTES * parts:
+        return round_to_512(nbytes)
+    # A part is at least 512 bytes here, so that the result keeps the alignment of every block.
+    part = (1 << exponent) // parts
+    return -(-nbytes // part) * part
+
+
+def _is_power_of_2(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def _integer(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ValueError("expected a whole number")
+    return int(text)
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError("expected True or False")
+    return text == "True"
+
+
+def _divisions(text: str) -> tuple[int, ...]:
+    """`4`, or `[256:1,512:2,>:8]`: boundaries in MiB, the first value also below the first boundary, `>` above the
+    last; intervals that are not named stay off."""
+    if not text.startswith("["):
+        value = _integer(text)
+        if not _is_power_of_2(value):
+            raise ValueError("divisions must be a power of 2")
+        return (value,) * INTERVALS
+    if not text.endswith("]"):
+        raise ValueError("expected a closing ]")
+    divisions = [0] * INTERVALS
+    last, named = 0, False
+    for entry in filter(None, text[1:-1].split(",")):
+        boundary, _, spelled = entry.partition(":")
+        value = _integer(spelled)
+        if value != 0 and not _is_power_of_2(value):
+            raise ValueError("divisions must be powers of 2, or 0")
+        if boundary == ">":
+            divisions[last + 1 :] = [value] * (INTERVALS - last - 1)
+            continue
+        if not _is_power_of_2(_integer(boundary)):
+            raise ValueError("boundaries must be powers of 2")
+        last = min(int(boundary).bit_length() - 1, INTERVALS - 1)
+        if not named:
+            divisions[:last] = [value] * last
+            named = True
+        divisions[last] = value
+    return tuple(divisions)
+
+
+_READERS: dict[str, Callable[[str], object]] = {
+    "max_split_size_mb": _integer,
+    "max_non_split_rounding_mb": _integer,
+    "large_segment_size_mb": _integer,
+    "roundup_power2_divisions": _divisions,
+    "garbage_collection_threshold": float,
+    "expandable_segments": _boolean,
+    "per_process_memory_fraction": float,
+}

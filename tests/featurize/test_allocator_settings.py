@@ -1,0 +1,105 @@
+"""The allocator's settings: read and refused as PyTorch does, which is asked itself where it can be."""
+
+import subprocess
+import sys
+
+import pytest
+
+from conf.errors import UsageError
+from featurize.allocator_settings import AllocatorSettings
+
+
+def test_settings_are_read_in_pytorchs_spelling_and_spelled_back():
+    settings = AllocatorSettings.parse(
+        " max_split_size_mb:128 , roundup_power2_divisions:[64:8,256:4,1024:2,>:1],garbage_collection_threshold:0.8,"
+        "expandable_segments:True,backend:native,pinned_use_background_threads:True,"
+    )
+    assert settings.max_split_size_mb == 128
+    # Entry i is for sizes from 2**i MiB; what lies between named ones is off.
+    assert settings.roundup_power2_divisions == (8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 2, 1, 1, 1, 1, 1)
+    assert settings.expandable_segments and settings.garbage_collection_threshold == 0.8
+    assert AllocatorSettings.parse(settings.spelled()) == settings
+    assert AllocatorSettings().spelled() == ""
+
+
+def test_settings_come_from_either_variable_the_newer_one_first():
+    old = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert AllocatorSettings.from_environment(old).max_split_size_mb == 64
+    both = old | {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32"}
+    assert AllocatorSettings.from_environment(both).max_split_size_mb == 32
+    assert AllocatorSettings.from_environment({}) == AllocatorSettings()
+
+
+VALID = [
+    "max_split_size_mb:20",
+    "max_non_split_rounding_mb:20",
+    "large_segment_size_mb:11",
+    "large_segment_size_mb:40,max_split_size_mb:40",
+    "garbage_collection_threshold:0.99",
+    "roundup_power2_divisions:1",
+    "roundup_power2_divisions:[64:4,>:0]",
+    "roundup_power2_divisions:[>:4]",
+    "roundup_power2_divisions:[131072:4]",
+    "roundup_power2_divisions:[]",
+    "expandable_segments:False",
+    "max_split_size_mb:64,max_split_size_mb:128",
+    "",
+]
+INVALID = [
+    "max_split_size_mb:19",
+    "max_split_size_mb:x",
+    "max_split_size_mb",
+    "max_split_size_mb:",
+    "max_non_split_rounding_mb:10",
+    "large_segment_size_mb:10",
+    "max_split_size_mb:30,large_segment_size_mb:40",
+    "garbage_collection_threshold:0",
+    "garbage_collection_threshold:1.0",
+    "roundup_power2_divisions:3",
+    "roundup_power2_divisions:0",
+    "roundup_power2_divisions:[64:3]",
+    "roundup_power2_divisions:[63:4]",
+    "roundup_power2_divisions:[64:4",
+    "expandable_segments:true",
+    "max_split_size_mb:128;expandable_segments:True",
+]
+
+
+@pytest.mark.parametrize("text", VALID)
+def test_valid_settings_are_taken(text):
+    AllocatorSettings.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", [*INVALID, "backend:cudaMallocAsync", "max_split_size_mb:-1", "max_split_size_mb:64.5"]
+)
+def test_invalid_settings_name_the_key(text):
+    with pytest.raises(UsageError, match=text.split(":")[0]):
+        AllocatorSettings.parse(text)
+
+
+def test_every_bad_setting_is_reported_and_unknown_ones_list_the_known():
+    with pytest.raises(UsageError, match=r"max_split_size_mb.*garbage_collection_threshold"):
+        AllocatorSettings.parse("max_split_size_mb:3,garbage_collection_threshold:7")
+    with pytest.raises(UsageError, match=r"unknown key 'max_split'; known: .*expandable_segments.*roundup_power2"):
+        AllocatorSettings.parse("max_split:128")
+
+
+def test_pytorch_itself_takes_and_refuses_the_same_settings():
+    script = """if True:
+        import sys, torch
+        take = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if take is None:
+            sys.exit(3)
+        for text in sys.argv[1:]:
+            take("large_segment_size_mb:20")  # the one setting that stays from call to call
+            try:
+                take(text)
+                print("taken")
+            except Exception:
+                print("refused")
+    """
+    ran = subprocess.run([sys.executable, "-c", script, *VALID, *INVALID], capture_output=True, text=True)
+    if ran.returncode == 3:
+        pytest.skip("this PyTorch has no function that parses allocator settings without a GPU")
+    assert ran.stdout.split() == ["taken"] * len(VALID) + ["refused"] * len(INVALID), ran.stderr
