@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from featurize import cudnn_rnn
+
 # Allocate or re-describe; nothing runs on the GPU.
 NO_KERNEL = frozenset(
     {
         "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
         "aten::new_empty_strided", "aten::lift_fresh", "aten::resize_", "aten::set_", "aten::_unsafe_view",
-        "aten::_reshape_alias",
+        "aten::_reshape_alias", "aten::as_strided_", "aten::squeeze_", "aten::unsqueeze_", "aten::t_",
+        "aten::transpose_", "aten::detach_",
     }
 )  # fmt: skip
 # Read as much of their first argument as they write, not all of it.
@@ -42,11 +45,6 @@ def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -
     """FLOPs of operator `name` (`aten::mm`); `elements` is the count for anything without a formula."""
     formula = _FORMULAS.get(name)
     return formula(args, outputs) if formula is not None else elements
-
-
-def is_matmul(name: str) -> bool:
-    """Whether the operator runs on the matrix units: products, convolutions and fused attention."""
-    return name in _FORMULAS
 
 
 def foreach_launches(lists: int, sizes: Sequence[int]) -> int:
@@ -109,4 +107,6 @@ _FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
     "aten::_scaled_dot_product_flash_attention": _attention_forward(4),
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward(11),
+    "aten::_cudnn_rnn": lambda args, outputs: cudnn_rnn.flops(args),
+    "aten::_cudnn_rnn_backward": lambda args, outputs: 2 * cudnn_rnn.flops(args),
 }

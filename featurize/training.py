@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from conf.errors import unknown_name
+from conf.errors import UsageError, unknown_name
 from featurize.trial import OPTIMIZERS, PRECISIONS
 
 LEARNING_RATE = 1e-3
@@ -68,7 +68,9 @@ class TrainingStep:
     `model` must lie on `device` already. Precisions: `fp32` is PyTorch's default (matrix products in fp32; on Ampere
     and later cuDNN's convolutions may use TF32), `tf32` allows TF32 in both, `bf16` and `fp16` are autocast over fp32
     weights; fp16 on CUDA scales the loss. Sets torch's global TF32 and cuDNN flags (not for the meta device), so one
-    process should train one model. `on_phase(name)` is called as `forward`, `backward` and `optimizer` begin.
+    process should train one model. `loss(output, targets)` is cross entropy by default. With `holds_output`, output and
+    loss live until the next step assigns its own, as the variables of a usual loop do. `on_phase(name)` is called as
+    `forward`, `backward` and `optimizer` begin.
     """
 
     def __init__(
@@ -78,10 +80,15 @@ class TrainingStep:
         device: torch.device | str,
         *,
         on_phase: Callable[[str], None] | None = None,
+        loss: Callable[[object, Tensor], Tensor] | None = None,
+        holds_output: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.settings = settings
         self.on_phase = on_phase or (lambda name: None)
+        self.loss = loss or cross_entropy
+        self.holds_output = holds_output
+        self._held: tuple = ()
         if settings.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.model = model.train()
@@ -107,7 +114,13 @@ class TrainingStep:
         if self.settings.channels_last:
             inputs = tuple(_channels_last(x) for x in inputs)
         with self._autocast():
-            loss = cross_entropy(self.model(*inputs), targets)
+            output = self.model(*inputs)
+            if self.holds_output:
+                self._held = output, None
+            loss = self.loss(output, targets)
+            if self.holds_output:
+                self._held = output, loss
+            del output
         self.on_phase("backward")
         if self._scaler is not None:
             self._scaler.scale(loss).backward()
@@ -153,6 +166,31 @@ def cross_entropy(output, targets: Tensor) -> Tensor:
     if output.dim() > 2 and output.shape[:-1] == targets.shape:
         output, targets = output.flatten(0, -2), targets.flatten()
     return nn.functional.cross_entropy(output, targets)
+
+
+def targets_for(output, loss: Callable | None = None) -> Tensor:
+    """Class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
+
+    The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. An output without
+    logits is an `UsageError`, but where there is a `loss` of its own: that gets a single 0.
+    """
+    logits = output
+    if not isinstance(logits, Tensor):
+        logits = getattr(output, "logits", None)
+        if logits is None and isinstance(output, list | tuple) and output:
+            logits = output[0]
+    if not isinstance(logits, Tensor) or logits.dim() == 0 or not logits.is_floating_point():
+        if loss is not None:
+            return torch.zeros((), dtype=torch.long)
+        said = f"shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise UsageError(
+            f"the model's output ({said}) has no logits to take cross entropy of; "
+            "wrap the model in one that returns a tensor [N, classes] or [N, T, classes], or give a loss"
+        )
+    if logits.dim() == 1:  # one figure a sample: class probabilities of the same shape cost the same
+        return torch.zeros_like(logits)
+    shape = logits.shape[:-1] if logits.dim() in (2, 3) else (logits.shape[0], *logits.shape[2:])
+    return torch.zeros(shape, dtype=torch.long, device=logits.device)
 
 
 def preload() -> None:

@@ -39,3 +39,11 @@ def _cut(spec: Any) -> Any:
         return spec
     span = spec["high"] - spec["low"]
     return {**spec, "high": spec["low"] + (span // SHARE if isinstance(span, int) else span / SHARE)}
+
+
+def assert_ratios_hold(found, spec, ratios):
+    """What any priced step's utilization and power keep to."""
+    for ratio in ratios:
+        assert 0 <= getattr(found, ratio) <= 1, (ratio, spec.name)
+    assert found.smocc <= found.smact <= found.gpu_util
+    assert spec.idle_power_w <= found.power_w <= spec.power_limit_w

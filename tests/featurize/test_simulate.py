@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from small_configs import small_config
+from small_configs import assert_ratios_hold, small_config
 from torch import nn
 
 from featurize.device_spec import device_names, load_device
 from featurize.families import family_names
-from featurize.simulate import cublas_workspace_bytes, simulate
+from featurize.library_calls import cublas_workspace_bytes
+from featurize.simulate import simulate
 from featurize.trace import trace_config, trace_step
 from featurize.training import Training
 
@@ -27,7 +28,7 @@ def mlp_trace(batch=64, settings=None, widths=(1000, 2000, 10)):
         targets = torch.randint(widths[-1], (batch,), device=device)
         return (torch.randn(batch, widths[0], device=device),), targets
 
-    return trace_step(model, data, settings)
+    return trace_step(model, data, settings=settings, training_loop=False)
 
 
 def test_allocated_memory_is_the_live_bytes_rounded_to_512_and_two_cublas_workspaces():
@@ -118,11 +119,8 @@ def test_figures_stay_in_their_ranges_on_every_device(family, index):
     config = small_config(family, index)
     for name in device_names():
         spec = load_device(name)
-        trace = trace_config(config, compute_capability=spec.compute_capability)
+        trace = trace_config(config, device=spec)
         step = simulate(trace, spec, config)
-        for ratio in RATIOS:
-            assert 0 <= getattr(step, ratio) <= 1, (ratio, name)
-        assert step.smocc <= step.smact <= step.gpu_util
-        assert spec.idle_power_w <= step.power_w <= spec.power_limit_w
+        assert_ratios_hold(step, spec, RATIOS)
         assert step.step_time_ms > 0 and step.fits
         assert trace.peak_live_bytes / 2**20 <= step.peak_allocated_mib <= step.peak_reserved_mib

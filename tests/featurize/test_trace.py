@@ -1,8 +1,10 @@
 """Traces whose figures can be counted on paper."""
 
 import dataclasses
+import math
 import os
 import tracemalloc
+import types
 
 import psutil
 import pytest
@@ -12,10 +14,14 @@ from small_configs import small_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from conf.errors import UsageError
+from featurize.device_spec import load_device
 from featurize.families import family_names, get_family
-from featurize.trace import BLOCK_KINDS, trace_config, trace_step
+from featurize.library_calls import workspace_bytes
+from featurize.trace import BLOCK_KINDS, TraceError, trace_config, trace_step
 from featurize.training import Training
 
+A100 = load_device("A100-SXM4-40GB")
 BATCH, WIDTH, HIDDEN, CLASSES = 64, 1000, 2000, 10
 MLP_BYTES = 4 * (WIDTH * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES)
 
@@ -58,7 +64,7 @@ def sum_of(trace, kind):
 
 
 def test_adam_peaks_in_its_update_with_five_times_the_parameters():
-    trace = trace_step(mlp, vectors, Training(optimizer="adam"))
+    trace = trace_step(mlp, vectors, settings=Training(optimizer="adam"), training_loop=False)
     assert trace.parameter_bytes == MLP_BYTES and trace.parameters == MLP_BYTES // 4
     loss = 4
     assert trace.breakdown == dict.fromkeys(BLOCK_KINDS, 0) | {
@@ -74,13 +80,13 @@ def test_adam_peaks_in_its_update_with_five_times_the_parameters():
 
 @pytest.mark.parametrize("optimizer, copies", [("sgd", 0), ("momentum", 1), ("adamw", 2)])
 def test_optimizer_state_is_that_many_copies_of_the_parameters(optimizer, copies):
-    trace = trace_step(mlp, vectors, Training(optimizer=optimizer))
+    trace = trace_step(mlp, vectors, settings=Training(optimizer=optimizer))
     assert sum_of(trace, "optimizer_state") == copies * MLP_BYTES
     assert sum_of(trace, "gradient") == 2 * MLP_BYTES  # one set each step
 
 
 def test_sgd_peaks_in_the_backward_pass_with_the_activations_it_still_needs():
-    trace = trace_step(mlp, vectors, Training(optimizer="sgd"))
+    trace = trace_step(mlp, vectors, settings=Training(optimizer="sgd"), training_loop=False)
     # While the first layer's weight gradient is made, only the hidden layer's gradient is left of the activations; all
     # other gradients exist, and two scalars stay to the end: the loss and the gradient that backward starts with.
     hidden = 4 * BATCH * HIDDEN
@@ -141,7 +147,7 @@ def test_views_and_in_place_operators_take_no_memory_and_views_run_no_kernel():
     "precision, kernel", [("fp32", "efficient"), ("tf32", "efficient"), ("bf16", "flash"), ("fp16", "flash")]
 )
 def test_attention_never_materialises_its_scores(precision, kernel):
-    trace = trace_step(Attention, sequences, Training(precision=precision))
+    trace = trace_step(Attention, sequences, settings=Training(precision=precision))
     scores = 2 * 4 * 512 * 512 * 2
     assert f"aten::_scaled_dot_product_{kernel}_attention" in names(trace, "forward")
     assert f"aten::_scaled_dot_product_{kernel}_attention_backward" in names(trace, "backward")
@@ -149,12 +155,12 @@ def test_attention_never_materialises_its_scores(precision, kernel):
 
 
 def test_attention_of_half_types_before_ampere_is_memory_efficient():
-    trace = trace_step(Attention, sequences, Training(precision="fp16"), compute_capability=(7, 0))
+    trace = trace_step(Attention, sequences, settings=Training(precision="fp16"), device="V100-SXM2-32GB")
     assert "aten::_scaled_dot_product_efficient_attention" in names(trace)
 
 
 def test_a_mask_rules_flash_attention_out():
-    trace = trace_step(lambda: Attention(mask=(512, 512)), sequences, Training(precision="bf16"))
+    trace = trace_step(lambda: Attention(mask=(512, 512)), sequences, settings=Training(precision="bf16"))
     assert "aten::_scaled_dot_product_efficient_attention" in names(trace)
 
 
@@ -177,14 +183,14 @@ def test_the_encoder_layer_of_torch_takes_the_fused_path_too():
 def test_dropout_keeps_a_byte_an_element():
     trace = trace_step(lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Dropout(0.1)), vectors)
     assert "aten::native_dropout" in names(trace)
-    assert any(b == (BATCH * HIDDEN, "activation") for b in trace.blocks)
+    assert any(b[:2] == (BATCH * HIDDEN, "activation") for b in trace.blocks)
 
 
 def test_autocast_halves_products_and_keeps_norms_and_losses_wide():
     def model():
         return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
 
-    trace = trace_step(model, vectors, Training(precision="bf16"))
+    trace = trace_step(model, vectors, settings=Training(precision="bf16"))
     dtypes = {op.name: op.dtype for op in trace.operators if op.phase == "forward"}
     assert dtypes["aten::addmm"] == "bfloat16"
     assert dtypes["aten::native_layer_norm"] == dtypes["aten::_log_softmax"] == "float32"
@@ -196,7 +202,7 @@ def test_autocast_casts_a_shared_weight_once_a_forward():
         def forward(self, x):
             return super().forward(super().forward(x))
 
-    trace = trace_step(lambda: Shared(64, 64), lambda d: vectors(d, width=64), Training(precision="bf16"))
+    trace = trace_step(lambda: Shared(64, 64), lambda d: vectors(d, width=64), settings=Training(precision="bf16"))
     casts = [op for op in trace.operators if op.phase == "forward" and op.output_shapes == ((64, 64),)]
     weights = [op for op in casts if op.name == "aten::_to_copy" and op.dtype == "bfloat16"]
     assert len(weights) == 2  # the weight, and the input, which has its shape
@@ -205,8 +211,8 @@ def test_autocast_casts_a_shared_weight_once_a_forward():
 def test_tracing_leaves_torch_as_it_was():
     before = F.scaled_dot_product_attention, F.dropout, F.linear, torch.matmul, torch.Tensor.softmax
     for _ in range(2):
-        with pytest.raises(RuntimeError):
-            trace_step(lambda: nn.Linear(3, 3), vectors, Training(precision="bf16"))
+        with pytest.raises(TraceError):
+            trace_step(lambda: nn.Linear(3, 3), vectors, settings=Training(precision="bf16"))
     assert before == (F.scaled_dot_product_attention, F.dropout, F.linear, torch.matmul, torch.Tensor.softmax)
     assert "matmul" not in vars(torch.Tensor)
 
@@ -230,35 +236,160 @@ def test_checkpointing_takes_less_memory_for_more_operators(precision):
         return vectors(device, batch=4096, width=64)
 
     kept, recomputed = (
-        trace_step(lambda r=r: Deep(r), batch, Training(optimizer="sgd", precision=precision)) for r in (False, True)
+        trace_step(lambda r=r: Deep(r), batch, settings=Training(optimizer="sgd", precision=precision))
+        for r in (False, True)
     )
     assert recomputed.peak_live_bytes < 0.6 * kept.peak_live_bytes
     assert recomputed.flops > 1.2 * kept.flops
 
 
+def test_a_convolution_has_a_library_call_for_every_kernel_that_may_take_a_workspace():
+    def cnn():
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    trace = trace_step(cnn, images, training_loop=False)
+    calls = [trace.blocks[e.block].call for e in trace.events if e.step == 2 and trace.blocks[e.block].call]
+    kinds = [call.kind for call in calls]
+    # The batch needs no gradient, and cuBLAS has taken its workspace in the first step.
+    assert kinds == ["conv_forward"] * 2 + ["conv_backward_data", "conv_backward_weight", "conv_backward_weight"]
+    assert calls[0].shapes == ((4, 3, 16, 16), (8, 3, 3, 3), (4, 8, 14, 14)) and calls[0].element_bytes == 4
+    assert all(workspace_bytes(call, A100) > 0 for call in calls if call.kind != "conv_backward_data")
+
+
 def test_convolutions_copy_their_tensors_unless_channels_last():
     def cnn():
-        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    assert sum_of(trace_step(cnn, images), "spare_workspace") > 0
-    assert sum_of(trace_step(cnn, images, Training(channels_last=True)), "spare_workspace") == 0
+    trace = trace_step(cnn, images, settings=Training(channels_last=True))
+    calls = [block.call for block in trace.blocks if block.call and block.call.kind.startswith("conv")]
+    assert calls and all(call.channels_last for call in calls)
+    assert sum(workspace_bytes(call, A100) for call in calls) == 0
+
+
+def test_cublas_takes_a_workspace_once_in_each_of_its_two_threads():
+    trace = trace_step(mlp, vectors)
+    taken = [e for e in trace.events if (call := trace.blocks[e.block].call) and call.kind == "cublas"]
+    assert [(e.step, e.phase, e.nbytes) for e in taken] == [(1, "forward", 0), (1, "backward", 0)]
 
 
 def test_events_balance_and_never_give_back_what_was_not_taken():
     trace = trace_step(mlp, vectors)
-    live = {}
+    live, calls = {}, set()
     for event in trace.events:
-        if event.nbytes >= 0:
-            assert event.block not in live and event.nbytes == trace.blocks[event.block].nbytes
+        block = trace.blocks[event.block]
+        if block.call is not None:  # a workspace is one event
+            assert event.nbytes == 0 and block.kind == "workspace" and event.block not in calls
+            calls.add(event.block)
+        elif event.nbytes >= 0:
+            assert event.block not in live and event.nbytes == block.nbytes
             live[event.block] = event.nbytes
         else:
             assert live.pop(event.block) == -event.nbytes
     kinds = {trace.blocks[block].kind for block in live}
-    assert (
-        {"parameter", "optimizer_state", "gradient", "batch"}
-        <= kinds
-        <= set(BLOCK_KINDS) - {"workspace", "spare_workspace"}
-    )
+    assert {"parameter", "optimizer_state", "gradient", "batch"} <= kinds <= set(BLOCK_KINDS) - {"workspace"}
+
+
+def live_at(trace, index):
+    """Bytes of each kind alive after the event of that index."""
+    found = dict.fromkeys(BLOCK_KINDS, 0)
+    for event in trace.events[: index + 1]:
+        found[trace.blocks[event.block].kind] += event.nbytes
+    return found
+
+
+def test_in_a_training_loop_the_next_batch_is_there_before_the_last_is_given_back():
+    batch = BATCH * (WIDTH * 4 + 8)
+    loop, single = (trace_step(mlp, vectors, training_loop=loop) for loop in (True, False))
+    of_batches = [(e.step, e.nbytes) for e in loop.events if loop.blocks[e.block].kind == "batch"]
+    inputs, targets = BATCH * WIDTH * 4, BATCH * 8
+    assert of_batches == [(1, inputs), (1, targets), (2, inputs), (2, targets), (2, -inputs), (2, -targets)]
+    assert max(live_at(loop, i)["batch"] for i in range(len(loop.events))) == 2 * batch
+    assert sum_of(single, "batch") == batch
+
+
+def test_in_a_training_loop_output_and_loss_live_until_the_next_ones_are_assigned():
+    logits, hidden = 4 * BATCH * CLASSES, 4 * BATCH * HIDDEN
+    loop, single = (trace_step(mlp, vectors, optimizer="sgd", training_loop=loop) for loop in (True, False))
+    at = {}
+    for index, event in enumerate(loop.events):
+        if event.step == 2 and loop.blocks[event.block].operator == "aten::addmm" and event.nbytes > 0:
+            at[event.nbytes] = live_at(loop, index)
+    # While the hidden layer is made, the last step's logits and loss are still there, and its gradients are not.
+    assert at[hidden] == dict.fromkeys(BLOCK_KINDS, 0) | {
+        "parameter": MLP_BYTES,
+        "batch": BATCH * (WIDTH * 4 + 8),
+        "activation": logits + 4,
+        "temporary": hidden,  # relu keeps its result, not this
+    }
+    # While the next logits are made, those are as well; relu's result is kept beside them.
+    assert at[logits]["activation"] == 2 * logits + 4 + hidden
+    # Nothing is left of a step without them.
+    left = live_at(single, max(i for i, e in enumerate(single.events) if e.step == 1))
+    assert left["temporary"] == 0 and left["activation"] <= 4
+
+
+def test_a_loss_of_ones_own_gets_the_models_output_and_the_target():
+    seen = []
+
+    def loss(output, target):
+        seen.append((tuple(output.shape), tuple(target.shape)))
+        return F.mse_loss(output, target, reduction="sum")
+
+    target = torch.empty(BATCH, CLASSES, device="meta")
+    trace = trace_step(mlp, (torch.empty(BATCH, WIDTH, device="meta"),), target, loss)
+    assert seen == [((BATCH, CLASSES), (BATCH, CLASSES))] * 2
+    assert "aten::mse_loss" in names(trace) and "aten::_log_softmax" not in names(trace)
+
+
+@pytest.mark.parametrize(
+    "shape, target", [((4, CLASSES), (4,)), ((4, 7, CLASSES), (4, 7)), ((4, CLASSES, 6, 5), (4, 6, 5))]
+)
+def test_a_target_that_is_not_given_suits_the_output(shape, target):
+    class Shaped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, math.prod(shape[1:]))
+
+        def forward(self, x):
+            return self.lin(x).view(shape)
+
+    trace = trace_step(Shaped, (torch.empty(4, WIDTH, device="meta"),))
+    batch = [block.nbytes for block in trace.blocks if block.kind == "batch"]
+    assert batch == [4 * 4 * WIDTH, 8 * math.prod(target)] * 2
+    assert any(op.name.startswith("aten::nll_loss") for op in trace.operators)
+
+
+def test_the_pass_that_finds_the_target_leaves_no_trace():
+    given = trace_step(mlp, vectors)
+    found = trace_step(mlp, lambda device: (vectors(device)[0], None))
+    assert found == given
+
+
+@pytest.mark.parametrize("wrap", [lambda y: {"logits": y}, lambda y: types.SimpleNamespace(logits=y), lambda y: (y, 1)])
+def test_logits_are_found_in_what_models_return(wrap):
+    class Wrapped(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    def model():
+        return Wrapped(WIDTH, CLASSES)
+
+    if isinstance(wrap(0), dict):
+        with pytest.raises(UsageError, match="no logits to take cross entropy of"):
+            trace_step(model, lambda device: (vectors(device)[0], None))
+    else:
+        assert names(trace_step(model, lambda device: (vectors(device)[0], None))) == names(trace_step(model, vectors))
+
+
+def test_settings_and_single_ones_exclude_each_other_and_unknown_names_are_listed():
+    with pytest.raises(TypeError, match="give either"):
+        trace_step(mlp, vectors, optimizer="sgd", settings=Training())
+    with pytest.raises(UsageError, match="unknown optimizer 'lion'; known: adam"):
+        trace_step(mlp, vectors, optimizer="lion")
+    with pytest.raises(UsageError, match="unknown device 'H9000'"):
+        trace_step(mlp, vectors, device="H9000")
+    by_settings = trace_step(mlp, vectors, settings=Training(optimizer="sgd", precision="bf16"))
+    assert trace_step(mlp, vectors, optimizer="sgd", precision="bf16") == by_settings
 
 
 def test_a_model_far_larger_than_the_machine_is_traced_without_allocating_it():
@@ -287,3 +418,25 @@ def test_a_family_traces_twice_to_the_same(name, precision):
         with torch.device("meta"):
             model = get_family(name).build(config)
         assert first.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_sums_in_fp32_without_a_copy(precision):
+    class Sums(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum(1)
+
+    trace = trace_step(lambda: Sums(64, 512), torch.empty(256, 8, 64, device="meta"), precision=precision)
+    ops = [op for op in trace.operators if op.phase == "forward"]
+    total = next(op for op in ops if op.name == "aten::sum")
+    assert total.bytes_read == 2 * 256 * 8 * 512 and total.bytes_written == 4 * 256 * 512
+
+
+def test_a_softmax_of_halves_gives_floats_without_a_copy():
+    class Soft(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).softmax(-1)
+
+    trace = trace_step(lambda: Soft(64, 512), torch.empty(256, 64, device="meta"), precision="fp16")
+    soft = next(op for op in trace.operators if op.name == "aten::_softmax")
+    assert soft.bytes_read == 2 * 256 * 512 and soft.bytes_written == 4 * 256 * 512

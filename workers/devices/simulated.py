@@ -49,7 +49,7 @@ class SimulatedDevice:
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
-        trace = trace_config(config, compute_capability=self.spec.compute_capability)
+        trace = trace_config(config, device=self.spec)
         step = simulate(trace, self.spec, config)
         report("built", parameters=step.parameters)
         if not step.fits:

@@ -1,0 +1,155 @@
+"""What CUDA's libraries take for their own use while an operator runs: which calls do, and how much is assumed.
+
+Start reading at `library_calls` (what a trace notes of an operator) and `workspace_bytes` (what a replay takes for it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from featurize import cudnn_rnn
+from featurize.device_spec import DeviceSpec
+
+MIB = 2**20
+CUBLAS = "cublas"
+# What a process takes more, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
+# MLPs and CNNs on one machine (A100, cuDNN 9.1).
+CUDNN_MIB = 270
+
+# cuDNN does not say which algorithm it picks, nor how much that takes, without a GPU to ask. Assumed for 2-d
+# convolutions that are not channels last: kernels for the tensor cores read and write channels-last copies, which lie
+# in the workspace. 1x1 kernels are plain products and take none; depthwise ones in fp32 are PyTorch's own. How many
+# copies there are was chosen, from some dozens of combinations, by what explains the peaks of some 650 measured models
+# (fp32, no `cudnn.benchmark`, A100, cuDNN 9.1), three quarters of them 3x3 CNNs.
+_COPIES = {  # of input, weight, output
+    "conv_forward": (1, 1, 1),
+    "conv_backward_data": (1, 1, 1),
+    "conv_backward_weight": (2, 1, 1),
+}
+
+
+class LibraryCall(NamedTuple):
+    """One call that may take a workspace. Shapes of convolutions: input, weight, output."""
+
+    kind: str  # cublas, conv_forward, conv_backward_data, conv_backward_weight, flash_backward,
+    # efficient_backward, recurrent
+    shapes: tuple[tuple[int, ...], ...] = ()
+    element_bytes: int = 4
+    channels_last: bool = False
+    groups: int = 1
+    nbytes: int = 0  # where it is known already
+
+    @property
+    def spare(self) -> bool:
+        """Whether the library has a slower algorithm that takes none, to which PyTorch falls back."""
+        return self.kind.startswith("conv_")
+
+    @property
+    def loads_cudnn(self) -> bool:
+        """Whether the call is cuDNN's."""
+        return self.spare or self.kind == "recurrent"
+
+
+def library_calls(name: str, args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """The calls of one dispatched ATen operator, in their order; none for most. cuBLAS's are noted once a thread."""
+    found = _CALLS.get(name)
+    return found(args, outputs) if found is not None else ()
+
+
+def has_library_calls(name: str) -> bool:
+    """Whether `library_calls` finds any for the operator."""
+    return name in _CALLS
+
+
+def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
+    """What the call takes while it runs. cuBLAS keeps its own, one for the forward and one for the backward thread."""
+    if call.kind == CUBLAS:
+        return cublas_workspace_bytes(spec)
+    if not call.spare:
+        return call.nbytes
+    x, weight, _ = call.shapes
+    depthwise = 1 < call.groups == x[1]
+    if call.channels_last or len(weight) != 4 or weight[2] == weight[3] == 1 or depthwise:
+        return 0
+    if call.element_bytes > 4 or (call.element_bytes == 4 and spec.peak_tflops.tf32 is None):
+        return 0  # no tensor cores for this type
+    copies = zip(_COPIES[call.kind], call.shapes, strict=True)
+    return call.element_bytes * sum(times * math.prod(shape) for times, shape in copies)
+
+
+def channels_last(x: Tensor, weight: Tensor) -> bool:
+    """Whether cuDNN runs this convolution in channels-last layout, as it does if either tensor has it."""
+    return x.dim() == 4 and x.dtype is not torch.float64 and (_is_channels_last(x) or _is_channels_last(weight))
+
+
+def cublas_workspace_bytes(spec: DeviceSpec) -> int:
+    """Of one cuBLAS handle: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8 (ATen/cuda/CublasHandlePool.cpp).
+
+    cuBLASLt shares it from PyTorch 2.8 on; before, it took 1 MiB more for single calls, which is left out."""
+    return 32 * MIB if spec.compute_capability[0] == 9 else 8 * MIB + 128 * 1024
+
+
+def _convolution(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    x, weight = args[:2]
+    shapes = (tuple(x.shape), tuple(weight.shape), tuple(outputs[0].shape))
+    return (_conv("conv_forward", shapes, x, weight, args[8]),)
+
+
+def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    grad, x, weight = args[:3]
+    shapes = (tuple(x.shape), tuple(weight.shape), tuple(grad.shape))
+    wanted = zip(("conv_backward_data", "conv_backward_weight"), args[10], strict=False)
+    return tuple(_conv(kind, shapes, x, weight, args[9]) for kind, needed in wanted if needed)
+
+
+def _conv(kind: str, shapes: tuple[tuple[int, ...], ...], x: Tensor, weight: Tensor, groups: int) -> LibraryCall:
+    return LibraryCall(kind, shapes, x.element_size(), channels_last(x, weight), groups)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _flash_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd."""
+    batch, heads, length, width = args[1].shape
+    rows = batch * heads * (-(-length // 128) * 128)
+    nbytes = 4 * rows * (-(-width // 32) * 32) + 4 * rows
+    return (LibraryCall("flash_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
+
+
+def _recurrent(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    nbytes = cudnn_rnn.workspace_bytes(args)
+    return (LibraryCall("recurrent", (tuple(args[0].shape),), args[0].element_size(), nbytes=nbytes),)
+
+
+def _efficient_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
+    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed."""
+    batch, heads, length, width = args[1].shape
+    tiles = batch * heads * -(-length // 64) * -(-width // 64)
+    nbytes = tiles * (64 * 64 * 4 + 16)
+    return (LibraryCall("efficient_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
+
+
+def _cublas(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    return (LibraryCall(CUBLAS),)
+
+
+_CALLS: dict[str, Callable] = {
+    "aten::mm": _cublas,
+    "aten::addmm": _cublas,
+    "aten::bmm": _cublas,
+    "aten::baddbmm": _cublas,
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_cudnn_rnn": _recurrent,
+    "aten::_cudnn_rnn_backward": _recurrent,
+}

@@ -1,0 +1,147 @@
+"""Runs operators on meta tensors, most of them only once: what one gives depends on its arguments' shapes alone.
+
+Start reading at `MetaResults.of`. Half of PyTorch's meta kernels are written in Python and take 0.1 ms and more; a step
+repeats the same few hundred calls over and over.
+"""
+
+from __future__ import annotations
+
+from numbers import Number
+
+import torch
+from torch import Tensor
+
+# In-place for-each operators that work element by element: there is nothing to compute and nothing to return.
+_FOREACH_IN_PLACE = frozenset(
+    f"aten::_foreach_{name}_"
+    for name in (
+        "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "exp", "lerp", "log", "maximum",
+        "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "sub", "zero",
+    )
+)  # fmt: skip
+# The same, giving new tensors like those of their first list; all of them floating-point.
+_FOREACH = frozenset(
+    f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
+)
+_IN_PLACE = frozenset({"aten::add_", "aten::sub_", "aten::mul_", "aten::div_"})
+_UNKNOWN = object()
+
+
+class _Uncached(Exception):
+    """An argument whose influence on the result is not known."""
+
+
+class MetaResults:
+    """The results of one trace's operators, by their arguments. Only new tensors are remembered, never views."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, object] = {}
+
+    def of(self, func, name: str, args: tuple, kwargs: dict):
+        """`func(*args, **kwargs)`, below autograd. Raises what the operator raises."""
+        if name in _FOREACH_IN_PLACE and all(t.is_meta for t in args[0]):  # an optimizer's step counters are not
+            return None
+        if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
+            return [torch.empty_like(t) for t in args[0]]
+        if name in _IN_PLACE and _fits(args[0], args[1]):
+            return args[0]
+        if func.is_view:
+            return func(*args, **kwargs)
+        try:
+            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
+        except _Uncached:
+            return func(*args, **kwargs)
+        known = self._known.get(key, _UNKNOWN)
+        if known is _UNKNOWN:
+            out = func(*args, **kwargs)
+            self._known[key] = _recipe(out, (args, kwargs.values()))
+            return out
+        return func(*args, **kwargs) if known is None else _make(known)
+
+
+def _fits(target: Tensor, other: object) -> bool:
+    """Whether an in-place operator on meta tensors can be left out: nothing is broadcast and no type can be wrong."""
+    if not (isinstance(target, Tensor) and target.is_meta):
+        return False
+    if not target.is_floating_point():
+        return False
+    if isinstance(other, Number):
+        return not isinstance(other, complex)
+    return other.dtype is target.dtype and (other.dim() == 0 or (other.is_meta and other.shape == target.shape))
+
+
+def _key(values) -> tuple:
+    """What of the arguments decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
+    found = []
+    for value in values:
+        kind = type(value)
+        if value is None or kind is bool or kind is str or kind is int or kind is float:
+            found.append((kind, value))
+        elif isinstance(value, Tensor):
+            if not value.is_meta and value.dim():  # its values may matter
+                raise _Uncached
+            found.append((value.shape, value.stride(), value.dtype, value.is_meta))
+        elif kind is tuple or kind is list:
+            found.append(_key(value))
+        elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
+            found.append(value)
+        else:
+            raise _Uncached
+    return tuple(found)
+
+
+class _Spec(tuple):
+    """Size, stride and type of a new tensor."""
+
+
+def _recipe(out, given) -> object:
+    """How to make such a result again; None where it must be run again."""
+    if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
+        return None
+    inputs = list(_tensors(given))
+    storages = {t.untyped_storage()._cdata for t in inputs}
+    shapes_decide = all(t.is_meta for t in inputs)
+
+    def one(value):
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            if type(value) is not Tensor or not value.is_meta or storage._cdata in storages:
+                raise _Uncached
+            if value.storage_offset() or storage.nbytes() != _span(value) * value.element_size():
+                raise _Uncached
+            storages.add(storage._cdata)
+            return _Spec((tuple(value.shape), value.stride(), value.dtype))
+        if type(value) in (tuple, list):
+            return type(value)(map(one, value))
+        if value is None or (shapes_decide and isinstance(value, bool | int | float)):
+            return value
+        raise _Uncached
+
+    try:
+        return one(out)
+    except _Uncached:
+        return None
+
+
+def _make(recipe):
+    if type(recipe) is _Spec:
+        size, stride, dtype = recipe
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    if type(recipe) in (tuple, list):
+        return type(recipe)(map(_make, recipe))
+    return recipe
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _tensors(values):
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple) or type(value).__name__ == "dict_values":
+            yield from _tensors(value)

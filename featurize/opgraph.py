@@ -1,0 +1,288 @@
+"""The operator graph of a traced step as plain arrays, for estimators that learn from it.
+
+Start reading at `opgraph` and `OpGraph`. Nodes are the operators of one steady step in their order, edges the tensors
+that one makes and another reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from featurize.device_spec import DeviceSpec
+from featurize.trace import BLOCK_KINDS, Operator, StepTrace
+from featurize.training import TrainingSettings
+
+FEATURE_VERSION = 1  # of the vocabulary, the columns and what they mean
+
+# Classes of operators, at fixed places: only ever append. 0 is what no rule below knows.
+VOCABULARY = (
+    "other", "matmul", "convolution", "convolution_backward", "attention", "attention_backward", "recurrent",
+    "recurrent_backward", "normalization", "normalization_backward", "softmax", "softmax_backward", "activation",
+    "activation_backward", "arithmetic", "reduction", "pooling", "pooling_backward", "embedding", "embedding_backward",
+    "dropout", "dropout_backward", "loss", "loss_backward", "copy", "fill", "join", "index", "index_backward",
+    "resample", "resample_backward", "optimizer",
+)  # fmt: skip
+
+# The first class of which a part stands in the operator's name; `_backward` is added where the name says so.
+_PARTS = (
+    ("optimizer", ("_foreach_", "_fused_")),
+    ("attention", ("scaled_dot_product",)),
+    ("recurrent", ("_rnn", "lstm", "gru")),
+    ("convolution", ("conv",)),
+    ("normalization", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")),
+    ("softmax", ("softmax",)),
+    ("loss", ("_loss", "cross_entropy", "kl_div")),
+    ("dropout", ("dropout", "bernoulli")),
+    ("pooling", ("pool",)),
+    ("embedding", ("embedding",)),
+    ("resample", ("upsample", "interpolate", "grid_sampler")),
+    ("activation", ("relu", "gelu", "silu", "elu", "sigmoid", "tanh", "threshold", "hardswish", "hardtanh", "mish",
+                    "softplus", "hardsigmoid", "glu", "swish")),
+    ("index", ("index", "gather", "scatter", "select_backward", "slice_backward", "masked_", "where", "topk", "sort")),
+)  # fmt: skip
+_NAMES = {
+    "matmul": "mm bmm addmm baddbmm mv addmv addbmm dot linalg_matmul",
+    "arithmetic": "add sub rsub mul div pow neg exp log sqrt rsqrt abs reciprocal clamp clamp_min clamp_max sin cos "
+    "maximum minimum addcmul addcdiv lerp square sign erf floor ceil round remainder fmod bitwise_not bitwise_and "
+    "bitwise_or logical_not logical_and logical_or eq ne lt le gt ge expm1 log1p",
+    "reduction": "sum mean amax amin max min norm linalg_vector_norm prod var std var_mean std_mean any all argmax "
+    "argmin cumsum cumprod logsumexp",
+    "copy": "clone copy _to_copy contiguous roll flip repeat constant_pad_nd reflection_pad2d im2col col2im "
+    "pixel_shuffle pixel_unshuffle",
+    "fill": "zeros ones full zero fill zeros_like ones_like full_like new_zeros new_ones new_full arange scalar_tensor "
+    "rand randn rand_like randn_like eye uniform normal tril triu",
+    "join": "cat stack",
+}
+_CLASS_OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
+
+_PHASES = ("forward", "backward", "optimizer")
+_LOGS = ("flops", "bytes_read", "bytes_written", "launches", "output_elements", "input_elements")
+# Of products, convolutions, attention and recurrent layers: `batch` matrix products of m x k by k x n.
+_DIMS = ("batch", "m", "n", "k", "kernel_elements", "stride")
+NODE_COLUMNS = (
+    *(f"log_{name}" for name in _LOGS), "dtype_bytes", *(f"in_{phase}" for phase in _PHASES), "depth", "position",
+    "log_inputs", "log_outside_inputs", "log_readers", "has_dims", *(f"log_{name}" for name in _DIMS),
+)  # fmt: skip
+PRICED_NODE_COLUMNS = ("log_nanoseconds", "occupancy", "sm_share")
+EDGE_COLUMNS = ("log_bytes",)
+GRAPH_COLUMNS = (
+    "log_operators", "log_edges", "log_depth", "log_parameters", "log_flops", "log_bytes_moved", "log_peak_live_bytes",
+    *(f"log_live_{kind}_bytes" for kind in BLOCK_KINDS), "compute_capability",
+)  # fmt: skip
+PRICED_GRAPH_COLUMNS = (
+    "log_step_nanoseconds", "smact", "smocc", "drama", "gpu_util", "log_bandwidth_gb_s", "log_fp32_tflops", "log_sms",
+    "log_memory_mib",
+)  # fmt: skip
+_DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class OpGraph:
+    """One step. Names beginning with `log_` hold log2(1 + x); every value is finite.
+
+    names       (n,) the operators, as `aten::mm`
+    categories  (n,) int64, indices of `VOCABULARY`
+    nodes       (n, f) float32, `node_columns` names the columns. `depth` (the longest path from the step's begin) and
+                `position` (in the order of execution) lie in [0, 1]; dims that are not known are 0, with `has_dims` 0
+    edges       (2, e) int64: source, reader; source < reader, no pair twice, sorted by reader
+    edge_features  (e, 1) float32: bytes that the reader gets from the source
+    graph       (g,) float32, `graph_columns` names them
+    """
+
+    names: np.ndarray
+    categories: np.ndarray
+    nodes: np.ndarray
+    node_columns: tuple[str, ...]
+    edges: np.ndarray
+    edge_features: np.ndarray
+    graph: np.ndarray
+    graph_columns: tuple[str, ...]
+    version: int = FEATURE_VERSION
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays alone, as `numpy.savez` takes them."""
+        return {name: np.asarray(getattr(self, name)) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> OpGraph:
+        """What `to_arrays` gave. Raises `ValueError` for arrays of another version of the features."""
+        version = int(arrays["version"])
+        if version != FEATURE_VERSION:
+            raise ValueError(f"operator graph has features of version {version}, this code makes {FEATURE_VERSION}")
+        values = {name: np.asarray(arrays[name]) for name in cls.__dataclass_fields__ if name != "version"}
+        for name in ("node_columns", "graph_columns"):
+            values[name] = tuple(map(str, values[name]))
+        return cls(**values, version=version)
+
+
+def opgraph(trace: StepTrace, spec: DeviceSpec | None = None, settings: TrainingSettings | None = None) -> OpGraph:
+    """The operator graph of a trace's steady step. With `spec` also what `featurize.roofline` makes of it on that GPU
+    model, in more columns; `settings` are then the trace's own (`price`)."""
+    operators = trace.operators
+    count = len(operators)
+    columns = list(zip(*operators, strict=True)) if operators else [()] * len(Operator._fields)
+    field = dict(zip(Operator._fields, columns, strict=True))
+    inputs = [[_elements(shape) for shape in shapes] for shapes in field["input_shapes"]]
+    outputs = [sum(map(_elements, shapes)) for shapes in field["output_shapes"]]
+    widths = np.array([_DTYPE_BYTES.get(dtype, 4) for dtype in field["dtype"]], dtype=np.float64)
+    edges, edge_bytes, outside = _edges(field["sources"], inputs, widths)
+    depths = _depths(edges, count)
+    deepest = int(depths.max(initial=0))
+
+    logs = [field["flops"], field["bytes_read"], field["bytes_written"], field["launches"], outputs, map(sum, inputs)]
+    phases = np.array([_PHASES.index(phase) if phase in _PHASES else -1 for phase in field["phase"]], dtype=np.int64)
+    dims = np.array([_dims(op) for op in operators], dtype=np.float64).reshape(count, len(_DIMS))
+    nodes = [
+        *(_log(np.array(list(values), dtype=np.float64)) for values in logs),
+        widths,
+        *(phases == index for index in range(len(_PHASES))),
+        depths / max(1, deepest),
+        np.arange(count) / max(1, count - 1),
+        _log(np.array([len(sources) for sources in field["sources"]], dtype=np.float64)),
+        _log(outside),
+        _log(np.bincount(edges[0], minlength=count)),
+        dims[:, 0] > 0,
+        *_log(dims).T,
+    ]
+    live = trace.breakdown
+    moved = sum(field["bytes_read"]) + sum(field["bytes_written"])
+    major, minor = trace.compute_capability
+    totals = [count, edges.shape[1], deepest, trace.parameters, trace.flops, moved, trace.peak_live_bytes]
+    totals = [*_log(np.array([*totals, *(live[kind] for kind in BLOCK_KINDS)], dtype=np.float64)), major + minor / 10]
+    node_columns, graph_columns = NODE_COLUMNS, GRAPH_COLUMNS
+    if spec is not None:
+        more_nodes, more_totals = _priced(trace, spec, settings)
+        nodes, totals = nodes + more_nodes, totals + more_totals
+        node_columns, graph_columns = node_columns + PRICED_NODE_COLUMNS, graph_columns + PRICED_GRAPH_COLUMNS
+    return OpGraph(
+        names=np.array(field["name"], dtype=np.str_),
+        categories=np.array([category(name) for name in field["name"]], dtype=np.int64),
+        nodes=np.column_stack(nodes).astype(np.float32),
+        node_columns=node_columns,
+        edges=edges,
+        edge_features=_log(edge_bytes).astype(np.float32)[:, None],
+        graph=np.array(totals, dtype=np.float32),
+        graph_columns=graph_columns,
+    )
+
+
+@functools.cache
+def category(name: str) -> int:
+    """The class of an operator by its name (`aten::mm`), an index of `VOCABULARY`."""
+    name = name.split("::")[-1].split(".")[0]
+    if name.rstrip("_") in _CLASS_OF_NAME:  # in place or not
+        return _INDEX[_CLASS_OF_NAME[name.rstrip("_")]]
+    for kind, parts in _PARTS:
+        if any(part in name for part in parts):
+            back = f"{kind}_backward"
+            return _INDEX[back if "backward" in name and back in _INDEX else kind]
+    return _INDEX["other"]
+
+
+def _edges(sources, inputs, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Edges (2, e), the bytes of each, and how many inputs of each operator come from before the step."""
+    counts = [len(s) for s in sources]
+    reader = np.repeat(np.arange(len(counts)), counts)
+    source = np.array([s for found in sources for s in found], dtype=np.int64)
+    elements = np.array([n for found in inputs for n in found], dtype=np.int64)
+    outside = np.bincount(reader[source < 0], minlength=len(counts))
+    inside = source >= 0
+    # The same tensor read twice counts once; two of the same size from one source look the same, and do too.
+    triples = np.unique(np.stack([reader[inside], source[inside], elements[inside]]), axis=1)
+    if not triples.shape[1]:
+        return np.zeros((2, 0), dtype=np.int64), np.zeros(0), outside
+    first = np.ones(triples.shape[1], dtype=bool)
+    first[1:] = (triples[:2, 1:] != triples[:2, :-1]).any(axis=0)
+    nbytes = np.add.reduceat(triples[2] * widths[triples[0]], np.flatnonzero(first))
+    return np.ascontiguousarray(triples[1::-1, first]), nbytes, outside
+
+
+def _depths(edges: np.ndarray, count: int) -> np.ndarray:
+    """The longest path to each node. Edges are sorted by reader, and sources come before readers."""
+    depths = [0] * count
+    for source, reader in zip(*edges.tolist(), strict=True):
+        if depths[source] >= depths[reader]:
+            depths[reader] = depths[source] + 1
+    return np.array(depths, dtype=np.float64)
+
+
+def _dims(op: Operator) -> tuple[float, ...]:
+    kind = VOCABULARY[category(op.name)]
+    find = _DIMS_OF.get(kind)
+    try:
+        found = find(op, "backward" in kind) if find is not None else None
+    except (IndexError, ValueError, ZeroDivisionError):  # not shaped as its class is
+        found = None
+    return found or (0.0,) * len(_DIMS)
+
+
+def _matmul_dims(op: Operator, _backward: bool) -> tuple[float, ...] | None:
+    shape = op.output_shapes[0]
+    if len(shape) < 2:
+        return None
+    batch, m, n = math.prod(shape[:-2]), *shape[-2:]
+    return batch, m, n, op.flops / (2 * batch * m * n), 0, 0
+
+
+def _convolution_dims(op: Operator, backward: bool) -> tuple[float, ...]:
+    x, weight = op.input_shapes[1:3] if backward else op.input_shapes[:2]
+    y = op.input_shapes[0] if backward else op.output_shapes[0]
+    kernel = math.prod(weight[2:])
+    transposed = weight[0] == x[1] and weight[0] != y[1]
+    groups = max(1, (y[1] if transposed else x[1]) // weight[1])
+    stride = round(max(x[-1], y[-1]) / min(x[-1], y[-1]))
+    return groups, y[0] * math.prod(y[2:]), y[1] / groups, x[1] * kernel / groups, kernel, stride
+
+
+def _attention_dims(op: Operator, backward: bool) -> tuple[float, ...]:
+    query, key = op.input_shapes[1:3] if backward else op.input_shapes[:2]
+    return math.prod(query[:-2]), query[-2], key[-2], query[-1], 0, 0
+
+
+def _recurrent_dims(op: Operator, backward: bool) -> tuple[float, ...]:
+    x = op.input_shapes[0]
+    matrices = [shape for shape in op.input_shapes[1:] if len(shape) == 2]  # of the input, of the state, ...
+    steps, hidden = math.prod(x[:-1]), matrices[1][1]
+    return 1, steps, hidden, op.flops / (2 * steps * hidden), 0, 0
+
+
+_DIMS_OF = {
+    "matmul": _matmul_dims,
+    "convolution": _convolution_dims,
+    "convolution_backward": _convolution_dims,
+    "attention": _attention_dims,
+    "attention_backward": _attention_dims,
+    "recurrent": _recurrent_dims,
+    "recurrent_backward": _recurrent_dims,
+}
+
+
+def _priced(trace: StepTrace, spec: DeviceSpec, settings) -> tuple[list[np.ndarray], list[float]]:
+    from featurize.roofline import price
+
+    cost = price(trace, spec, settings)
+    rows = [(c.seconds * 1e9, c.occupancy, c.sm_share) for c in cost.operators]
+    seconds, occupancy, share = np.array(rows, dtype=np.float64).reshape(len(rows), 3).T
+    of_device = (spec.bandwidth_gb_s, spec.peak_tflops.fp32, spec.sm_count, spec.memory_mib)
+    return [_log(seconds), occupancy, share], [
+        float(_log(np.float64(cost.step_time_ms * 1e6))), cost.smact, cost.smocc, cost.drama, cost.gpu_util,
+        *(math.log2(1 + value) for value in of_device),
+    ]  # fmt: skip
+
+
+def _log(values: np.ndarray) -> np.ndarray:
+    return np.log2(1.0 + values)
+
+
+@functools.cache
+def _elements(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)

@@ -1,0 +1,333 @@
+"""Sees a training step happen on meta tensors: every operator below autograd, every storage's first sight and end.
+
+Start reading at `Recorder.__torch_dispatch__`; `featurize.trace` runs the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from featurize import op_cost
+from featurize.accumulation import in_place_overload, references_of_the_last_holder
+from featurize.constants import READ, Constants
+from featurize.library_calls import CUBLAS, has_library_calls, library_calls
+from featurize.meta_results import MetaResults
+from featurize.trace import Block, Event, Operator
+
+_next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
+_current_node = torch._C._current_autograd_node
+
+
+def origin(error: BaseException | None) -> tuple[str, str]:
+    """The operator and the module that an error of a recorded step came from, empty where they are not known."""
+    while error is not None:
+        if hasattr(error, "traced_at"):
+            return error.traced_at
+        error = error.__cause__ or error.__context__
+    return "", ""
+
+
+class Recorder(TorchDispatchMode):
+    """Records one model's steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+        self.events: list[Event] = []
+        self.step, self.phase, self.keep_operators = 0, "setup", False
+        self._names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
+        self._running: list[str] = []  # paths of the modules whose forward pass runs
+        self._node_modules: dict[int, str] = {}  # autograd node -> the module whose forward pass made it
+        self._sizes: list[int] = []
+        self._kinds: list[str | None] = []
+        self._makers: list[tuple] = []  # operator, module, library call
+        # storage -> its block, and the reference whose callback tells of its end
+        self._live: dict[int, tuple[int, weakref.ref]] = {}
+        self._made_by: list[int] = []  # block -> index of the operator that wrote it last
+        self._batch: list[int] = []
+        self._cublas_phases: set[str] = set()
+        self._held_alone = references_of_the_last_holder()
+        self._traits: dict[object, _Traits] = {}
+        self._results = MetaResults()
+        self._constants = Constants()
+
+    # -- what the caller says of the step
+
+    @contextlib.contextmanager
+    def modules(self) -> Iterator[None]:
+        """While entered, the module whose forward pass runs is known."""
+        before = module_hooks.register_module_forward_pre_hook(self._entered)
+        # Also where the forward pass raises: a checkpoint ends its recomputation that way, and goes on.
+        after = module_hooks.register_module_forward_hook(self._left, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Errors name their operator, and nothing is recorded."""
+        with _Watch(self):
+            yield
+
+    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Blocks that exist before the first step."""
+        for tensor in tensors:
+            if tensor.device.type == "meta":
+                self._see(tensor.untyped_storage(), kind)
+
+    def new_batch(self, tensors: Sequence[Tensor]) -> None:
+        """The step's batch is copied to the device, then the last step's is given back."""
+        old, self._batch = self._batch, []
+        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}.values():
+            block = self._take(storage.nbytes(), "batch", ("", "", None))
+            self._live[storage._cdata] = (block, weakref.ref(storage))
+            self._batch.append(block)
+        for block in old:
+            self._give_back(block)
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what live blocks are."""
+        for tensor in tensors:
+            if tensor.device.type == "meta":
+                self._see(tensor.untyped_storage(), kind)
+                block = self._live[tensor.untyped_storage()._cdata][0]
+                if self._kinds[block] is None:
+                    self._kinds[block] = kind
+
+    def stop(self) -> None:
+        """End the record: what dies from here on is not the step's doing."""
+        self._live.clear()
+
+    def final_blocks(self) -> list[Block]:
+        """The blocks, those without a name classified by their lifetime."""
+        kept: dict[int, int] = {}  # taken in a forward pass and not given back in the same -> its step
+        for event in self.events:
+            if event.phase == "forward":
+                if event.nbytes > 0:
+                    kept[event.block] = event.step
+                elif kept.get(event.block) == event.step:
+                    del kept[event.block]
+        return [
+            Block(size, kind or ("activation" if block in kept else "temporary"), *maker)
+            for block, (size, kind, maker) in enumerate(zip(self._sizes, self._kinds, self._makers, strict=True))
+        ]
+
+    # -- what happens
+
+    def _entered(self, module: nn.Module, _args) -> None:
+        self._running.append(self._names.get(id(module), type(module).__name__))
+
+    def _left(self, _module: nn.Module, _args, _output) -> None:
+        if (error := sys.exception()) is not None:
+            self.note_failure(error)
+        if self._running:
+            self._running.pop()
+
+    def _module_now(self) -> str:
+        if self._running:
+            return self._running[-1]
+        node = _current_node()
+        return self._node_modules.get(node._sequence_nr(), "") if node is not None else ""
+
+    def note_failure(self, error: BaseException, operator: str = "") -> None:
+        """An error passes through. The first note of it is the innermost, and stays."""
+        # With the error itself: kept here, one that the model catches would keep alive what its frames hold.
+        if not hasattr(error, "traced_at"):
+            error.traced_at = operator, self._module_now()
+
+    def traits_of(self, func) -> _Traits:
+        """What is known of an operator overload."""
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = _Traits(func)
+        return traits
+
+    def run(self, func, name: str, args: tuple, kwargs: dict, mutates: bool):
+        """What the operator gives on meta tensors, and a value where a constant is read back."""
+        if name == READ and (value := self._constants.read(args[0])) is not None:
+            return value
+        out = self._results.of(func, name, args, kwargs)
+        self._constants.follow(func, name, args, kwargs, out, mutates)
+        return out
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.phase == "backward":
+            func = in_place_overload(func, args, kwargs, self._held_alone) or func
+        traits = self.traits_of(func)
+        try:
+            out = self.run(func, traits.name, args, kwargs, traits.mutates)
+        except Exception as error:
+            self.note_failure(error, traits.name)
+            raise
+        running = self._running
+        if running:  # the node's first operator: later ones without a node of their own may be another module's
+            self._node_modules.setdefault(_next_node() - 1, running[-1])
+        if traits.view:
+            return out
+        outputs = _meta_tensors((out,))
+        inputs = _meta_tensors(args)
+        if kwargs:
+            inputs += _meta_tensors(kwargs.values())
+        if not (inputs or outputs):  # an optimizer's step counter: host arithmetic
+            return out
+        maker = (traits.name, running[-1] if running else self._module_now(), None)
+        for tensor in inputs:  # a constant that the model holds without registering it as a buffer
+            self._see(tensor.untyped_storage(), "buffer")
+        fresh = False
+        for tensor in outputs:
+            fresh |= self._see(tensor.untyped_storage(), None, maker)
+        if traits.calls_library:
+            for call in library_calls(traits.name, args, outputs):
+                if call.kind == CUBLAS:  # its handles belong to threads, and keep what they took
+                    if self.phase in self._cublas_phases:
+                        continue
+                    self._cublas_phases.add(self.phase)
+                self._take(0, "workspace", (*maker[:2], call))
+        if self.keep_operators and traits.kernel and (fresh or traits.mutates):
+            self._note(traits, maker[1], args, inputs, outputs)
+        return out
+
+    def _note(self, traits: _Traits, module: str, args, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        changed = [t for i in traits.written for t in _meta_tensors(args[i : i + 1])]
+        written = {id(t) for t in changed}
+        live, made_by = self._live, self._made_by
+        seen: set[int] = set()
+        sources: list[int] = []
+        reads = writes = elements = 0
+        for tensor in inputs:
+            sources.append(made_by[live[tensor.untyped_storage()._cdata][0]])
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            nbytes = _nbytes(tensor)
+            if id(tensor) in written:
+                writes += nbytes
+                reads += 0 if traits.write_only else nbytes
+            else:
+                reads += nbytes
+            elements = max(elements, tensor.numel())
+        number = len(self.operators)
+        for tensor in (*outputs, *changed):
+            made_by[live[tensor.untyped_storage()._cdata][0]] = number
+        for tensor in outputs:
+            if id(tensor) not in seen:
+                writes += _nbytes(tensor)
+                elements = max(elements, tensor.numel())
+        if traits.gathers:
+            source = _nbytes(args[0])
+            reads += min(source, writes) - source
+            elements = max(t.numel() for t in outputs)
+        launches = 1
+        if traits.foreach:
+            lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+            sizes = [t.numel() for t in lists[0]]
+            elements = sum(sizes)
+            launches = op_cost.foreach_launches(len(lists), sizes)
+        floating = next((t for t in (*outputs, *inputs) if t.is_floating_point()), None)
+        dtype = (floating if floating is not None else (outputs or inputs)[0]).dtype
+        self.operators.append(
+            Operator(
+                traits.name,
+                self.phase,
+                str(dtype).removeprefix("torch."),
+                tuple(tuple(t.shape) for t in inputs),
+                tuple(tuple(t.shape) for t in outputs),
+                op_cost.flops(traits.name, args, outputs, elements),
+                reads,
+                writes,
+                launches,
+                module,
+                tuple(sources),
+            )
+        )
+
+    def _see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple = ("", "", None)) -> bool:
+        """Register a storage on first sight; whether it was the first."""
+        key = storage._cdata
+        if key in self._live:
+            return False
+        block = self._take(storage.nbytes(), kind, maker)
+
+        def died(_: weakref.ref, key: int = key, block: int = block) -> None:
+            if self._live.pop(key, None) is not None:
+                self._give_back(block)
+
+        self._live[key] = (block, weakref.ref(storage, died))
+        return True
+
+    def _take(self, nbytes: int, kind: str | None, maker: tuple) -> int:
+        self._sizes.append(nbytes)
+        self._kinds.append(kind)
+        self._makers.append(maker)
+        self._made_by.append(-1)
+        self.events.append(Event(len(self._sizes) - 1, nbytes, self.step, self.phase))
+        return len(self._sizes) - 1
+
+    def _give_back(self, block: int) -> None:
+        self.events.append(Event(block, -self._sizes[block], self.step, self.phase))
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        recorder, traits = self._recorder, self._recorder.traits_of(func)
+        try:
+            return recorder.run(func, traits.name, args, kwargs or {}, traits.mutates)
+        except Exception as error:
+            recorder.note_failure(error, traits.name)
+            raise
+
+
+class _Traits:
+    """What is the same for every call of one operator overload."""
+
+    __slots__ = (
+        "calls_library", "foreach", "gathers", "kernel", "mutates", "name", "view", "write_only", "written",
+    )  # fmt: skip
+
+    def __init__(self, func) -> None:
+        schema = func._schema
+        self.name: str = schema.name
+        self.view: bool = func.is_view
+        self.written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+        self.mutates = bool(self.written)
+        self.kernel = self.name not in op_cost.NO_KERNEL
+        self.gathers = self.name in op_cost.GATHERS
+        self.write_only = self.name in op_cost.WRITE_ONLY
+        self.foreach = self.name.startswith("aten::_foreach_")
+        self.calls_library = has_library_calls(self.name)
+
+
+def _meta_tensors(values: Iterable) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, Tensor):
+                    if item.is_meta:
+                        found.append(item)
+                elif isinstance(item, list | tuple):  # an operator that returns lists among others
+                    found.extend(_meta_tensors(item))
+    return found
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes that reading it once takes; an expanded tensor is no larger than its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

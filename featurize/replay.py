@@ -1,0 +1,177 @@
+"""Places a traced step's memory as PyTorch would on one GPU model: its peaks, whether it fits, what the peak holds.
+
+Start reading at `replay`. The allocator is `featurize.allocator`; what libraries take, `featurize.library_calls`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from featurize.allocator import CachingAllocator, OutOfMemory
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import DeviceSpec
+from featurize.library_calls import CUBLAS, CUDNN_MIB, LibraryCall, workspace_bytes
+from featurize.trace import BLOCK_KINDS, StepTrace
+
+MIB = 2**20
+
+
+class Moment(NamedTuple):
+    """The allocator after one event of the trace, in bytes. A workspace's moment is the one while it is taken."""
+
+    step: int
+    phase: str
+    block: int  # of the trace's blocks
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """What a replay found. Bytes, of the allocator; the context lies outside it.
+
+    fits            False: the step needs more than the capacity even after cached memory was given back, and the
+                    peaks are those of a device without limit
+    peak_parts      block kind -> bytes at the moment of the most allocated bytes, workspaces included; they sum to
+                    `peak_allocated`, but for rounding: to 512 bytes, or up to a whole cached block where it is at
+                    most 1 MiB larger and is not split
+    peak_modules    module -> bytes of the activations alive then that its operators made
+    peak_operator, peak_module   what took memory at that moment
+    retries         times that cached memory had to be given back
+    timeline        every moment, in order; empty unless asked for
+    """
+
+    fits: bool
+    peak_allocated: int
+    peak_reserved: int
+    retries: int
+    peak_step: int
+    peak_phase: str
+    peak_operator: str
+    peak_module: str
+    peak_parts: Mapping[str, int]
+    peak_modules: Mapping[str, int]
+    timeline: tuple[Moment, ...] = field(default=(), repr=False)
+
+
+def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
+    """What the process takes outside the allocator: the device's context, and cuDNN where its layers run."""
+    loads_cudnn = any(block.call is not None and block.call.loads_cudnn for block in trace.blocks)
+    return spec.context_mib + (CUDNN_MIB if loads_cudnn else 0)
+
+
+def replay(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    *,
+    cudnn_benchmark: bool = False,
+    allocator: AllocatorSettings | None = None,
+    timeline: bool = False,
+) -> MemoryProfile:
+    """Replay a trace's set-up and both steps through the caching allocator of one GPU model.
+
+    The capacity is the device's memory without what lies outside the allocator. Where it does not suffice, cached
+    segments are given back first, then convolutions do without their workspace, as in PyTorch. Assumes one stream, and
+    a process that did nothing before. With `cudnn_benchmark`, PyTorch empties its cache after it has tried a
+    convolution's algorithms for the first time; what the tried ones take is assumed to be what the chosen one takes.
+    """
+    run = _Run(trace, spec, cudnn_benchmark, allocator, None)
+    run.play(timeline)
+    capacity = int((spec.memory_mib - outside_mib(trace, spec)) * MIB)
+    # Below the card's limit, only what the settings make of a limit differs.
+    limits = allocator is not None and allocator.per_process_memory_fraction is not None
+    fits = run.allocator.peak_reserved_bytes <= capacity and not limits
+    if not fits:
+        limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity)
+        try:
+            limited.play(timeline)
+        except OutOfMemory:
+            pass
+        else:
+            run, fits = limited, True
+    return run.profile(fits)
+
+
+class _Run:
+    """One pass over the events."""
+
+    def __init__(self, trace: StepTrace, spec: DeviceSpec, cudnn_benchmark: bool, settings, capacity) -> None:
+        self.trace, self.spec, self.cudnn_benchmark = trace, spec, cudnn_benchmark
+        total = None if capacity is None else int(spec.memory_mib * MIB)
+        self.allocator = CachingAllocator(capacity, settings, total_bytes=total)
+        self.moments: list[Moment] = []
+        self.peak, self.peak_at, self.peak_workspace = 0, -1, 0
+        self._tried: set[LibraryCall] = set()
+        self._sizes: dict[LibraryCall, int] = {}
+
+    def play(self, timeline: bool) -> None:
+        allocator, blocks = self.allocator, self.trace.blocks
+        allocate, free = allocator.allocate, allocator.free
+        placed: dict[int, int | None] = {}
+        for index, event in enumerate(self.trace.events):
+            block, nbytes, step, phase = event
+            call, handle, workspace = None, None, 0
+            if nbytes > 0:
+                placed[block] = allocate(nbytes)
+            elif nbytes < 0:
+                free(placed.pop(block))
+            elif (call := blocks[block].call) is not None:
+                workspace = self._size_of(call)
+                handle = self._take(call, workspace)  # None: it takes nothing, or does without
+            if allocator.allocated_bytes > self.peak:
+                self.peak, self.peak_at = allocator.allocated_bytes, index
+                self.peak_workspace = 0 if call is not None and call.kind == CUBLAS else workspace
+            if timeline:
+                moment = Moment(step, phase, block, allocator.allocated_bytes, allocator.reserved_bytes)
+                self.moments.append(moment)
+            if call is not None and call.kind != CUBLAS:
+                free(handle)
+                if self.cudnn_benchmark and call.spare and call not in self._tried:
+                    self._tried.add(call)
+                    allocator.empty_cache()
+
+    def profile(self, fits: bool) -> MemoryProfile:
+        """What was found, after `play`."""
+        trace = self.trace
+        parts = dict.fromkeys(BLOCK_KINDS, 0)
+        parts["workspace"] = self.peak_workspace
+        modules: Counter[str] = Counter()
+        for event in trace.events[: self.peak_at + 1]:
+            block = trace.blocks[event.block]
+            parts[block.kind] += event.nbytes
+            if block.call is not None and block.call.kind == CUBLAS:
+                parts["workspace"] += self._size_of(block.call)
+            if block.kind == "activation":
+                modules[block.module] += event.nbytes
+        at = trace.events[self.peak_at] if trace.events else None
+        made = trace.blocks[at.block] if at is not None else None
+        return MemoryProfile(
+            fits=fits,
+            peak_allocated=self.allocator.peak_allocated_bytes,
+            peak_reserved=self.allocator.peak_reserved_bytes,
+            retries=self.allocator.retries,
+            peak_step=at.step if at is not None else 0,
+            peak_phase=at.phase if at is not None else "setup",
+            peak_operator=made.operator if made is not None else "",
+            peak_module=made.module if made is not None else "",
+            peak_parts=parts,
+            peak_modules={name: nbytes for name, nbytes in modules.most_common() if nbytes},
+            timeline=tuple(self.moments),
+        )
+
+    def _size_of(self, call: LibraryCall) -> int:
+        nbytes = self._sizes.get(call)
+        if nbytes is None:
+            nbytes = self._sizes[call] = workspace_bytes(call, self.spec)
+        return nbytes
+
+    def _take(self, call: LibraryCall, nbytes: int) -> int | None:
+        try:
+            return self.allocator.allocate(nbytes)
+        except OutOfMemory:
+            if call.spare:
+                return None
+            raise

@@ -1,0 +1,110 @@
+"""Remembered results give the same trace as running every operator."""
+
+import pytest
+import torch
+from small_configs import small_config
+from torch import nn
+
+from featurize import recorder
+from featurize.families import family_names
+from featurize.meta_results import MetaResults
+from featurize.trace import trace_config, trace_step
+from featurize.training import Training
+
+
+class RunsAll:
+    def of(self, func, name, args, kwargs):
+        return func(*args, **kwargs)
+
+
+class Varied(nn.Module):
+    """Views of views, in-place updates, broadcasts, integer and half types, a transposed layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.line = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+
+    def forward(self, x):
+        y = self.norm(self.conv(x)) * self.scale
+        y += 1
+        y = y.to(memory_format=torch.channels_last).relu_()
+        y = torch.cat([y, y.flip(-1)], -1).transpose(1, 2).mul(2.0)
+        index = torch.arange(y.shape[-1], device=y.device)
+        y = y[..., index].add_(y.new_ones(()).half().float())
+        z = y.transpose(1, 2).mean((2, 3))
+        return self.line(z) + self.line(z * 2)
+
+
+def same(one, other):
+    assert one.operators == other.operators
+    assert one.events == other.events
+    assert one.blocks == other.blocks
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "momentum"])
+def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
+    settings = Training(optimizer=optimizer, precision=precision)
+    quick = trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings)
+    monkeypatch.setattr(recorder, "MetaResults", RunsAll)
+    same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
+
+
+@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_families_are_traced_the_same(monkeypatch, family, number):
+    config = small_config(family, number)
+    quick = trace_config(config)
+    monkeypatch.setattr(recorder, "MetaResults", RunsAll)
+    same(quick, trace_config(config))
+
+
+def test_real_tensors_are_computed():
+    results = MetaResults()
+    counter = [torch.zeros(())]
+    for _ in range(3):
+        results.of(torch.ops.aten._foreach_add_.Scalar, "aten::_foreach_add_", (counter, 1), {})
+    assert counter[0].item() == 3
+    x = torch.tensor([1.0, 2.0])
+    add = torch.ops.aten.add.Tensor
+    assert results.of(add, "aten::add", (x, x), {}).tolist() == [2.0, 4.0]
+    assert results.of(add, "aten::add", (x + 1, x), {}).tolist() == [3.0, 5.0]
+
+
+def test_an_operator_that_returns_its_argument_is_run_each_time():
+    results, x = MetaResults(), torch.empty(3, device="meta")
+    relu = torch.ops.aten.relu_.default
+    for tensor in (x, torch.empty(3, device="meta")):
+        assert results.of(relu, "aten::relu_", (tensor,), {}) is tensor
+
+
+def test_whole_numbers_and_fractions_promote_differently():
+    results, x = MetaResults(), torch.empty(3, dtype=torch.long, device="meta")
+    mul = torch.ops.aten.mul.Tensor
+    assert results.of(mul, "aten::mul", (x, 2), {}).dtype is torch.long
+    assert results.of(mul, "aten::mul", (x, 2.0), {}).dtype is torch.float32
+
+
+def test_values_read_from_real_scalars_are_read_each_time():
+    keep = [torch.tensor(kept) for kept in (True, False, True, False)]
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lines = nn.ModuleList(nn.Linear(4, 4) for _ in keep)
+
+        def forward(self, x):
+            for line, kept in zip(self.lines, keep, strict=True):
+                if kept:
+                    x = line(x)
+            return x
+
+    trace = trace_step(Skips, torch.empty(2, 4, device="meta"))
+    assert [op.module for op in trace.operators if op.name == "aten::addmm"] == ["lines.0", "lines.2"]
+
+
+def test_what_cuda_refuses_in_place_is_refused():
+    results, whole = MetaResults(), torch.empty(3, dtype=torch.long, device="meta")
+    with pytest.raises(RuntimeError):
+        results.of(torch.ops.aten.div_.Tensor, "aten::div_", (whole, 2), {})

@@ -1,0 +1,237 @@
+"""Whose operators they are and what feeds them: modules, phases, sources, and how gradients are added up."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from featurize.trace import trace_step
+
+N, WIDTH, CLASSES = 4, 8, 3
+
+
+class Block(nn.Module):
+    """A residual block whose own mask needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b, self.norm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(8),
+        )
+
+    def forward(self, x):
+        mask = torch.ones(x.shape, device=x.device)
+        return self.norm(self.b(self.act(self.a(x * mask))) + x)
+
+
+class Net(nn.Module):
+    """Blocks b0, b1, b2 and a head; `recompute` none, one (b1) or nested (b1 within a checkpoint of b1 and b2)."""
+
+    def __init__(self, recompute="none"):
+        super().__init__()
+        self.b0, self.b1, self.b2, self.head = Block(), Block(), Block(), nn.Linear(WIDTH, CLASSES)
+        self.recompute = recompute
+
+    def _inner(self, x):
+        return self.b2(checkpoint(self.b1, x, use_reentrant=False))
+
+    def forward(self, x):
+        x = self.b0(x)
+        if self.recompute == "nested":
+            x = checkpoint(self._inner, x, use_reentrant=False)
+        elif self.recompute == "one":
+            x = self.b2(checkpoint(self.b1, x, use_reentrant=False))
+        else:
+            x = self.b2(self.b1(x))
+        return self.head(x)
+
+
+class Made(nn.Module):
+    """`function(self.lin, x)`, a linear layer without bias."""
+
+    def __init__(self, function, width=WIDTH):
+        super().__init__()
+        self.lin, self.function = nn.Linear(width, width, bias=False), function
+
+    def forward(self, x):
+        return self.function(self.lin, x)
+
+
+def batch(n=N, width=WIDTH):
+    return (torch.empty(n, width, device="meta"),)
+
+
+def traced(model, inputs=None, **more):
+    return trace_step(model, inputs or batch(), optimizer="sgd", **more)
+
+
+def summed(function, **more):
+    """The trace of a `Made` whose loss is the sum of its output."""
+    target = torch.empty(1, device="meta")
+    return traced(lambda: Made(function), target=target, loss=lambda output, _: output.sum(), **more)
+
+
+def short(trace, phase=None):
+    return [op.name.removeprefix("aten::") for op in trace.operators if phase in (None, op.phase)]
+
+
+def modules(trace, phase, name):
+    return [op.module for op in trace.operators if op.phase == phase and op.name == f"aten::{name}"]
+
+
+def test_an_operator_belongs_to_the_innermost_module_that_calls_it():
+    trace = traced(Net)
+    assert modules(trace, "forward", "addmm") == ["b0.a", "b0.b", "b1.a", "b1.b", "b2.a", "b2.b", "head"]
+    assert modules(trace, "forward", "add") == modules(trace, "forward", "ones") == ["b0", "b1", "b2"]
+    assert modules(trace, "forward", "_log_softmax") == [""]  # the loss is no module's
+    assert {op.module for op in trace.operators if op.phase == "optimizer"} == {""}
+    assert {block.module for block in trace.blocks if block.operator == "aten::tanh"} == {"b0.act", "b1.act", "b2.act"}
+
+
+def test_a_backward_operator_belongs_to_the_module_whose_operator_it_derives():
+    trace = traced(Net)
+    assert modules(trace, "backward", "tanh_backward") == ["b2.act", "b1.act", "b0.act"]
+    # Two products a layer; the batch needs no gradient.
+    twice = [name for name in ("head", "b2.b", "b2.a", "b1.b", "b1.a", "b0.b") for _ in range(2)]
+    assert modules(trace, "backward", "mm") == [*twice, "b0.a"]
+    # A mask that needs no gradient does not take over the operator before it.
+    assert modules(trace, "backward", "native_layer_norm_backward") == ["b2.norm", "b1.norm", "b0.norm"]
+    assert modules(trace, "backward", "_log_softmax_backward_data") == [""]
+
+
+@pytest.mark.parametrize("recompute, times", [("none", {}), ("one", {"b1": 1}), ("nested", {"b1": 2, "b2": 1})])
+def test_recomputed_operators_belong_to_their_modules_and_to_the_backward_pass(recompute, times):
+    trace = traced(lambda: Net(recompute))
+    again = modules(trace, "backward", "tanh")
+    assert {name: again.count(f"{name}.act") for name in ("b0", "b1", "b2") if f"{name}.act" in again} == times
+    assert modules(trace, "forward", "tanh") == ["b0.act", "b1.act", "b2.act"]
+    # A recomputation that ends early leaves no module behind.
+    assert modules(trace, "backward", "tanh_backward") == ["b2.act", "b1.act", "b0.act"]
+    assert modules(trace, "backward", "sum") == ["head", "b2.b", "b2.a", "b1.b", "b1.a", "b0.b", "b0.a"]
+
+
+def test_nested_checkpoints_keep_less_than_one():
+    def peak(recompute):
+        class Deep(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.nets = nn.ModuleList(Net(recompute) for _ in range(6))
+                self.up = nn.Linear(CLASSES, WIDTH)
+
+            def forward(self, x):
+                for net in self.nets:
+                    x = self.up(net(x))
+                return x
+
+        return traced(Deep, batch(4096)).peak_live_bytes
+
+    assert peak("nested") < peak("one") < peak("none")
+
+
+def test_the_root_module_goes_by_its_class():
+    trace = traced(lambda: nn.Linear(WIDTH, CLASSES))
+    assert modules(trace, "forward", "addmm") == ["Linear"]
+
+
+def test_sources_are_the_operators_that_made_the_inputs():
+    trace = summed(lambda lin, x: torch.relu(lin(x)))
+    assert [(op.name, op.sources) for op in trace.operators] == [
+        ("aten::mm", (-1, -1)),  # 0: the batch and the weight's transpose, a view
+        ("aten::relu", (0,)),
+        ("aten::sum", (1,)),
+        ("aten::ones_like", (2,)),  # 3: where the backward pass begins
+        ("aten::threshold_backward", (3, 1)),  # 4: of an expanded view of 3
+        ("aten::mm", (4, -1)),  # 5: the weight's gradient
+        ("aten::_foreach_add_", (-1, 5)),
+    ]
+
+
+def test_views_hand_their_source_on_and_an_in_place_operator_becomes_the_source():
+    def forward(lin, x):
+        y = lin(x)  # 0
+        y.mul_(2.0)  # 1: reads 0
+        y[:2].add_(1.0)  # 2: of a part of it
+        return y.t() * y.view(WIDTH, N)  # 3
+
+    trace = summed(forward)
+    assert [(op.name, op.sources) for op in trace.operators[:4]] == [
+        ("aten::mm", (-1, -1)),
+        ("aten::mul_", (0,)),
+        ("aten::add_", (1,)),
+        ("aten::mul", (2, 2)),
+    ]
+
+
+def test_every_source_comes_before_its_operator_and_matches_an_input():
+    trace = traced(lambda: Net("nested"))
+    for index, op in enumerate(trace.operators):
+        assert len(op.sources) == len(op.input_shapes)
+        assert all(-1 <= source < index for source in op.sources)
+
+
+# What the same nets do on the CPU, which adds gradients up as a GPU does (counted with torch.profiler).
+@pytest.mark.parametrize(
+    "function, additions",
+    [
+        pytest.param(lambda lin, x: lin(torch.relu(lin(x))), ["add"], id="tied weight: both gradients are views"),
+        pytest.param(
+            lambda lin, x: (lambda h: torch.relu(h) + torch.tanh(h) * torch.sigmoid(h))(lin(x)),
+            ["add_", "add_"],
+            id="three branches",
+        ),
+        pytest.param(
+            lambda lin, x: (lambda h: h + torch.relu(h))(lin(x)), ["add"], id="residual: the sum's gradient is expanded"
+        ),
+        pytest.param(
+            lambda lin, x: (lambda h: (lambda y: y * y)(torch.tanh(h) + torch.relu(h) + h))(lin(x)),
+            ["add_", "add", "add_"],
+            id="one gradient still waits for another branch",
+        ),
+        pytest.param(
+            lambda lin, x: (lambda h: (lambda a, b: (a * b + h[:, :4]).square())(*h.chunk(2, -1)))(lin(x)),
+            ["add_"],
+            id="chunks and slices",
+        ),
+    ],
+)
+def test_a_second_gradient_is_added_in_place_where_nothing_else_holds_the_first(function, additions):
+    found = [name for name in short(summed(function), "backward") if name in ("add", "add_")]
+    assert found == additions
+    model, x = Made(function), torch.randn(N, WIDTH)
+    loss = model(x).sum()
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    assert [
+        e.name.removeprefix("aten::") for e in profile.events() if e.name in ("aten::add", "aten::add_")
+    ] == additions
+
+
+def test_a_tied_weight_has_one_gradient_and_one_state():
+    class Tied(nn.Module):
+        def __init__(self, tie):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 100, bias=False)
+            if tie:
+                self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    tokens = (torch.zeros(2, 5, dtype=torch.long, device="meta"),)
+    free, tied = (trace_step(lambda t=t: Tied(t), tokens) for t in (False, True))
+    weight = 4 * 100 * WIDTH
+    total = lambda trace, kind: sum(b.nbytes for b in trace.blocks if b.kind == kind)  # noqa: E731
+    assert (free.parameter_bytes, tied.parameter_bytes) == (2 * weight, weight)
+    assert (total(free, "optimizer_state"), total(tied, "optimizer_state")) == (4 * weight, 2 * weight)
+    assert (total(free, "gradient"), total(tied, "gradient")) == (4 * weight, 2 * weight)  # of two steps
+    # The head's gradient comes first, the embedding's is added to it: a third tensor, since the first is a view.
+    assert short(tied, "backward").count("add") == 1 and short(free, "backward").count("add") == 0
+
+
+def test_a_gradient_of_a_leaf_is_kept_not_copied():
+    trace = summed(lambda lin, x: lin(x))
+    gradients = [block for block in trace.blocks if block.kind == "gradient"]
+    assert [(block.nbytes, block.operator) for block in gradients] == [(4 * WIDTH * WIDTH, "aten::mm")] * 2

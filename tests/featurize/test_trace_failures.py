@@ -1,0 +1,210 @@
+"""Models that cannot be traced: what the reason names, and that nothing is left changed."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.trace import TraceError, trace_step
+
+WIDTH = 8
+INPUTS = (torch.empty(4, WIDTH, device="meta"),)
+
+
+class Gate(nn.Module):
+    """Runs `function` on what it gets."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Net(nn.Module):
+    """A layer, the gate deep inside, and a head."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.body = nn.Sequential(nn.Tanh(), nn.Sequential(Gate(function)))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.body(self.stem(x)))
+
+
+@pytest.fixture
+def without_meta_kernel():
+    """An operator that nobody has told the shape of its output."""
+    library = torch.library.Library("gpufarm_test", "DEF")
+    library.define("opaque(Tensor x) -> Tensor")
+    library.impl("opaque", lambda x: x.clone(), "CPU")
+    yield torch.ops.gpufarm_test.opaque
+    library._destroy()
+
+
+def failure(model, inputs=INPUTS, **more):
+    with pytest.raises(TraceError) as caught:
+        trace_step(model, inputs, **more)
+    return caught.value
+
+
+TARGET = torch.empty(4, dtype=torch.long, device="meta")
+
+
+@pytest.mark.parametrize("target", [None, TARGET])
+@pytest.mark.parametrize(
+    "function, operator",
+    [
+        (lambda x: x * x.sum().item(), "aten::_local_scalar_dense"),
+        (lambda x: x if x.sum() > 0 else -x, "aten::_local_scalar_dense"),
+        (lambda x: x[x > 0], "aten::index"),
+        (lambda x: x @ torch.empty(3, 3, device=x.device), "aten::mm"),
+    ],
+)
+def test_an_operator_that_needs_values_is_named_with_its_module(function, operator, target):
+    error = failure(lambda: Net(function), target=target)
+    assert (error.operator, error.module) == (operator, "body.1.0")
+    assert f"in operator {operator} of module 'body.1.0'" in str(error)
+    assert error.__cause__ is not None and "\n" not in str(error)
+
+
+def test_an_operator_without_a_meta_kernel_is_named(without_meta_kernel):
+    error = failure(lambda: Net(without_meta_kernel))
+    assert (error.operator, error.module) == ("gpufarm_test::opaque", "body.1.0")
+
+
+def test_a_custom_operator_without_a_fake_is_named():
+    @torch.library.custom_op("gpufarm_test2::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    error = failure(lambda: Net(twice))
+    assert (error.operator, error.module) == ("gpufarm_test2::twice", "body.1.0")
+
+
+def test_an_error_of_the_models_own_names_the_module():
+    def function(x):
+        raise ValueError("no such mode\nand more")
+
+    error = failure(lambda: Net(function))
+    assert (error.operator, error.module) == ("", "body.1.0")
+    assert str(error) == "the model cannot be traced: it fails in module 'body.1.0': ValueError: no such mode"
+
+
+def test_an_error_that_the_model_catches_is_not_the_reason():
+    def function(x):
+        try:
+            return x * x.sum().item()
+        except RuntimeError:
+            return x
+
+    trace_step(lambda: Net(function), INPUTS)
+
+    class Then(Net):
+        def forward(self, x):
+            return super().forward(x) @ torch.empty(7, 7, device=x.device)
+
+    error = failure(lambda: Then(function))
+    assert (error.operator, error.module) == ("aten::mm", "Then")
+
+
+def test_an_error_of_the_backward_pass_names_the_module_that_it_derives():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * grad.sum().item()
+
+    error = failure(lambda: Net(Broken.apply))
+    assert (error.operator, error.module) == ("aten::_local_scalar_dense", "body.1.0")
+
+
+def test_an_error_of_the_loss_names_the_operator_and_no_module():
+    error = failure(lambda: Net(torch.relu), target=TARGET, loss=lambda y, t: F.cross_entropy(y, t) / y.sum().item())
+    assert (error.operator, error.module) == ("aten::_local_scalar_dense", "")
+
+
+def test_a_constructor_that_fails_says_that_the_model_cannot_be_built():
+    class Bad(nn.Module):
+        def __init__(self):
+            super().__init__()
+            raise KeyError("hidden_size")
+
+    error = failure(Bad)
+    assert str(error).startswith("the model cannot be built on the meta device: KeyError: 'hidden_size'")
+
+
+def test_inputs_that_do_not_fit_the_model_are_the_first_operators_failure():
+    error = failure(lambda: Net(torch.relu), (torch.empty(4, WIDTH + 1, device="meta"),))
+    assert (error.operator, error.module) == ("aten::addmm", "stem")
+
+
+@pytest.mark.parametrize("function", [torch.relu, lambda x: x * x.sum().item()], ids=["traced", "failed"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_live_module_is_left_as_it_was(function, training):
+    torch.manual_seed(0)
+    model = Net(function)
+    model.norm = nn.BatchNorm1d(3)
+    model.train(training)
+    calls = []
+    hook = model.head.register_forward_hook(lambda *_: calls.append("head"))
+    model.stem.weight.grad = torch.ones_like(model.stem.weight)
+    model.head.weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    versions = [p._version for p in model.parameters()]
+    kept = copy.copy(vars(model))
+    try:
+        trace_step(model, INPUTS)
+    except TraceError:
+        assert training is not None
+    assert vars(model) == kept
+    assert all(p.device.type == "cpu" for p in (*model.parameters(), *model.buffers()))
+    assert [p._version for p in model.parameters()] == versions
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.stem.weight.grad, torch.ones_like(model.stem.weight))
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["stem.weight"]
+    assert not model.head.weight.requires_grad
+    assert all(module.training is training for module in model.modules())
+    assert list(model.head._forward_hooks) == [hook.id]
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules() if module is not model.head
+    )
+
+
+def test_no_global_hook_or_kernel_outlives_a_failure():
+    registered = nn.modules.module
+    before = len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks)
+    failure(lambda: Net(lambda x: x * x.sum().item()))
+    assert before == (len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks))
+    # Outside, meta convolutions are contiguous again, as they are in PyTorch.
+    x = torch.empty(2, 3, 8, 8, device="meta").to(memory_format=torch.channels_last)
+    plain = torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta"))
+    assert plain.is_contiguous()
+
+
+def test_a_frozen_parameter_has_no_gradient_and_no_state():
+    class Frozen(Net):
+        def __init__(self):
+            super().__init__(torch.relu)
+            self.stem.requires_grad_(False)
+
+    trace = trace_step(Frozen, INPUTS)
+    trained = 4 * (WIDTH * 3 + 3)
+    total = lambda kind: sum(block.nbytes for block in trace.blocks if block.kind == kind)  # noqa: E731
+    assert total("optimizer_state") == 2 * trained and total("gradient") == 2 * trained
+    assert trace.parameter_bytes == trained + 4 * (WIDTH * WIDTH + WIDTH)
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(4, 4).requires_grad_(False)])
+def test_a_model_with_nothing_to_train_is_refused_in_these_words(model):
+    with pytest.raises(UsageError, match="nothing to train"):
+        trace_step(model, torch.empty(2, 4, device="meta"))

@@ -1,0 +1,129 @@
+"""Recurrent layers as cuDNN runs them, against sizes that can be counted and a reserve that was published."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from featurize.device_spec import load_device
+from featurize.library_calls import workspace_bytes
+from featurize.trace import trace_step
+
+A100 = load_device("A100-SXM4-40GB")
+STEPS, BATCH, INPUT, HIDDEN, LAYERS = 250, 100, 123, 320, 4
+
+
+class Recurrent(nn.Module):
+    """A recurrent stack and a classifier of its last output."""
+
+    def __init__(self, kind, **settings):
+        super().__init__()
+        self.rnn = getattr(nn, kind)(INPUT, HIDDEN, LAYERS, **settings)
+        width = (settings.get("proj_size") or HIDDEN) * (2 if settings.get("bidirectional") else 1)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        output = self.rnn(x)[0]
+        return self.head(output[:, -1] if self.rnn.batch_first else output[-1])
+
+
+def traced(kind="LSTM", precision="fp32", inputs=None, **settings):
+    shape = (BATCH, STEPS, INPUT) if settings.get("batch_first") else (STEPS, BATCH, INPUT)
+    inputs = inputs or (torch.empty(shape, device="meta"),)
+    return trace_step(lambda: Recurrent(kind, **settings), inputs, optimizer="sgd", precision=precision)
+
+
+def blocks(trace, operator):
+    """Sizes of what one call of the operator took, without empty ones; the second step's."""
+    steps = {event.block: event.step for event in trace.events if event.nbytes > 0}
+    return [b.nbytes for i, b in enumerate(trace.blocks) if b.operator == operator and b.nbytes and steps[i] == 2]
+
+
+@pytest.mark.parametrize("kind, reserve", [("LSTM", 736_000_000), ("GRU", 864_000_000)])
+def test_the_reserve_is_what_cudnn_was_seen_to_take(kind, reserve):
+    # pytorch issue 2895: 3,038,090 and 2,279,370 parameters, 25,000 time steps of all samples together.
+    trace = traced(kind)
+    assert trace.parameters == {"LSTM": 3_038_090, "GRU": 2_279_370}[kind]
+    assert reserve in blocks(trace, "aten::_cudnn_rnn")
+
+
+def test_workspaces_are_those_that_were_seen():
+    for kind, seen in (("LSTM", 17_730_560), ("GRU", 13_169_920)):
+        calls = [b.call for b in traced(kind).blocks if b.call is not None and b.call.kind == "recurrent"]
+        assert len(calls) == 4  # forward and backward of both steps
+        assert all(workspace_bytes(call, A100) == seen for call in calls)
+
+
+def test_outputs_states_and_gradients_are_counted_once():
+    trace = traced("LSTM")
+    output, state = 4 * STEPS * BATCH * HIDDEN, 4 * LAYERS * BATCH * HIDDEN
+    assert blocks(trace, "aten::_cudnn_rnn") == [output, state, state, 736_000_000]
+    weights = 4 * (trace.parameters - 10 * HIDDEN - 10)
+    assert blocks(trace, "aten::_cudnn_rnn_backward") == [weights]  # one buffer; batch and states need none
+    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes
+
+
+def test_one_call_replaces_the_time_steps_and_counts_their_products():
+    trace = traced("LSTM")
+    ops = {op.name: op for op in trace.operators if "rnn" in op.name}
+    matrices = 4 * HIDDEN * (INPUT + HIDDEN) + (LAYERS - 1) * 4 * HIDDEN * 2 * HIDDEN
+    assert ops["aten::_cudnn_rnn"].flops == 2 * STEPS * BATCH * matrices
+    assert ops["aten::_cudnn_rnn_backward"].flops == 4 * STEPS * BATCH * matrices
+    assert {op.module for op in ops.values()} == {"rnn"}
+    assert len(trace.operators) < 30
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"batch_first": True}, {"bidirectional": True}, {"bias": False}, {"dropout": 0.1}],
+    ids=lambda s: "+".join(s) or "plain",
+)
+def test_every_kind_gives_every_parameter_a_gradient(kind, settings):
+    trace = traced(kind, **settings)
+    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes
+    both = 2 if settings.get("bidirectional") else 1
+    assert 4 * STEPS * BATCH * HIDDEN * both in blocks(trace, "aten::_cudnn_rnn")
+
+
+def test_projections_shrink_the_output():
+    trace = traced("LSTM", proj_size=64)
+    assert 4 * STEPS * BATCH * 64 in blocks(trace, "aten::_cudnn_rnn")
+    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_autocast_runs_cudnn_in_fp16(precision):
+    trace = traced("LSTM", precision=precision)
+    assert {op.dtype for op in trace.operators if "rnn" in op.name} == {"float16"}
+    assert blocks(trace, "aten::_cudnn_rnn")[-1] == 736_000_000 // 2
+    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes  # wide again
+
+
+def test_packed_sequences_take_what_their_steps_need():
+    class Packed(Recurrent):
+        def forward(self, x):
+            return self.head(self.rnn(PackedSequence(x, torch.tensor([3, 2, 1])))[0].data.mean(0, keepdim=True))
+
+    trace = trace_step(lambda: Packed("GRU"), (torch.empty(6, INPUT, device="meta"),), optimizer="sgd")
+    assert blocks(trace, "aten::_cudnn_rnn")[0] == 4 * 6 * HIDDEN
+    assert blocks(trace, "aten::_cudnn_rnn")[-1] == 4 * 6 * HIDDEN * (6 * LAYERS + LAYERS - 1)
+
+
+def test_layers_in_bfloat16_are_none_of_cudnns():
+    class Half(Recurrent):
+        def __init__(self):
+            super().__init__("GRU")
+            self.to(torch.bfloat16)
+
+    trace = trace_step(Half, (torch.empty(5, 2, INPUT, device="meta", dtype=torch.bfloat16),))
+    assert not any("rnn" in op.name for op in trace.operators) and len(trace.operators) > 100
+
+
+def test_outside_a_trace_recurrent_layers_run_as_before():
+    before = torch._VF.lstm
+    traced("LSTM")
+    assert torch._VF.lstm == before
+    torch.manual_seed(0)
+    output, _ = nn.LSTM(3, 4)(torch.randn(5, 2, 3))
+    assert output.shape == (5, 2, 4) and torch.isfinite(output).all()
