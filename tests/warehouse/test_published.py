@@ -1,0 +1,198 @@
+"""Reading other people's published files: names, odd values, rows that are no labels."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+
+from conf.errors import UsageError
+from warehouse.gpumemnet import parse_filename
+from warehouse.published import read_published
+
+MLP = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT")
+CNN = (*MLP, "Avg DRAMA", "Status")
+TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
+
+
+def write(path, header, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+    return path
+
+
+def read(path):
+    return read_published(path).files[0].rows
+
+
+def mlp(act="leaky_relu", switch="True", batch=32):
+    return (
+        f"input:20_output:4_depth:2_arch:bottleneck_batch:{batch}_act:{act}_dropout:0.25_dropout:{switch}_"
+        "batchnorm:True.out"
+    )
+
+
+def cnn(depth=3, arch="reverse_pyramid"):
+    return (
+        f"input_channels:3_num_classes:7_depth:{depth}_arch:{arch}_base_filters:16_batch:4_input_size:32_act:swish_"
+        "dropout:1e-1_dropout:False_batchnorm:False.out"
+    )
+
+
+def test_a_key_that_stands_twice_and_values_with_underscores_are_told_apart():
+    found = parse_filename(mlp())
+    assert found["activation"] == "leaky_relu" and found["topology"] == "bottleneck"
+    assert found["dropout"] == 0.25 and found["batch_norm"] is True and found["softmax"] is True
+    assert parse_filename(mlp(switch="False"))["dropout"] == 0
+    found = parse_filename(cnn())
+    assert found["topology"] == "reverse_pyramid" and found["activation"] == "silu" and found["dropout"] == 0
+    assert (found["channels"], found["classes"], found["image_size"], found["batch_size"]) == (3, 7, 32, 4)
+
+
+def test_the_first_half_of_the_mlps_is_plain_relu_without_softmax():
+    found = parse_filename("input:9_output:3_depth:1_arch:uniform_batch:2.out")
+    assert (found["activation"], found["dropout"], found["batch_norm"], found["softmax"]) == ("relu", 0, False, False)
+
+
+def test_a_transformers_input_size_is_its_vocabulary():
+    found = parse_filename(
+        "num_classes:5_embedding_size:64_num_layers:2_num_heads:4_ff_hidden_size:90_dropout_rate:0.5_seq_length:16_"
+        "input_size:1000_num_samples:77_batch_size:8.out"
+    )
+    assert (found["vocabulary_size"], found["sequence_length"], found["feed_forward"]) == (1000, 16, 90)
+    assert (found["batch_size"], found["heads"], found["depth"], found["dropout"]) == (8, 4, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.out", "no known first key"),
+        ("input:9_output:3_arch:uniform_batch:2.out", "lacks depth"),
+        (mlp(switch="maybe"), "dropout twice"),
+        ("input:many_output:3_depth:1_arch:uniform_batch:2.out", "many"),
+    ],
+)
+def test_a_name_that_cannot_be_read_says_why(name, said):
+    with pytest.raises(ValueError, match=said):
+        parse_filename(name)
+
+
+def test_not_measured_is_none_and_percentages_become_fractions(tmp_path):
+    rows = read(
+        write(
+            tmp_path / "some.csv",
+            CNN,
+            [(cnn(), 3, 100, 4, 1500, 50, -1, "0.5", "SUCCESSFUL"), (cnn(), 3, 100, 4, 1500, "", 0, 1.5, "SUCCESSFUL")],
+        )
+    )
+    assert dict(rows[0].utilization) == {"gpu_util": 0.5, "smact": None, "drama": 0.5}
+    assert dict(rows[1].utilization) == {"gpu_util": None, "smact": 0.0, "drama": None}
+    assert "smocc" not in rows[0].utilization, "an absent column is absent, not missing values"
+
+
+def test_rows_that_never_started_are_kept_as_invalid_with_their_reason(tmp_path):
+    path = write(
+        tmp_path / "a'; echo foo.csv",
+        CNN,
+        [
+            (cnn(), 3, 100, 4, 39_000, 1, 0.1, 0.1, "OOM_CRASH"),
+            (cnn(), 0, 0, 4, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
+            (cnn(), 3, 100, 4, 0, 1, 0.1, 0.1, "SUCCESSFUL"),
+            (cnn(), 3, 100, 4, 1000, 1, 0.1, 0.1, "EXPLODED"),
+            (cnn(), 3, 100, 5, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
+            ("?", 3, 100, 5, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
+            (cnn(), 3, 100, 4, 1000, 1, 0.1, 0.1, "SUCCESSFUL"),
+        ],
+    )
+    file = read_published(path).files[0]
+    assert [row.status for row in file.rows] == ["oom", *["invalid"] * 5, "ok"]
+    assert [row.row for row in file.rows] == [1, 2, 3, 4, 5, 6, 7] and file.rows[0].file == "a'; echo foo"
+    assert file.rows[2].memory_mib is None
+    assert file.counts == {
+        "invalid": 5, "ok": 1, "oom": 1, "oom: crashed out of memory": 1, "invalid: never started: depth 0": 1,
+        "invalid: never started: no memory": 1, "invalid: status EXPLODED": 1,
+        "invalid: batch size is not the one in the file name": 1, "invalid: file name has no known first key": 1,
+    }  # fmt: skip
+
+
+def test_a_file_without_a_status_column_holds_what_ran(tmp_path):
+    rows = read(write(tmp_path / "mlp.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)]))
+    assert rows[0].status == "ok" and rows[0].module == "mlp/bottleneck" and rows[0].parameters == 100
+    assert rows[0].config["family"] == "mlp" and rows[0].config["optimizer"] == "adam"
+
+
+def timm(tmp_path, memories, fake=100.0):
+    batches = [8 * 2**i for i in range(len(memories))]
+    rows = [("net", "nets", b, m, fake) for b, m in zip(batches, memories, strict=True)]
+    return read(write(tmp_path / "timm.csv", TIMM, rows))
+
+
+def test_memory_that_falls_with_the_batch_ran_out_and_so_did_every_larger_batch(tmp_path):
+    rows = timm(tmp_path, [12_000, 22_000, 9_000, 39_000, 8_000], fake=30_000)
+    assert [row.status for row in rows] == ["ok", "ok", "oom", "oom", "oom"]
+    assert rows[2].reason == "less memory than at a smaller batch"
+    assert rows[3].reason == "a smaller batch ran out of memory"
+    assert rows[0].module == "nets" and rows[0].estimates == {"faketensor": 30_000}
+
+
+def test_a_fall_that_the_card_cannot_have_caused_is_no_end(tmp_path):
+    rows = timm(tmp_path, [4_900, 3_500, 5_000, 7_700])
+    assert [row.status for row in rows] == ["ok"] * 4
+    assert rows[0].doubt == "more than at a larger batch" and rows[1].doubt is None
+
+
+def test_a_row_that_falls_short_of_its_smaller_batches_growth_at_the_card_is_in_doubt(tmp_path):
+    rows = timm(tmp_path, [10_500, 20_000, 39_000, 40_100])
+    assert rows[2].doubt is None and "peak before a crash" in rows[3].doubt
+
+
+def test_a_run_that_took_less_than_its_tensors_fill_is_in_doubt(tmp_path):
+    assert "may not have trained" in timm(tmp_path, [2_000, 2_000], fake=5_000.0)[0].doubt
+
+
+def test_named_models_carry_the_published_estimates_that_there_are(tmp_path):
+    path = write(
+        tmp_path / "known.csv",
+        ("model", "batch_size", "actual_mib", "horus_mib", "faketensor_mib"),
+        [("vgg16", 4, 3000, 5000.5, ""), ("vgg16", 0, 3000, 1, 1)],
+    )
+    rows = read(path)
+    assert rows[0].estimates == {"horus": 5000.5} and rows[0].model == "vgg16" and rows[0].memory_mib == 3000
+    assert rows[1].status == "invalid" and rows[1].reason == "no batch size"
+
+
+def test_a_folder_gives_its_known_files_and_names_the_others(tmp_path):
+    write(tmp_path / "b.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)])
+    write(tmp_path / "a.csv", TIMM, [("net", "nets", 8, 2000, 100)])
+    write(tmp_path / "c.csv", ("x", "y"), [(1, 2)])
+    found = read_published(tmp_path)
+    assert [(f.path.stem, f.form) for f in found.files] == [("a", "timm"), ("b", "gpumemnet")]
+    assert [path.name for path in found.others] == ["c.csv"]
+    assert [f.path.stem for f in read_published(tmp_path, ["b"]).files] == ["b"]
+
+
+def test_what_cannot_be_read_is_told_with_what_can(tmp_path):
+    odd = write(tmp_path / "odd.csv", ("x", "y"), [(1, 2)])
+    with pytest.raises(UsageError, match=r"odd.csv: unknown header \(x, y\); known: gpumemnet \(.*timm \("):
+        read_published(odd)
+    with pytest.raises(UsageError, match="holds no file with a known header"):
+        read_published(tmp_path)
+    with pytest.raises(UsageError, match="unknown header"):
+        read_published(tmp_path, ["odd"])
+    with pytest.raises(UsageError, match="files=nix: no such CSV file"):
+        read_published(write(tmp_path / "b.csv", MLP, []), ["nix"])
+    with pytest.raises(UsageError, match="there is no such file or folder"):
+        read_published(tmp_path / "none")
+
+
+def test_cells_longer_than_the_csv_modules_limit_are_read_and_the_limit_is_left(tmp_path):
+    before = csv.field_size_limit()
+    path = write(tmp_path / "w.csv", (*MLP, "Activations-Params"), [(mlp(), 3, 100, 32, 1500, 5, 0.1, "x" * 300_000)])
+    assert len(read(path)) == 1 and csv.field_size_limit() == before
+
+
+def test_reading_needs_no_torch():
+    code = "import sys, warehouse.published; sys.exit(any(m in sys.modules for m in ('torch', 'featurize')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,136 @@
+"""GPUMemNet's notation (arXiv 2602.17817): the configuration in a file name, and the telemetry columns.
+
+Start reading at `parse_filename`; `warehouse.published` reads whole files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+_ACTIVATIONS = {"swish": "silu"}
+# `:` separates key and value and `_` the pairs, and both keys and values hold `_` themselves.
+_KEYS = {
+    "mlp": ("input", "output", "depth", "arch", "batch", "act", "dropout", "batchnorm"),
+    "cnn": ("input_channels", "num_classes", "depth", "arch", "base_filters", "batch", "input_size", "act", "dropout",
+            "batchnorm"),
+    "transformer": ("num_classes", "embedding_size", "num_layers", "num_heads", "ff_hidden_size", "dropout_rate",
+                    "seq_length", "input_size", "num_samples", "batch_size"),
+}  # fmt: skip
+_FIRST_KEY = {"input": "mlp", "input_channels": "cnn", "num_classes": "transformer"}
+_UTILIZATION = {
+    "Avg GPUTL": "gpu_util", "Avg GRACT": "gract", "Avg SMACT": "smact", "Avg SMOCC": "smocc", "Avg FP32A": "fp32a",
+    "Avg DRAMA": "drama",
+}  # fmt: skip
+STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
+
+
+def parse_filename(name: str) -> dict[str, object]:
+    """The trial-config fields in a GPUMemNet file name; `ValueError` says what is wrong with it.
+
+    The first half of the MLPs have neither activation, dropout nor batch norm in their names: they are plain ReLU
+    networks without the final softmax. How often a CNN's dense blocks pool was not recorded.
+    """
+    family = _FIRST_KEY.get(name.partition(":")[0])
+    if family is None:
+        raise ValueError("file name has no known first key")
+    keys = "|".join(sorted(_KEYS[family], key=len, reverse=True))
+    marks = list(re.finditer(rf"(?:^|_)({keys}):", name.removesuffix(".out")))
+    values: dict[str, str] = {}
+    switches: dict[str, str] = {}
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        text = name.removesuffix(".out")[mark.end() : following.start() if following else None]
+        if mark[1] == "dropout" and text in ("True", "False"):
+            switches["dropout"] = text  # `dropout:` stands twice: the rate, then whether there is any
+        elif mark[1] in values:
+            raise ValueError(f"file name has {mark[1]} twice")
+        else:
+            values[mark[1]] = text
+    try:
+        return _FIELDS[family](values, switches)
+    except KeyError as error:
+        raise ValueError(f"file name lacks {error.args[0]}") from None
+
+
+def _rate(values: Mapping[str, str], switches: Mapping[str, str]) -> float:
+    if switches.get("dropout") == "False":
+        return 0.0
+    return float(values["dropout"])
+
+
+def _mlp(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, object]:
+    plain = "act" not in values
+    return {
+        "family": "mlp",
+        "batch_size": int(values["batch"]),
+        "input_size": int(values["input"]),
+        "classes": int(values["output"]),
+        "depth": int(values["depth"]),
+        "topology": values["arch"],
+        "activation": "relu" if plain else _ACTIVATIONS.get(values["act"], values["act"]),
+        "batch_norm": not plain and _switch(values["batchnorm"]),
+        "dropout": 0.0 if plain else _rate(values, switches),
+        "softmax": not plain,
+    }
+
+
+def _cnn(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, object]:
+    return {
+        "family": "cnn",
+        "batch_size": int(values["batch"]),
+        "image_size": int(values["input_size"]),
+        "channels": int(values["input_channels"]),
+        "classes": int(values["num_classes"]),
+        "base_filters": int(values["base_filters"]),
+        "depth": int(values["depth"]),
+        "topology": values["arch"],
+        "activation": _ACTIVATIONS.get(values["act"], values["act"]),
+        "batch_norm": _switch(values["batchnorm"]),
+        "dropout": _rate(values, switches),
+        "softmax": True,
+    }
+
+
+def _transformer(values: Mapping[str, str], _switches: Mapping[str, str]) -> dict[str, object]:
+    return {
+        "family": "transformer",
+        "batch_size": int(values["batch_size"]),
+        "vocabulary_size": int(values["input_size"]),
+        "sequence_length": int(values["seq_length"]),
+        "embedding_size": int(values["embedding_size"]),
+        "heads": int(values["num_heads"]),
+        "depth": int(values["num_layers"]),
+        "feed_forward": int(values["ff_hidden_size"]),
+        "classes": int(values["num_classes"]),
+        "dropout": float(values["dropout_rate"]),
+    }
+
+
+def _switch(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError(f"neither True nor False: {text!r}")
+    return text == "True"
+
+
+_FIELDS: Mapping[str, Callable] = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
+
+
+def utilization(row: Mapping[str, str]) -> dict[str, float | None]:
+    """Means over the run from the cells of a row, each in [0, 1]; None: not measured. Absent columns stay absent."""
+    found = {}
+    for column, name in _UTILIZATION.items():
+        if column in row:
+            value = to_number(row[column])
+            if value is not None and name == "gpu_util":
+                value /= 100  # nvidia-smi's percentage; the others are fractions
+            found[name] = value if value is not None and 0 <= value <= 1 else None  # -1: not measured
+    return found
+
+
+def to_number(text: str | None) -> float | None:
+    """A cell as a number; None for no or no finite one."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if value == value and abs(value) != float("inf") else None

@@ -1,0 +1,306 @@
+"""Readers of published files of measurements: GPUMemNet's sets, timm models and well-known models on an A100.
+
+Start reading at `read_published`. Formats are told by their header; a row is never dropped: what cannot be a label
+has the status `invalid` and says why. Whoever needs models or torch for these rows is not here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from conf.errors import UsageError
+from warehouse.gpumemnet import STATUS, parse_filename, to_number, utilization
+
+DEVICE_NAME = "A100-SXM4-40GB"
+TORCH_VERSION = "2.4.1"  # of all these files, beside CUDA 12.2
+_CARD_MIB = 40_960.0
+_CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One measured training run. What was not measured is None or absent.
+
+    file         stem of the file; row: its place there, 1 for the first below the header
+    status       ok; oom (`memory_mib` is then no need, the job needs more than the card); invalid (no label)
+    reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, judged by the rows beside it
+    family       of a configuration: mlp, cnn, transformer; None for a named model
+    config       the fields of that family's trial config that the file tells, `family` and `batch_size` included
+    model        name of a published model, group its module or kind; both None for configurations
+    memory_mib   peak of the device's memory in use, CUDA context and driver included
+    parameters   as the file counts them
+    utilization  means over the run: gpu_util, gract, smact, smocc, fp32a, drama, each in [0, 1] or None
+    estimates    other people's estimates in the file: name -> MiB
+    """
+
+    file: str
+    row: int
+    status: str
+    reason: str | None = None
+    doubt: str | None = None
+    family: str | None = None
+    config: Mapping[str, object] = field(default_factory=dict)
+    model: str | None = None
+    group: str | None = None
+    batch_size: int | None = None
+    memory_mib: float | None = None
+    parameters: int | None = None
+    utilization: Mapping[str, float | None] = field(default_factory=dict)
+    estimates: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """`timm_a100:17`, for messages."""
+        return f"{self.file}:{self.row}"
+
+    @property
+    def module(self) -> str:
+        """What the row is grouped by: topology of a configuration, module of a model."""
+        if self.family is None:
+            return self.group or self.model or "unknown"
+        topology = self.config.get("topology")
+        return f"{self.family}/{topology}" if topology else self.family
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedFile:
+    """One file's rows, in its order. `form` is `gpumemnet`, `timm` or `models`."""
+
+    path: Path
+    form: str
+    rows: tuple[PublishedRow, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows by status, and by reason among those that are no plain `ok`."""
+        found = Counter(row.status for row in self.rows)
+        found.update(f"{row.status}: {row.reason}" for row in self.rows if row.reason)
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What `read_published` found: files in alphabetical order, and a folder's CSV files that are none of these."""
+
+    files: tuple[PublishedFile, ...]
+    others: tuple[Path, ...] = ()
+
+
+def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str] = ()) -> Published:
+    """Read one file, several, or every recognised CSV file right in a folder; `stems` names some of them.
+
+    Raises `UsageError` for a path that isn't there, a file that is named and has no known header, a stem that the
+    folder lacks, and a folder without any such file.
+    """
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    files: dict[str, PublishedFile] = {}
+    others: list[Path] = []
+    for one in paths:
+        if one.is_dir():
+            named = sorted(p for p in one.iterdir() if p.suffix == ".csv" and p.is_file())
+            if stems:
+                named = [p for p in named if p.stem in stems]
+            for csv_path in named:
+                try:
+                    _keep(files, _read_file(csv_path))
+                except _UnknownHeader:
+                    if stems:
+                        raise
+                    others.append(csv_path)
+        elif one.is_file():
+            if not stems or one.stem in stems:
+                _keep(files, _read_file(one))
+        else:
+            raise UsageError(f"published={one}: there is no such file or folder")
+    where = ", ".join(map(str, paths))
+    if missing := sorted(set(stems) - set(files)):
+        raise UsageError(f"files={','.join(missing)}: no such CSV file in {where}")
+    if not files:
+        raise UsageError(f"published={where} holds no file with a known header; known: {_known_headers()}")
+    return Published(files=tuple(files[stem] for stem in sorted(files)), others=tuple(others))
+
+
+class _UnknownHeader(UsageError):
+    pass
+
+
+def _keep(files: dict[str, PublishedFile], found: PublishedFile) -> None:
+    stem = found.path.stem
+    if stem in files:
+        raise UsageError(f"two files are called {stem}: {files[stem].path} and {found.path}; read one at a time")
+    files[stem] = found
+
+
+def _read_file(path: Path) -> PublishedFile:
+    try:
+        with _wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            header = set(reader.fieldnames or ())
+            for form, (columns, read) in _FORMS.items():
+                if columns <= header:
+                    return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, list(reader))))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise _UnknownHeader(f"published={path} is no CSV file: {error}") from error
+    shown = ", ".join(sorted(header)[:12]) or "nothing"
+    raise _UnknownHeader(f"published={path}: unknown header ({shown}); known: {_known_headers()}")
+
+
+@contextlib.contextmanager
+def _wide_cells() -> Iterator[None]:
+    before = csv.field_size_limit(_CELL_CHARACTERS)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _known_headers() -> str:
+    return "; ".join(f"{form} ({', '.join(sorted(columns))})" for form, (columns, _) in _FORMS.items())
+
+
+def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+    for number, row in enumerate(rows, start=1):
+        memory = to_number(row["Max GPU Memory (MiB)"])
+        problem = None
+        config: dict[str, object] = {}
+        try:
+            config = {**parse_filename(row["Filename"] or ""), "optimizer": "adam", "precision": "fp32"}
+        except ValueError as error:
+            problem = f"{error}"
+        said = (row.get("Status") or "").strip()
+        status = STATUS.get(said, "invalid") if "Status" in row else "ok"
+        if status == "invalid":
+            problem = problem or f"status {said or 'missing'}"
+        if to_number(row.get("Depth")) == 0:
+            problem = problem or "never started: depth 0"
+        elif not memory or memory < 0:
+            problem = problem or "never started: no memory"
+        told = to_number(row.get("Batch Size"))
+        if config and told is not None and told != config["batch_size"]:
+            problem = problem or "batch size is not the one in the file name"
+        parameters = to_number(row.get("Total Parameters"))
+        yield PublishedRow(
+            file=stem,
+            row=number,
+            status="invalid" if problem else status,
+            reason=problem or ("crashed out of memory" if status == "oom" else None),
+            family=config.get("family"),
+            config=config,
+            batch_size=config.get("batch_size"),
+            memory_mib=memory or None,
+            parameters=int(parameters) if parameters else None,
+            utilization=utilization(row),
+        )
+
+
+# ---- models by name
+
+
+def _read_timm(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+    found = []
+    for number, row in enumerate(rows, start=1):
+        peak = to_number(row.get("faketensor_peak_mib"))
+        estimates = {} if peak is None else {"faketensor": peak}
+        found.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
+    return iter(_judge_batches(found))
+
+
+def _read_models(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+    for number, row in enumerate(rows, start=1):
+        columns = {column.removesuffix("_mib"): column for column in row if column and column.endswith("_mib")}
+        estimates = {
+            name: value
+            for name, column in columns.items()
+            if name != "actual" and (value := to_number(row[column])) is not None
+        }
+        yield _named(stem, number, row, row["actual_mib"], None, estimates)
+
+
+def _named(stem: str, number: int, row: Mapping, memory: str, group: str | None, estimates: Mapping) -> PublishedRow:
+    mib, batch = to_number(memory), to_number(row["batch_size"])
+    problem = None
+    if not row["model"]:
+        problem = "no model name"
+    elif batch is None or batch < 1 or batch != int(batch):
+        problem = "no batch size"
+    elif not mib or mib < 0:
+        problem = "no memory"
+    return PublishedRow(
+        file=stem,
+        row=number,
+        status="invalid" if problem else "ok",
+        reason=problem,
+        model=row["model"] or None,
+        group=group,
+        batch_size=int(batch) if batch else None,
+        memory_mib=mib if mib and mib > 0 else None,
+        estimates=estimates,
+    )
+
+
+def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
+    """A model whose memory falls with a larger batch ran out of memory there, and at every larger batch.
+
+    Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
+    took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).
+    """
+    by_model: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if row.status == "ok":
+            by_model[row.model].append(index)
+    judged = list(rows)
+    for indices in by_model.values():
+        indices.sort(key=lambda i: rows[i].batch_size)
+        held: list[PublishedRow] = []  # smaller batches that did not run out of memory
+        fell = False
+        for at, index in enumerate(indices):
+            row = rows[index]
+            largest = max((r.memory_mib for r in held), default=0.0)
+            most = min((r.memory_mib * row.batch_size / r.batch_size for r in held), default=float("inf"))
+            if fell or (row.memory_mib < largest and most > _CARD_MIB):
+                reason = "a smaller batch ran out of memory" if fell else "less memory than at a smaller batch"
+                fell = True
+                judged[index] = replace(row, status="oom", reason=reason, doubt=_doubt_of_oom(row))
+                continue
+            following = rows[indices[at + 1]] if at + 1 < len(indices) else None
+            judged[index] = replace(row, doubt=_doubt_of_ok(row, held, following))
+            held.append(row)
+    return judged
+
+
+def _doubt_of_oom(row: PublishedRow) -> str | None:
+    guess = row.estimates.get("faketensor")
+    if guess is not None and guess < _CARD_MIB / 2:
+        return "its tensors fill less than half the card"
+    return None
+
+
+def _doubt_of_ok(row: PublishedRow, held: Sequence[PublishedRow], following: PublishedRow | None) -> str | None:
+    if row.estimates.get("faketensor", 0.0) > row.memory_mib:
+        return "less memory than its tensors fill: it may not have trained, or have crashed"
+    if held and row.memory_mib == held[-1].memory_mib:
+        return "exactly as much as at a smaller batch: it may not have trained"
+    if len(held) >= 2:
+        one, two = held[-2:]
+        slope = (two.memory_mib - one.memory_mib) / (two.batch_size - one.batch_size)
+        expected = two.memory_mib + slope * (row.batch_size - two.batch_size)
+        if expected > 0.98 * _CARD_MIB and row.memory_mib < 0.98 * expected:
+            return "smaller batches lead past the card: it may be the peak before a crash"
+    falls = following is not None and following.memory_mib < row.memory_mib
+    if falls and row.memory_mib < _CARD_MIB / 2:
+        return "more than at a larger batch"
+    if falls and row.memory_mib > 0.95 * _CARD_MIB:
+        return "at the card's limit, and less at a larger batch: it may be the peak before a crash"
+    return None
+
+
+_FORMS: Mapping[str, tuple[frozenset[str], Callable]] = {
+    "gpumemnet": (frozenset({"Filename", "Depth", "Total Parameters", "Max GPU Memory (MiB)"}), _read_gpumemnet),
+    "timm": (frozenset({"model", "module", "batch_size", "max_gpu_memory_mib"}), _read_timm),
+    "models": (frozenset({"model", "batch_size", "actual_mib"}), _read_models),
+}
