@@ -27,13 +27,14 @@ _ENVIRONMENT_ERRNOS = {
 }  # fmt: skip
 
 
-def command(name: str, entry: Callable, positional: str | None = None) -> NoReturn:
+def command(name: str, entry: Callable, positional: str | None = None, text: Sequence[str] = ()) -> NoReturn:
     """Run `entry(cfg)` with `conf/NAME.yaml` and the process's arguments, then exit with its return value.
 
-    `positional` names the key that takes the one argument that is no override: the one with white space in it.
+    `positional` names the key that takes the one argument that is no override: the one with white space in it. The
+    values of the keys `text` are taken as they stand, whatever commas and brackets they hold.
     Exit codes: 0, what `entry` returns, 2 for anything the user can mend, 130 after Ctrl-C.
     """
-    code = run(name, entry, sys.argv[1:], positional)
+    code = run(name, entry, sys.argv[1:], positional, text)
     if code == EXIT_INTERRUPTED:  # at once, and with this code: Ray's clean-up at exit would put its own in its place
         sys.stdout.flush()
         sys.stderr.flush()
@@ -41,7 +42,9 @@ def command(name: str, entry: Callable, positional: str | None = None) -> NoRetu
     sys.exit(code)
 
 
-def run(name: str, entry: Callable, argv: Sequence[str], positional: str | None = None) -> int:
+def run(
+    name: str, entry: Callable, argv: Sequence[str], positional: str | None = None, text: Sequence[str] = ()
+) -> int:
     """`command` without the exit: parses `argv`, runs `entry`, returns the exit code."""
     try:
         arguments = list(argv)
@@ -55,7 +58,7 @@ def run(name: str, entry: Callable, argv: Sequence[str], positional: str | None 
         value = None
         if positional is not None:
             value, arguments = _split_positional(arguments)
-        cfg = load_config(name, arguments)
+        cfg = load_config(name, [_quoted(item, text) for item in arguments])
         if value is not None:
             cfg[positional] = value
         if show_config:
@@ -176,6 +179,15 @@ def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
         if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
             return item, arguments[:at] + arguments[at + 1 :]
     return None, arguments
+
+
+def _quoted(item: str, text: Sequence[str]) -> str:
+    """`KEY=a:1,b:2` as `KEY='a:1,b:2'` for the keys `text`; null and what is quoted already stay."""
+    key, equals, value = item.partition("=")
+    if not equals or key not in text or value in ("", "null") or value[0] in "'\"":
+        return item
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 def _first_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from conf.bars import start_bar
 from warehouse.schema import STATUSES
 
 _RATE_WINDOW_S = 60.0  # the rate is that of the last minute: trials differ in length by orders of magnitude
@@ -36,18 +37,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
-            from rich import progress as bars
+            from rich.progress import TextColumn
 
-            self._bar = bars.Progress(
-                bars.SpinnerColumn(),
-                bars.TextColumn("{task.description}"),
-                bars.BarColumn(bar_width=None),
-                bars.MofNCompleteColumn(),
-                bars.TextColumn("{task.fields[note]}"),
-                console=self._console,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(self._label, total=None, note="starting workers")
+            column = TextColumn("{task.fields[note]}")
+            self._bar, self._task = start_bar(self._console, self._label, column, note="starting workers")
         else:
             self.say(f"{self._label}: starting workers")
         return self

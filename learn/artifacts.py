@@ -20,7 +20,7 @@ from pathlib import Path
 
 from conf.errors import UsageError
 from learn.data import plain_device, same_device
-from learn.estimators import Estimator, get_estimator
+from learn.estimators import TRAINING_FREE, Estimator, get_estimator
 from learn.targets import get_target
 
 FORMAT = 1
@@ -112,7 +112,7 @@ def find_latest(
     learnt: bool = False,
 ) -> Artifact | None:
     """The newest version that was fitted on rows of that family, device and source (None: any), or None. With
-    `learnt`, the training-free trace's versions do not count.
+    `learnt`, the versions of training-free estimators do not count.
 
     Raises `StaleArtifact` where that version's features are not those of this code.
     """
@@ -120,7 +120,7 @@ def find_latest(
         artifact
         for artifact in versions(data, target)
         if (estimator is None or artifact.meta["estimator"] == estimator)
-        and not (learnt and artifact.meta["estimator"] == "trace")
+        and not (learnt and artifact.meta["estimator"] in TRAINING_FREE)
         and (family is None or family in artifact.meta["rows"]["family"])
         and (device is None or any(same_device(device, name) for name in artifact.meta["rows"]["device"]))
         and (source is None or source in artifact.meta["rows"]["source"])

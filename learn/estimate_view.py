@@ -8,7 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from learn.estimate import Estimate, PastRun
+from learn.answers import Estimate
+from learn.past_run import PastRun
+
+TOP_SHOWN = 5  # modules in the table's last line
+WHOLE = "(the model)"  # which has no path of its own
 
 
 def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
@@ -17,7 +21,8 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     from rich.table import Table
 
     screen = Console()
-    screen.print(f"{title} on {done.device}, {done.parameters:,} parameters", highlight=False, markup=False)
+    size = "" if done.parameters is None else f", {done.parameters:,} parameters"
+    screen.print(f"{title} on {done.device}{size}", highlight=False, markup=False)
     table = Table()
     table.add_column("")
     table.add_column("estimate", justify="right")
@@ -25,7 +30,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
         table.add_column(f"{past.source} ({past.status})", justify="right")
         table.add_column("difference", justify="right")
     table.add_column("by", overflow="fold")
-    for name, value, text, target in _figures(done):
+    for name, value, text, target in figures(done):
         cells = [name, text(value)]
         if past is not None:
             column = _COLUMN[name]
@@ -34,17 +39,34 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
         table.add_row(*cells, done.answered_by.get(target, ""))
     screen.print(table)
 
-    screen.print(f"the traced peak, {done.trace_memory_mib:,.0f} MiB, consists of", highlight=False)
-    parts = Table()
-    parts.add_column("part")
-    parts.add_column("MiB", justify="right")
-    parts.add_column("share", justify="right")
-    for name, mib in done.breakdown.items():
-        parts.add_row(name, f"{mib:,.1f}", f"{mib / done.trace_memory_mib:.1%}")
-    screen.print(parts)
+    if done.breakdown:
+        total = sum(done.breakdown.values())
+        whose = f"the peak by {done.answered_by['memory']}" if done.trace_memory_mib is None else "the traced peak"
+        screen.print(f"{whose}, {total:,.0f} MiB, consists of", highlight=False, markup=False)
+        parts = Table()
+        parts.add_column("part")
+        parts.add_column("MiB", justify="right")
+        parts.add_column("share", justify="right")
+        for name, mib in done.breakdown.items():
+            parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
+        screen.print(parts)
+    if done.peak_operator is not None:
+        screen.print(f"at the peak: {peak_said(done)}", soft_wrap=True, highlight=False, markup=False)
+    if done.activations:
+        most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(done.activations.items())[:TOP_SHOWN]]
+        said = f"most activations (MiB): {', '.join(most)}"
+        screen.print(said, soft_wrap=True, highlight=False, markup=False)
     for note in done.warnings:
         screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
     screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
+
+
+def peak_said(done: Estimate) -> str:
+    """`aten::mm of layer4.1.conv2, in the backward pass`."""
+    operator = done.peak_operator or "what the step begins with"
+    where = f" of {done.peak_module}" if done.peak_module else ""
+    when = {"setup": "before the first step", "optimizer": "in the optimizer's step"}
+    return f"{operator}{where}, {when.get(done.peak_phase, f'in the {done.peak_phase} pass')}"
 
 
 def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
@@ -65,7 +87,7 @@ _COLUMN: Mapping[str, str | None] = {
 }
 
 
-def _figures(done: Estimate):
+def figures(done: Estimate):
     def mib(value) -> str:
         return "–" if value is None else f"{value:,.0f} MiB"
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
@@ -19,9 +19,16 @@ from featurize.trial import TrialConfig
 from learn.data import Rows
 
 ESTIMATORS: dict[str, str] = {
+    "deepspeed": "learn.analytical.deepspeed:DeepSpeedEstimator",
+    "dnnmem": "learn.analytical.dnnmem:DNNMemEstimator",
+    "faketensor": "learn.analytical.faketensor:FakeTensorEstimator",
+    "horus": "learn.analytical.horus:HorusEstimator",
     "lightgbm": "learn.lightgbm_estimator:LightGBMEstimator",
-    "trace": "learn.trace_estimator:TraceEstimator",
+    "llmem": "learn.analytical.llmem:LLMemEstimator",
+    "trace": "learn.analytical.trace:TraceEstimator",
+    "xmem": "learn.analytical.xmem:XMemEstimator",
 }
+TRAINING_FREE = tuple(name for name, where in ESTIMATORS.items() if where.startswith("learn.analytical."))
 
 
 @runtime_checkable
@@ -29,10 +36,11 @@ class Prediction(Protocol):
     """A distribution of the label for each of n configs, in the target's unit."""
 
     warnings: tuple[str, ...]  # what a reader of the figures has to know
+    refusals: Mapping[int, str]  # row -> why there is no answer; every figure of that row is NaN
 
     @property
     def point(self) -> np.ndarray:
-        """(n,) the single best guess."""
+        """(n,) the single best guess; NaN in the rows of `refusals`."""
         ...
 
     def quantile(self, q: float) -> np.ndarray:
@@ -50,12 +58,16 @@ class Prediction(Protocol):
 
 @runtime_checkable
 class Estimator(Protocol):
-    """Learns one target. Everything random is drawn from `seed`; predicting is pure."""
+    """Learns one target. Everything random is drawn from `seed`; predicting is pure.
+
+    targets   the targets that it can be fitted to; None: any
+    """
 
     name: ClassVar[str]
+    targets: ClassVar[tuple[str, ...] | None]
 
     def fit(self, rows: Rows) -> Self:
-        """Learn from the rows. Nothing to learn from raises `UsageError`."""
+        """Learn from the rows. Nothing to learn from, or a target not among `targets`, raises `UsageError`."""
         ...
 
     def predict(self, configs: Sequence[TrialConfig]) -> Prediction:
@@ -78,6 +90,13 @@ def get_estimator(name: str) -> type:
         raise unknown_name("estimator", name, ESTIMATORS)
     module, _, attribute = ESTIMATORS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def require_target(estimator: type[Estimator], target: str) -> None:
+    """`UsageError` where the estimator cannot be fitted to that target."""
+    if estimator.targets is not None and target not in estimator.targets:
+        known = ", ".join(estimator.targets)
+        raise UsageError(f"estimator={estimator.name} estimates target={known} only, got target={target}")
 
 
 def make_estimator(name: str, seed: int = 0) -> Estimator:
@@ -103,13 +122,14 @@ class ResidualPrediction:
     """Point plus the residuals that the estimator made on rows it had not seen.
 
     centre (n,) is the point in the target's space; residuals (m,), ascending, `label - point` in that space; m = 0
-    means a bare point: all mass on it, and no bound.
+    means a bare point: all mass on it, and no bound. Rows in `refusals` have a NaN centre.
     """
 
     centre: np.ndarray
     residuals: np.ndarray
     space: str
     warnings: tuple[str, ...] = ()
+    refusals: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def point(self) -> np.ndarray:
@@ -133,7 +153,9 @@ class ResidualPrediction:
         if self.space == "ratio":
             below = np.where(edges > 1, 1.0, below)
         n = len(self.centre)
-        return np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
+        mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
+        mass[np.isnan(self.centre)] = np.nan
+        return mass
 
     def upper(self, level: float = 0.99) -> np.ndarray | None:
         """Split-conformal: the ceil((m + 1) * level)-th smallest residual (Vovk; Lei et al. 2018, eq. 8). With

@@ -55,7 +55,8 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Cross-validation inside the training rows, and the held-out test rows that took no part in it."""
+    """Cross-validation inside the training rows, and the held-out test rows that took no part in it. Rows that the
+    estimator refused are in neither, and in `warnings`."""
 
     cv: tuple[Metrics, ...]
     test: Metrics
@@ -104,10 +105,20 @@ def evaluate(
     for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed)):
         progress(f"cross-validation {k + 1}/{CV_FOLDS}")
         fitted = make_estimator(estimator, seed).fit(train_rows.subset(inside))
-        folds.append(measure(fitted, train_rows.subset(outside), bins)[0])
+        held, _ = answered(fitted, train_rows.subset(outside))
+        if len(held):
+            folds.append(measure(fitted, held, bins)[0])
     progress("held-out test")
     fitted = make_estimator(estimator, seed).fit(train_rows)
+    asked = len(test_rows)
+    test_rows, refused = answered(fitted, test_rows)
+    reasons = "; ".join(dict.fromkeys(refused))
+    if not len(test_rows):
+        raise UsageError(f"estimator={estimator} has no answer for any of the {asked} held-out rows: {reasons}")
     metrics, prediction, predicted = measure(fitted, test_rows, bins)
+    notes = list(prediction.warnings)
+    if refused:
+        notes.append(f"{len(refused)} of {asked} rows have no answer and are in no figure: {reasons}")
     return Evaluation(
         cv=tuple(folds),
         test=metrics,
@@ -115,10 +126,10 @@ def evaluate(
         test_rows=test_rows,
         point=prediction.point,
         upper=prediction.upper(LEVEL),
-        true_class=classes[test],
+        true_class=classes_of(test_rows, bins),
         predicted_class=predicted,
         bins=bins,
-        warnings=tuple(prediction.warnings),
+        warnings=tuple(notes),
     )
 
 
@@ -175,11 +186,19 @@ def hold_out(rows: Rows, classes: np.ndarray, seed: int) -> tuple[np.ndarray, np
 
 
 def measure(fitted: Estimator, rows: Rows, bins: Bins):
-    """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen."""
+    """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen and has answers for."""
     prediction = fitted.predict(rows.configs)
     predicted = prediction.bin_probabilities(bins.edges_of(rows.family)).argmax(axis=1)
     metrics = score(rows, bins, prediction.point, prediction.upper(LEVEL), predicted)
     return metrics, prediction, predicted
+
+
+def answered(fitted: Estimator, rows: Rows) -> tuple[Rows, list[str]]:
+    """(the rows that the estimator has an answer for, the reason of each of the others)."""
+    refusals = fitted.predict(rows.configs).refusals
+    if not refusals:
+        return rows, []
+    return rows.subset(np.setdiff1d(np.arange(len(rows)), list(refusals))), list(refusals.values())
 
 
 def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, predicted: np.ndarray) -> Metrics:

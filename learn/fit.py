@@ -72,12 +72,13 @@ def fit(
     from featurize.features import feature_version
     from learn.artifacts import environment, save_artifact
     from learn.data import load_rows
-    from learn.estimators import make_estimator
+    from learn.estimators import get_estimator, make_estimator, require_target
     from learn.evaluate import evaluate
     from learn.report import write_report
     from learn.targets import make_bins
 
     now = now or datetime.now(UTC)
+    require_target(get_estimator(settings.estimator), settings.target)
     progress("reading rows")
     rows = load_rows(settings.data, settings.target, settings.family, settings.source, settings.device_name)
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)

@@ -31,6 +31,7 @@ class LightGBMEstimator:
     """
 
     name: ClassVar[str] = "lightgbm"
+    targets: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)

@@ -23,19 +23,44 @@ def make(target, n=N):
     return make_rows(target, configs, label * np.exp(0.02 * rng.standard_normal(n)))
 
 
-@pytest.fixture(params=["memory", "drama"], scope="module")
-def rows(request):
-    return make(request.param)
+CASES = [
+    (name, target)
+    for name in sorted(ESTIMATORS)
+    for target in ("memory", "drama")
+    if get_estimator(name).targets is None or target in get_estimator(name).targets
+]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request):
+    return request.param
+
+
+@pytest.fixture
+def name(case):
+    return case[0]
+
+
+@pytest.fixture
+def rows(case):
+    return make(case[1])
 
 
 @pytest.fixture(params=sorted(ESTIMATORS))
-def name(request):
+def any_name(request):
     return request.param
 
 
 @pytest.fixture
 def fitted(name, rows):
     return make_estimator(name, seed=3).fit(rows)
+
+
+def answered(prediction):
+    """Bool mask of the rows that have an answer."""
+    mask = np.ones(len(prediction.point), dtype=bool)
+    mask[list(prediction.refusals)] = False
+    return mask
 
 
 def same(one, other):
@@ -53,14 +78,33 @@ def test_is_an_estimator_and_predicts_a_distribution(name, fitted, rows):
     assert isinstance(fitted, Estimator) and get_estimator(name).name == name
     prediction = fitted.predict(rows.configs)
     assert isinstance(prediction, Prediction)
-    assert prediction.point.shape == (N,) and np.isfinite(prediction.point).all() and (prediction.point >= 0).all()
+    assert prediction.point.shape == (N,)
+    known = prediction.point[answered(prediction)]
+    assert np.isfinite(known).all() and (known >= 0).all()
     assert all(isinstance(text, str) for text in prediction.warnings)
 
 
 def test_quantiles_grow(fitted, rows):
     prediction = fitted.predict(rows.configs)
     stack = np.array([prediction.quantile(q) for q in np.linspace(0.01, 0.99, 25)])
-    assert stack.shape == (25, N) and (np.diff(stack, axis=0) >= 0).all()
+    assert stack.shape == (25, N) and (np.diff(stack, axis=0)[:, answered(prediction)] >= 0).all()
+
+
+def test_a_refused_row_has_a_reason_and_no_figure(fitted, rows):
+    prediction = fitted.predict(rows.configs)
+    refused = ~answered(prediction)
+    assert set(prediction.refusals) == set(np.flatnonzero(refused))
+    assert all(isinstance(text, str) and text for text in prediction.refusals.values())
+    assert np.isnan(prediction.point[refused]).all() and np.isnan(prediction.quantile(0.5)[refused]).all()
+    assert np.isnan(prediction.bin_probabilities(np.array([1.0]))[refused]).all()
+
+
+def test_a_target_that_it_has_no_answer_for_is_refused_when_fitted(any_name):
+    targets = get_estimator(any_name).targets
+    if targets is None:
+        return
+    with pytest.raises(UsageError, match=f"estimator={any_name} estimates target={', '.join(targets)} only"):
+        make_estimator(any_name).fit(make("drama"))
 
 
 def test_ratios_stay_between_0_and_1(fitted, rows):
@@ -75,8 +119,9 @@ def test_bins_hold_all_mass_and_agree_with_quantiles(fitted, rows):
     prediction = fitted.predict(rows.configs)
     edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
     mass = prediction.bin_probabilities(edges)
-    assert mass.shape == (N, 4) and (mass >= 0).all()
-    np.testing.assert_allclose(mass.sum(axis=1), 1)
+    known = answered(prediction)
+    assert mass.shape == (N, 4) and (mass[known] >= 0).all()
+    np.testing.assert_allclose(mass[known].sum(axis=1), 1)
     by_row = prediction.bin_probabilities(np.tile(edges, (N, 1)))
     np.testing.assert_array_equal(mass, by_row)
     low, high = prediction.quantile(0.02), prediction.quantile(0.98)
@@ -105,7 +150,7 @@ def test_order_of_rows_changes_nothing(name, fitted, rows):
 def test_a_config_is_judged_by_itself(fitted, rows):
     together = fitted.predict(rows.configs)
     alone = fitted.predict(rows.configs[5:6])
-    assert alone.point[0] == together.point[5]
+    np.testing.assert_array_equal(alone.point[0], together.point[5])
     assert fitted.predict([]).point.shape == (0,)
 
 

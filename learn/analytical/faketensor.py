@@ -1,0 +1,101 @@
+"""`faketensor`: PyTorch's own `MemTracker` around one training step on fake tensors.
+
+Start reading at `FakeTensor.parts_mib`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from featurize.device_spec import DeviceSpec
+from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.workload import Workload
+
+
+class FakeTensor:
+    """Peak of what `torch.distributed._tools.mem_tracker.MemTracker` sees of `steps` training steps under
+    `FakeTensorMode`, by its own kinds (parameters, activations, gradients, optimizer state, temporaries, ...).
+
+    Source: PyTorch; used as in its class documentation: model, optimizer and batch are made under the mode and
+    registered by `track_external`, then forward, backward and the optimizer's step run once. Assumed: one step, as
+    documented, so that the optimizer's state does not exist yet during the backward pass; fake tensors of the CPU,
+    since a CPU build refuses fake CUDA tensors: the operators are the CPU's (its attention kernel, its loop over
+    parameters in the optimizer), and sizes are not rounded to CUDA's blocks. No context, no workspace, no
+    fragmentation: tensors only.
+    """
+
+    name: ClassVar[str] = "faketensor"
+
+    def __init__(self, steps: int = 1) -> None:
+        self.steps = steps
+
+    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.distributed._tools.mem_tracker import MemTracker
+
+        from learn.analytical.modules import MIB, PlainStep, batch_tensors, explained
+
+        # A model may hold plain tensors besides its buffers.
+        with _quiet_failures(), FakeTensorMode(allow_non_fake_inputs=True):
+            model = _fake_model(workload)
+            with explained("making the batch"), torch.device("cpu"):
+                inputs, targets = workload.batch("cpu")
+            with explained("the training step", model):
+                step = PlainStep(workload, model, "cpu")
+                tracker = MemTracker()
+                tracker.track_external(model, step.optimizer, *batch_tensors(inputs, targets))
+                with tracker:
+                    for _ in range(self.steps):
+                        step(inputs, targets)
+        peak: dict[str, float] = {}
+        for kinds in tracker.get_tracker_snapshot("peak").values():
+            for kind, nbytes in kinds.items():
+                if kind != "Total" and nbytes:
+                    name = str(getattr(kind, "value", kind)).lower()
+                    peak[name] = peak.get(name, 0.0) + nbytes / MIB
+        return peak
+
+
+@contextlib.contextmanager
+def _quiet_failures() -> Iterator[None]:
+    """The mode logs a traceback of each operator that fails; the reason that is raised says as much."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _fake_model(workload: Workload):
+    """The model with fake tensors of the CPU, under the mode that the caller has entered.
+
+    A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake
+    ones; it is built on meta with `unset_fake_temporarily`, where figures asked of the CPU are real, and converted.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor as Fake
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from learn.analytical.modules import explained, meta_model, on_device
+
+    try:
+        with explained("building the model"), torch.device("cpu"):
+            model = workload.build()
+    except CannotEstimate:
+        with unset_fake_temporarily():
+            model = meta_model(workload)
+    if not all(isinstance(t, Fake) and t.device.type == "cpu" for t in [*model.parameters(), *model.buffers()]):
+        model = on_device(model, "cpu")
+    return model.train()
+
+
+class FakeTensorEstimator(AnalyticalEstimator):
+    name: ClassVar[str] = FakeTensor.name
+    warning: ClassVar[str] = f"{AnalyticalEstimator.warning}; {FakeTensor.name} leaves the CUDA context out"
+    method = FakeTensor

@@ -1,0 +1,175 @@
+"""`llmem`: LLMem's formulas for fine-tuning a transformer language model on one GPU.
+
+Start reading at `LLMem.parts_mib`; `_shape_of` reads what the formulas need from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from featurize.device_spec import DeviceSpec
+from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.workload import Workload
+
+PAGE = 2 * 2**20  # bytes; CUDA's memory page
+CHUNK = 32 * 2**20  # elements; the least chunk that Colossal-AI's chunk manager takes by default
+B16, B32 = 2, 4  # bytes of an element
+PRECISIONS = ("bf16", "fp16")
+OPTIMIZERS = ("adam", "adamw")
+
+
+class LLMem:
+    """m_base + m_p + m_os + m_out + m_lm, each rounded up to pages of 2 MiB:
+
+    m_p     (embedding + other parameters in whole chunks) * (2 + 4) bytes: fp16, where the gradients go too, and fp32
+    m_os    8 bytes a parameter of each embedding and linear layer: Adam's momentum and variance
+    m_out   2 bytes * batch * sequence * hidden * (embeddings + layers): what gradient checkpointing keeps
+    m_lm    logits, twice the logits shifted by one token for the loss, and the language-model head's weights
+
+    Source: Kim et al., LLMem: Estimating GPU memory usage for fine-tuning pre-trained LLMs, IJCAI 2024
+    (arXiv 2404.10933), the single-GPU formula. It is of full fine-tuning of decoders in Colossal-AI: 16-bit mixed
+    precision, Adam, gradient checkpointing. What is anything else is refused by name.
+
+    Assumed: m_base, which the paper measures, is the device's context; chunks have 32 Mi elements (Colossal-AI searches
+    for the size from there); logits are 16 bits wide (the paper has CodeGen's and GPT-Neo's in 32); a head tied to the
+    embedding adds no weights of its own.
+    """
+
+    name: ClassVar[str] = "llmem"
+
+    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+        from learn.analytical.modules import MIB, meta_model
+
+        settings = workload.settings
+        if settings.precision not in PRECISIONS:
+            raise CannotEstimate(
+                f"precision={settings.precision} is not covered: the formula is of {' and '.join(PRECISIONS)}"
+            )
+        if settings.optimizer not in OPTIMIZERS:
+            raise CannotEstimate(
+                f"optimizer={settings.optimizer} is not covered: the formula is of {' and '.join(OPTIMIZERS)}"
+            )
+        model = meta_model(workload)
+        shape = _shape_of(workload, model)
+        if not (getattr(settings, "activation_checkpointing", False) or _checkpoints(model)):
+            raise CannotEstimate(
+                "training without activation checkpointing is not covered: the formula counts the layers' outputs only"
+            )
+        tokens = shape.batch * shape.sequence
+        shifted = shape.batch * (shape.sequence - 1)
+        chunked = -(-shape.other_parameters // CHUNK) * CHUNK
+        parts = {
+            "parameters": _pages((shape.embedding_parameters + chunked) * (B16 + B32)),
+            "optimizer state": sum(_pages(count * 2 * B32) for count in shape.weights),
+            "layer outputs": _pages((shape.embeddings + shape.layers) * tokens * shape.hidden * B16),
+            "language-model head": _pages(tokens * shape.vocabulary * B16)
+            + 2 * _pages(shifted * shape.vocabulary * B16)
+            + shape.head_parameters * B16,
+        }
+        return {"context": float(device.context_mib)} | {name: nbytes / MIB for name, nbytes in parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """Counts of parameters, and the sizes of the model's dimensions. `weights`: one count for each embedding and
+    linear weight but the head's own; `embeddings`, `layers`: how many there are."""
+
+    batch: int
+    sequence: int
+    hidden: int
+    vocabulary: int
+    embeddings: int
+    layers: int
+    embedding_parameters: int
+    other_parameters: int
+    head_parameters: int
+    weights: tuple[int, ...]
+
+
+def _shape_of(workload: Workload, model) -> _Shape:
+    """What the formulas need. `CannotEstimate` names what makes the model no transformer language model."""
+    import torch
+    from torch import nn
+
+    from learn.analytical.modules import LeafCalls, explained, tensors_in
+
+    def refuse(why: str) -> CannotEstimate:
+        return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
+
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not embeddings:
+        raise refuse("it has no nn.Embedding")
+    layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList) and _repeats(m)), key=len, default=None)
+    if layers is None:
+        raise refuse("it has no nn.ModuleList of equal layers")
+    if not any(_attends(m) for m in layers[0].modules()):
+        raise refuse(f"its layers, {type(layers[0]).__name__}, have no attention")
+    called: list[tuple[nn.Module, tuple[int, ...]]] = []
+
+    def see(module, output) -> None:
+        called.extend((module, tuple(tensor.shape)) for tensor in list(tensors_in(output))[:1])
+
+    with explained("the forward pass", model), LeafCalls(model, see), torch.no_grad():
+        inputs, _targets = workload.batch("meta")
+        model(*inputs)
+    words = [(m, s) for m, s in called if isinstance(m, nn.Embedding) and len(s) == 3]
+    linear = [(m, s) for m, s in called if isinstance(m, nn.Linear)]
+    if not words or not linear:
+        raise refuse("it embeds no sequence of tokens")
+    table = max((m for m, _s in words), key=lambda m: m.num_embeddings)
+    head, logits = linear[-1]
+    if head.out_features != table.num_embeddings or len(logits) != 3:
+        raise refuse(f"its last linear layer gives {list(logits)}, not one logit a word of {table.num_embeddings}")
+    tied = head.weight is table.weight
+    own = 0 if tied else sum(p.numel() for p in head.parameters())
+    embedded = sum(m.weight.numel() for m in embeddings)
+    total = sum(p.numel() for p in model.parameters())
+    matrices = {id(p): p.numel() for m in model.modules() if m is not head for p in _weights(m)}
+    return _Shape(
+        batch=logits[0],
+        sequence=logits[1],
+        hidden=head.in_features,
+        vocabulary=head.out_features,
+        embeddings=len(embeddings),
+        layers=len(layers),
+        embedding_parameters=embedded,
+        other_parameters=total - embedded - own,
+        head_parameters=own,
+        weights=tuple(matrices.values()),
+    )
+
+
+def _weights(module):
+    """The matrix of an embedding or linear layer; GPT-2's Conv1D is a linear layer with its matrix transposed."""
+    from torch import nn
+
+    if isinstance(module, nn.Embedding | nn.Linear) or type(module).__name__ == "Conv1D":
+        yield module.weight
+    elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        yield module.in_proj_weight
+
+
+def _repeats(modules) -> bool:
+    return len(modules) > 0 and len({type(m) for m in modules}) == 1
+
+
+def _attends(module) -> bool:
+    return "attention" in type(module).__name__.lower() or type(module).__name__.lower().endswith("attn")
+
+
+def _checkpoints(model) -> bool:
+    """Whether a model of `transformers` has its gradient checkpointing on."""
+    return bool(getattr(model, "is_gradient_checkpointing", False)) or any(
+        getattr(m, "gradient_checkpointing", False) is True for m in model.modules()
+    )
+
+
+def _pages(nbytes: float) -> int:
+    return -(-int(nbytes) // PAGE) * PAGE
+
+
+class LLMemEstimator(AnalyticalEstimator):
+    name: ClassVar[str] = LLMem.name
+    method = LLMem

@@ -1,0 +1,199 @@
+"""What the analyses share in handling a model: building it unharmed, watching it run, naming what fails.
+
+Start reading at `meta_model` and `explained`. Everything is undone on leaving, whatever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from conf.errors import UsageError
+from featurize.skeleton import build_on_meta, kept_results
+from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
+from learn.analytical.base import CannotEstimate
+from learn.workload import Workload
+
+MIB = 2**20
+
+
+def meta_model(workload: Workload) -> nn.Module:
+    """The workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it is.
+
+    Raises `CannotEstimate` where it can't be built.
+    """
+    with explained("building the model"):
+        return build_on_meta(workload.build).train()
+
+
+def real_model(workload: Workload) -> nn.Module:
+    """The workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it is.
+
+    Raises `CannotEstimate` where it can't be built, or was given without memory.
+    """
+    made: list[Tensor] = []
+    with explained("building the model"):
+        hook = registration.register_module_parameter_registration_hook(lambda _m, _n, value: made.append(value))
+        try:
+            model = workload.build()
+        finally:
+            hook.remove()
+        if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+            raise CannotEstimate("the model is on the meta device, and this method runs it on real memory")
+        new = {id(tensor) for tensor in made}
+        if not all(id(parameter) in new for parameter in model.parameters()):
+            model = copy.deepcopy(model, {id(result): result.detach() for result in kept_results(model)})
+        return model.train()
+
+
+def on_device(model: nn.Module, device: str) -> nn.Module:
+    """A copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode), ties
+    kept; the original is neither changed nor read."""
+    memo: dict[int, object] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) not in memo:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = empty
+    for result in kept_results(model):
+        memo.setdefault(id(result), torch.empty_like(result, device=device))
+    return copy.deepcopy(model, memo)
+
+
+def unique_bytes(tensors: Iterator[Tensor]) -> list[int]:
+    """The size in bytes of each different tensor; ties count once."""
+    return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
+
+
+def tensors_in(value) -> Iterator[Tensor]:
+    """Every tensor of an output: a tensor, or a tuple, list or mapping of outputs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def loss_of(workload: Workload, output, targets: Tensor | None) -> Tensor:
+    """The workload's loss, cross entropy by default; targets that it leaves open are made of the output."""
+    if targets is None:
+        targets = targets_for(output, workload.loss)
+    return (workload.loss or cross_entropy)(output, targets)
+
+
+def batch_tensors(inputs: tuple[Tensor, ...], targets: Tensor | None) -> list[Tensor]:
+    """What of a batch lies on the device."""
+    return [*inputs] if targets is None else [*inputs, targets]
+
+
+class PlainStep:
+    """One training step, `step(inputs, targets)`, in the plain form of a training script: no TF32 flag, scaler or
+    memory format is touched, since none of them changes a size that these analyses count."""
+
+    def __init__(self, workload: Workload, model: nn.Module, device: str) -> None:
+        self.workload, self.model = workload, model
+        self.optimizer = make_optimizer(workload.settings.optimizer, model.parameters(), foreach=None)
+        self._dtype = AUTOCAST_DTYPES.get(workload.settings.precision)
+        self._device = device
+
+    def __call__(
+        self,
+        inputs: tuple[Tensor, ...],
+        targets: Tensor | None,
+        phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+    ) -> None:
+        with phase("zero_grad"):
+            self.optimizer.zero_grad(set_to_none=True)
+        with phase("forward"):
+            casts = contextlib.nullcontext()
+            if self._dtype is not None:
+                casts = torch.autocast(self._device, dtype=self._dtype)
+            with casts:
+                loss = loss_of(self.workload, self.model(*inputs), targets)
+        with phase("backward"):
+            loss.backward()
+        with phase("optimizer"):
+            self.optimizer.step()
+
+
+class LeafCalls:
+    """`with LeafCalls(model, seen):` calls `seen(module, output)` after each forward that called no other module's."""
+
+    def __init__(self, model: nn.Module, seen: Callable[[nn.Module, object], None]) -> None:
+        self._model, self._seen = model, seen
+        self._handles: list = []
+        self._inner: list[bool] = []  # of each forward under way: has it called another module
+
+    def __enter__(self) -> None:
+        for module in self._model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._before))
+            self._handles.append(module.register_forward_hook(self._after))
+
+    def __exit__(self, *_exc) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, _module: nn.Module, _inputs) -> None:
+        if self._inner:
+            self._inner[-1] = True
+        self._inner.append(False)
+
+    def _after(self, module: nn.Module, _inputs, output) -> None:
+        if not self._inner.pop():
+            self._seen(module, output)
+
+
+@contextlib.contextmanager
+def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Turn any error of the model's into `CannotEstimate`, naming the operator and, for `model`, the module."""
+    operators, running, handles = _Operators(), [], []
+
+    def leave(_module, _inputs, _output) -> None:
+        running.pop()
+
+    named = [] if model is None else [(name or "the model", module) for name, module in model.named_modules()]
+    for name, module in named:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CannotEstimate(f"{name} is a scripted module, and shows no operators: give what it was made of")
+    for name, module in named:
+        label = f"{name} ({type(module).__name__})"
+        handles.append(module.register_forward_pre_hook(lambda _m, _i, label=label: running.append(label)))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        with operators:
+            yield
+    except CannotEstimate:
+        raise
+    except UsageError as error:  # it says by itself what is wrong with the job
+        raise CannotEstimate(str(error)) from error
+    except Exception as error:  # a model may raise anything
+        where = f" in operator {operators.failed}" if operators.failed else ""
+        where += f" of module {running[-1]}" if running else ""
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CannotEstimate(f"{doing} fails{where}: {type(error).__name__}: {first}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Operators(TorchFunctionMode):
+    """`failed` is the innermost torch function that an error passed through."""
+
+    failed: str | None = None
+
+    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = self.failed or resolve_name(func) or getattr(func, "__name__", str(func))
+            raise

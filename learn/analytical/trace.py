@@ -1,0 +1,62 @@
+"""Our own: the traced step, replayed and simulated on one GPU model. It takes every target.
+
+Start reading at `Trace` and `TraceEstimator.figure`; `learn.traced` does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+from conf.errors import UsageError
+from featurize.device_spec import DeviceSpec
+from featurize.trial import TrialConfig
+from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.workload import Workload, of_config
+
+if TYPE_CHECKING:
+    from featurize.simulate import SimulatedStep
+
+NO_BOUND = "the trace alone has no calibrated bound: it gives a point, not a guarantee"
+
+
+class Trace:
+    """Peak of what the caching allocator reserves for the traced step's tensors and workspaces, plus the context.
+
+    Source: ours; `featurize.trace`, `featurize.replay` and `featurize.library_calls` state what is modelled and
+    assumed. Takes any module, and from milliseconds to seconds.
+    """
+
+    name: ClassVar[str] = "trace"
+
+    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+        from learn.traced import step_of
+
+        try:
+            return step_of(workload, device).breakdown
+        except UsageError as error:
+            raise CannotEstimate(str(error)) from error
+
+
+class TraceEstimator(AnalyticalEstimator):
+    """`fit` learns nothing but the target and the device."""
+
+    name: ClassVar[str] = Trace.name
+    targets: ClassVar[tuple[str, ...] | None] = None
+    warning: ClassVar[str] = NO_BOUND
+    method = Trace
+
+    def figure(self, config: TrialConfig) -> float:
+        return getattr(_step(config, self.device), self.target.column)
+
+
+@lru_cache(maxsize=100_000)
+def _step(config: TrialConfig, device: str | DeviceSpec) -> SimulatedStep:
+    """Remembered: cross-validation asks for each config many times."""
+    from learn.traced import step_of
+
+    try:
+        return step_of(of_config(config), device).step
+    except UsageError as error:
+        raise CannotEstimate(str(error)) from error

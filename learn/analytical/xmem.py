@@ -1,0 +1,254 @@
+"""`xmem`: two real training steps on the CPU under the profiler, their memory events replayed on CUDA's allocator.
+
+Start reading at `XMem.parts_mib`; `pair` makes blocks of the events and `replay` places them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from featurize.allocator import CachingAllocator
+from featurize.device_spec import DeviceSpec
+from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.workload import Workload
+
+STEPS = 2
+PREFIX = "xmem::"  # of the marks that name a step's phases in the profile
+OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+RAM_SHARE = 0.8  # of the free memory; the rest is for what the first guess leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One memory event of the profile: `nbytes` > 0 allocates at `address`, < 0 frees. `phase`: the last one begun."""
+
+    address: int
+    nbytes: int
+    phase: str | None
+    step: int
+    in_operator: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes from event `begin` up to event `end`; None: until after the last."""
+
+    nbytes: int
+    begin: int
+    end: int | None
+    kind: str
+
+
+class XMem:
+    """Peak of the segments that PyTorch's caching allocator reserves when the CPU's memory events are replayed on it.
+
+    Source: Shi, Pezaros, Elkhatib, xMem, Middleware 2025 (arXiv 2510.21048); its predecessor is VeritasEst. Two
+    training steps really run on the CPU under `torch.profiler`. Allocations and frees are paired into blocks by
+    address, and linked to the phase that they fall into. Lifetimes are those of the CPU, adjusted to the GPU's:
+    parameters and buffers live throughout, a batch for its step, gradients until `zero_grad`, what the optimizer's
+    first step keeps from there on. Memory taken outside any operator (Python, the profiler) is left out.
+
+    Assumed: the estimate is the allocator's own peak; the paper adds the framework's share (the CUDA context), which it
+    measures beforehand and which is not part of this figure. The operators are the CPU's: its convolution and attention
+    kernels, its loop in the optimizer, its autocast; scratch memory that a CPU library takes by itself is not seen, and
+    neither is any workspace of cuBLAS or cuDNN.
+
+    It takes as much real memory as the job, and the time of two steps on the CPU; where the free memory is too small it
+    refuses with the figure.
+    """
+
+    name: ClassVar[str] = "xmem"
+
+    def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
+        from learn.analytical.modules import MIB
+
+        _require_memory(workload)
+        static, batch, events = _profile(workload)
+        blocks = pair(events)
+        reserved, peak = replay(static, batch, events, blocks)
+        parts = {kind: nbytes / MIB for kind, nbytes in peak.items()}
+        return parts | {"cached by the allocator": (reserved - sum(peak.values())) / MIB}
+
+
+def pair(events: Sequence[Event]) -> list[Block]:
+    """Blocks of the events, by address. A free of what was allocated before the profile began is left out.
+
+    What the first optimizer step leaves behind is the optimizer's state and stays; what a backward pass leaves behind
+    is a gradient, freed where the CPU freed it, at the latest by the next `zero_grad`.
+    """
+    opened: dict[int, Block] = {}
+    done: list[Block] = []
+    cleared = {e.step: i for i, e in reversed(list(enumerate(events))) if e.phase == "zero_grad"}
+    for i, event in enumerate(events):
+        if event.nbytes > 0:
+            if not event.in_operator:
+                continue
+            kind = {"optimizer": "optimizer state", "backward": "gradients"}.get(event.phase, "activations")
+            opened[event.address] = Block(event.nbytes, i, None, kind)
+        elif (block := opened.pop(event.address, None)) is not None:
+            phase = events[block.begin].phase
+            same = event.step == events[block.begin].step and event.phase == phase
+            kind = "temporaries" if same and phase in ("optimizer", "backward") else block.kind
+            done.append(replace(block, end=i, kind=kind))
+    for block in opened.values():
+        begin = events[block.begin]
+        if block.kind == "gradients":
+            done.append(replace(block, end=cleared.get(begin.step + 1)))
+        else:
+            done.append(block)
+    return sorted(done, key=lambda block: block.begin)
+
+
+def replay(
+    static: Iterable[int], batch: Iterable[int], events: Sequence[Event], blocks: Sequence[Block]
+) -> tuple[int, dict[str, int]]:
+    """(peak reserved bytes, live bytes by kind when most were live). `static` are the sizes of parameters and
+    buffers, `batch` those of one step's batch."""
+    allocator = CachingAllocator()
+    live = {"parameters and buffers": 0, "batch": 0}
+    for nbytes in static:
+        allocator.allocate(nbytes)
+        live["parameters and buffers"] += nbytes
+    begins = {block.begin: block for block in blocks}
+    ends: dict[int, list[Block]] = {}
+    for block in blocks:
+        if block.end is not None:
+            ends.setdefault(block.end, []).append(block)
+    handles: dict[Block, object] = {}
+    loaded: list = []
+    at_top = dict(live)
+    step = None
+    for i, event in enumerate(events):
+        if event.step != step:
+            step = event.step
+            fresh = [allocator.allocate(nbytes) for nbytes in batch]  # the loop still holds the last batch
+            for handle in loaded:
+                allocator.free(handle)
+            loaded, live["batch"] = fresh, sum(batch)
+        for block in ends.get(i, ()):
+            if block in handles:
+                allocator.free(handles.pop(block))
+                live[block.kind] -= block.nbytes
+        if (block := begins.get(i)) is not None:
+            handles[block] = allocator.allocate(block.nbytes)
+            live[block.kind] = live.get(block.kind, 0) + block.nbytes
+        if sum(live.values()) > sum(at_top.values()):
+            at_top = dict(live)
+    return allocator.peak_reserved_bytes, at_top
+
+
+def _require_memory(workload: Workload) -> None:
+    """`CannotEstimate` where the job is larger than this machine's free memory.
+
+    A model that does not run on meta, since it computes with values, runs once for real, without a backward pass.
+    """
+    import psutil
+    import torch
+
+    from learn.analytical.modules import MIB, LeafCalls, explained, meta_model, real_model, tensors_in, unique_bytes
+
+    model = meta_model(workload)
+    weights = sum(unique_bytes(model.parameters()))
+    states = 2 + OPTIMIZER_STATES[workload.settings.optimizer]
+
+    def require(outputs: int) -> None:
+        needed = (weights * states + outputs) / MIB
+        free = psutil.virtual_memory().available / MIB
+        if needed > RAM_SHARE * free:
+            raise CannotEstimate(
+                f"it runs the model on the CPU, which takes about {needed:,.0f} MiB of real memory "
+                f"({weights * states / MIB:,.0f} for weights, gradients and optimizer, {outputs / MIB:,.0f} for "
+                f"outputs), and {free:,.0f} MiB are free"
+            )
+
+    def outputs_of(model, device: str) -> int:
+        total = 0
+
+        def count(_module, output) -> None:
+            nonlocal total
+            total += sum(t.numel() * t.element_size() for t in tensors_in(output))
+
+        with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
+            inputs, _targets = workload.batch(device)
+            model(*inputs)
+        return total
+
+    try:
+        outputs = outputs_of(model, "meta")
+    except CannotEstimate:
+        require(0)
+        with torch.random.fork_rng(devices=[]):
+            outputs = outputs_of(real_model(workload), "cpu")
+    require(outputs)
+
+
+def _profile(workload: Workload) -> tuple[list[int], list[int], list[Event]]:
+    """(bytes of each parameter and buffer, bytes of each tensor of the batch, the events of two steps)."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from learn.analytical.modules import PlainStep, batch_tensors, explained, real_model, unique_bytes
+
+    if torch.autograd._profiler_enabled():
+        raise CannotEstimate("a torch profiler is running in this process, and there can be only one")
+    with torch.random.fork_rng(devices=[]):
+        model = real_model(workload)
+        with explained("making the batch"):
+            inputs, targets = workload.batch("cpu")
+        with explained("the training step", model):
+            step = PlainStep(workload, model, "cpu")
+            quiet = _quiet_profiler()
+            with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                for i in range(STEPS):
+                    step(inputs, targets, lambda phase, i=i: record_function(f"{PREFIX}{i}:{phase}"))
+    events = _events(profiler.profiler.kineto_results.experimental_event_tree())
+    return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """The profiler's library announces each start on stderr; the variable keeps it silent unless it is the user's."""
+    name = "KINETO_LOG_LEVEL"
+    mine = name not in os.environ
+    if mine:
+        os.environ[name] = "6"
+    try:
+        yield
+    finally:
+        if mine:
+            os.environ.pop(name, None)
+
+
+def _events(roots: Iterable) -> list[Event]:
+    """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
+    marks: list[tuple[int, str]] = []
+    found: list[tuple[int, int, int, bool]] = []
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, in_operator = stack.pop()
+        kind, fields = node.typed
+        if kind.name == "Allocation":
+            found.append((node.start_time_ns, fields.ptr, fields.alloc_size, in_operator))
+            continue
+        marked = node.name.startswith(PREFIX)
+        if marked:
+            marks.append((node.start_time_ns, node.name.removeprefix(PREFIX)))
+        stack += [(child, in_operator or (kind.name == "TorchOp" and not marked)) for child in node.children]
+    marks.sort()
+    events, at = [], -1
+    for when, address, nbytes, in_operator in sorted(found, key=lambda row: row[0]):
+        while at + 1 < len(marks) and marks[at + 1][0] <= when:
+            at += 1
+        step, _, phase = marks[at][1].partition(":") if at >= 0 else ("0", "", None)
+        events.append(Event(address, nbytes, phase, int(step), in_operator))
+    return events
+
+
+class XMemEstimator(AnalyticalEstimator):
+    name: ClassVar[str] = XMem.name
+    warning: ClassVar[str] = f"{AnalyticalEstimator.warning}; {XMem.name} leaves the CUDA context out"
+    method = XMem

@@ -1,0 +1,197 @@
+"""Estimates spread over processes: one that dies, hangs or runs out of memory costs its row and nothing else.
+
+Start reading at `run_all`. Jobs go one at a time to whoever is free, so that slow models hold nobody up.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+
+from featurize.device_spec import DeviceSpec
+from featurize.trial import TrialConfig
+from learn.analytical.base import Answer, CannotEstimate, analyse
+from learn.workload import Workload, of_config
+from warehouse.published import PublishedRow
+
+_NOTHING_KEPT = 64  # jobs after which a process is replaced: what models and libraries leave behind adds up
+
+
+@dataclass(frozen=True)
+class Job:
+    """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
+
+    index: int
+    where: str
+    subject: PublishedRow | TrialConfig
+    device: DeviceSpec
+    target: str
+
+
+def answer(job: Job) -> Answer:
+    """Whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
+    began = time.monotonic_ns()
+    try:
+        return _answer(job)
+    except CannotEstimate as refusal:
+        reason = str(refusal)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:300]
+    return Answer(mib=None, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)
+
+
+def _answer(job: Job) -> Answer:
+    import importlib
+
+    from learn.published import workload_of
+    from learn.targets import get_target
+
+    module, _, attribute = job.where.partition(":")
+    estimator = getattr(importlib.import_module(module), attribute)
+    if job.target == "memory" and hasattr(estimator, "method"):
+        workload: Workload = (
+            of_config(job.subject) if isinstance(job.subject, TrialConfig) else workload_of(job.subject)
+        )
+        return analyse(estimator.method(), workload, job.device)
+    config = job.subject
+    if isinstance(config, PublishedRow):
+        config = workload_of(config).config
+        if config is None:
+            raise CannotEstimate("it reads trial configs only")
+    asked = estimator()
+    asked.target, asked.device = get_target(job.target), job.device
+    began = time.monotonic_ns()
+    figure = float(asked.figure(config))
+    return Answer(mib=figure, seconds=(time.monotonic_ns() - began) / 1e9)
+
+
+def run_all(
+    jobs: Sequence[Job],
+    *,
+    workers: int,
+    limit_s: float,
+    memory_gib: float | None = None,
+    landed: Callable[[], None] = lambda: None,
+) -> dict[int, Answer]:
+    """Job index -> answer. `workers` processes; 0 answers in this one, where nothing can be limited.
+
+    A job that takes longer than `limit_s`, or whose process dies, has that as its reason. `memory_gib` bounds what a
+    process may allocate beyond which its allocations fail. `landed` is called after each job.
+    """
+    answers: dict[int, Answer] = {}
+    for index, found in _in_turn(jobs) if workers == 0 else _spread(jobs, workers, limit_s, memory_gib):
+        answers[index] = found
+        landed()
+    return answers
+
+
+def _in_turn(jobs: Sequence[Job]) -> Iterator[tuple[int, Answer]]:
+    for job in jobs:
+        yield job.index, answer(job)
+
+
+class _Worker:
+    def __init__(self, memory_gib: float | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, memory_gib), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.job: Job | None = None
+        self.ready = False  # importing torch is no job's time
+        self.began = 0.0
+        self.done = 0
+
+    def give(self, job: Job) -> None:
+        self.job, self.began = job, time.monotonic()
+        try:
+            self.pipe.send(job)
+        except OSError:
+            pass  # it has died; reading from it says so
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _spread(
+    jobs: Sequence[Job], workers: int, limit_s: float, memory_gib: float | None
+) -> Iterator[tuple[int, Answer]]:
+    waiting = list(reversed(jobs))
+    crew = [_Worker(memory_gib) for _ in range(min(workers, len(jobs)))]
+    try:
+        for worker in crew:
+            worker.give(waiting.pop())
+        while busy := [worker for worker in crew if worker.job is not None]:
+            ready = set(wait([worker.pipe for worker in busy], timeout=1.0))
+            for worker in busy:
+                job, taken = worker.job, time.monotonic() - worker.began
+                if worker.pipe in ready:
+                    try:
+                        found = worker.pipe.recv()
+                    except (EOFError, OSError):
+                        found = None
+                    if isinstance(found, str):
+                        worker.ready, worker.began = True, time.monotonic()
+                        continue
+                elif worker.ready and taken > limit_s:
+                    found = Answer(mib=None, reason=f"took longer than limit_s={limit_s:g}", seconds=taken)
+                    worker.done = _NOTHING_KEPT
+                else:
+                    continue
+                if found is None:
+                    worker.process.join()
+                    found = Answer(mib=None, reason=_death(worker.process.exitcode), seconds=taken)
+                    worker.done = _NOTHING_KEPT
+                worker.job = None
+                worker.done += 1
+                yield job.index, found
+                if waiting:
+                    if worker.done >= _NOTHING_KEPT:
+                        worker.end()
+                        crew.remove(worker)
+                        worker = _Worker(memory_gib)
+                        crew.append(worker)
+                    worker.give(waiting.pop())
+    finally:
+        for worker in crew:
+            worker.end()
+
+
+def _death(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}, perhaps for want of memory"
+    return f"its process ended with code {code}"
+
+
+def _serve(pipe: Connection, memory_gib: float | None) -> None:
+    """A worker's life: jobs in, answers out, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import warnings
+
+    warnings.simplefilter("ignore")
+    if memory_gib is not None:
+        import resource
+
+        bound = int(memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    import torch
+
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(answer(job))
+        except OSError:  # nobody waits for it any more
+            return

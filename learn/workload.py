@@ -1,0 +1,180 @@
+"""A training job, as the estimators that need no training see it: how to build the model and its batch.
+
+Start reading at `Workload`; `of_config` and `of_module` make one. torch is imported on use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from conf.errors import UsageError
+from featurize.trial import TrialConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from featurize.training import TrainingSettings
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training job. Building it costs nothing until `build` and `batch` are called.
+
+    name        for people: a family, a model's name
+    build       makes the model, under whatever default device or fake-tensor mode the caller has entered
+    batch       `batch(device)` -> (inputs, targets) on that device; inputs are the model's positional arguments.
+                Targets None: to be made of the model's output, by `featurize.training.targets_for`
+    settings    optimizer, precision, ...
+    batch_size  samples in a batch
+    config      the trial config, where the job is one of a family
+    loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `featurize.training` takes it
+    training_loop  it runs in the usual loop, as `featurize.trace.trace_step` has it; the farm's own trials do not
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[str], tuple[tuple[Tensor, ...], Tensor | None]]
+    settings: TrainingSettings
+    batch_size: int
+    config: TrialConfig | None = None
+    loss: Callable | None = None
+    training_loop: bool = True
+
+
+def of_config(config: TrialConfig) -> Workload:
+    """The workload of a trial config, as the farm runs it."""
+    from featurize.families import get_family
+
+    family = get_family(config.family)
+    return Workload(
+        name=config.family,
+        build=lambda: family.build(config),
+        batch=lambda device: family.batch(config, device),
+        settings=config,
+        batch_size=config.batch_size,
+        config=config,
+        training_loop=False,
+    )
+
+
+def of_module(
+    model: nn.Module | Callable[[], nn.Module],
+    inputs,
+    settings: TrainingSettings | None = None,
+    *,
+    input_dtype: str = "float32",
+    target=None,
+    loss: Callable | None = None,
+    name: str | None = None,
+) -> Workload:
+    """The workload of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
+
+    inputs       a tensor or shape, or a sequence of them, as positional arguments; shapes stand for `input_dtype`
+    settings     adam and fp32 by default
+    target       a tensor or the shape of class indices; None: whatever suits the model's output
+    loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
+
+    Tensors that were given are copied with their values, on meta without; of shapes, integers are 0, so that they are
+    valid token ids, and the rest is normal. Raises `UsageError` for inputs that are neither. What is no module, and
+    what a factory gives that is none, is one when it is built.
+    """
+    from torch import nn
+
+    from featurize.training import Training
+
+    if inputs is None or (not _is_tensor(inputs) and isinstance(inputs, Sequence) and not inputs):
+        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
+    dtype = _dtype(input_dtype)
+    single = _is_tensor(inputs) or _is_shape(inputs) or not isinstance(inputs, Sequence)
+    makers = [_maker(value, dtype) for value in ((inputs,) if single else inputs)]
+    target_maker = None if target is None else _maker(target, _dtype("int64"))
+    (first, *_) = (inputs,) if single else inputs
+    sizes = first.shape if _is_tensor(first) else first
+
+    def build() -> nn.Module:
+        made = model if isinstance(model, nn.Module) else model()
+        if not isinstance(made, nn.Module):
+            raise UsageError(f"the factory gave {type(made).__name__}, not a torch.nn.Module")
+        return made
+
+    def batch(device: str):
+        made = tuple(make(device) for make in makers)
+        return made, None if target_maker is None else target_maker(device)
+
+    return Workload(
+        name=name or _name_of(model),
+        build=build,
+        batch=batch,
+        settings=settings if settings is not None else Training(),
+        batch_size=int(sizes[0]) if len(sizes) else 1,
+        loss=loss,
+    )
+
+
+def _name_of(model) -> str:
+    from torch import nn
+
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
+    return "model" if name == "<lambda>" else name
+
+
+def _is_tensor(value) -> bool:
+    from torch import Tensor
+
+    return isinstance(value, Tensor)
+
+
+def _is_shape(value) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(isinstance(size, Integral) and not isinstance(size, bool) for size in value)
+    )
+
+
+def _dtype(name: str):
+    import torch
+
+    kind = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
+        raise UsageError(f"input_dtype must be a torch dtype such as float32 or int64, got {name!r}")
+    return kind
+
+
+def _maker(value, dtype) -> Callable[[str], Tensor]:
+    """`make(device)` -> the tensor on that device: a copy of one that was given, or one of a shape."""
+    import torch
+
+    if _is_tensor(value):
+        given = value.detach()
+
+        def make(device: str) -> Tensor:
+            copied = torch.empty_like(given, device=device)
+            if device != "meta" and not given.is_meta:
+                copied.copy_(given)
+            elif device != "meta":
+                copied = _filled(copied)
+            return copied.requires_grad_(value.requires_grad)
+
+        return make
+    if not _is_shape(value):
+        known = hasattr(value, "__array__")  # printed, it may take many lines
+        said = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
+        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {said}")
+    if min(value) < 1:
+        raise UsageError(f"input sizes must be >= 1, got {list(value)}")
+    shape = tuple(map(int, value))
+
+    def make_of_shape(device: str) -> Tensor:
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        return empty if device == "meta" else _filled(empty)
+
+    return make_of_shape
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    return tensor.normal_() if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()

@@ -1,0 +1,446 @@
+"""The training-free memory estimators: formulas by hand on small models, what they refuse, what they leave alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.families import mlp, transformer
+from featurize.training import Training
+from learn.analytical.base import CannotEstimate, analyse
+from learn.analytical.deepspeed import DeepSpeed
+from learn.analytical.dnnmem import DNNMem
+from learn.analytical.faketensor import FakeTensor
+from learn.analytical.horus import Horus
+from learn.analytical.llmem import LLMem
+from learn.analytical.xmem import Block, Event, XMem, pair, replay
+from learn.estimate import estimate
+from learn.estimators import TRAINING_FREE, get_estimator, make_estimator
+from learn.traced import describe_device
+from learn.workload import Workload, of_config
+
+MIB = 2**20
+DEVICE = describe_device("A100-SXM4-40GB")
+METHODS = [Horus, FakeTensor, DNNMem, XMem, DeepSpeed]  # those that take any model
+B, WIDTH, CLASSES = 64, 1024, 8
+
+
+def small_mlp():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+
+
+def workload(build, shape=(B, WIDTH), dtype=torch.float32, **settings):
+    def batch(device):
+        return (torch.zeros(shape, dtype=dtype, device=device),), torch.zeros(
+            shape[:1], dtype=torch.long, device=device
+        )
+
+    return Workload("test", build, batch, Training(**settings), shape[0])
+
+
+PARAMETERS = WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES  # 1,057,800
+
+
+def test_horus_is_800_and_parameters_and_batch_times_both():
+    activations = WIDTH + WIDTH + CLASSES  # of one sample: linear, ReLU, linear
+    by_hand = 800 + (PARAMETERS + B * (activations + PARAMETERS)) * 4 / MIB
+    assert analyse(Horus(), workload(small_mlp), DEVICE).mib == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_horus_counts_in_place_activations_and_no_pooling_or_dropout():
+    def net():
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Dropout(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2),
+        )  # fmt: skip
+
+    parts = Horus().parts_mib(workload(net, (2, 3, 8, 8)), DEVICE)
+    of_one = 3 * 4 * 8 * 8 + 4 + 2  # convolution, normalisation, ReLU; adaptive pooling; linear
+    assert parts["activations"] == pytest.approx(2 * of_one * 4 / MIB)
+
+
+def test_horus_sees_what_runs_inside_attention_as_one_module():
+    parts = Horus().parts_mib(
+        workload(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), (2, 5, 16)), DEVICE
+    )
+    assert parts["activations"] == pytest.approx(2 * 5 * (16 + 32 + 16 + 16 + 16) * 4 / MIB)
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpus", "precision", "bytes_each"),
+    [(0, 1, "fp32", 16), (0, 8, "bf16", 16), (1, 4, "fp16", 4 + 12 / 4), (1, 4, "fp32", 8 + 8 / 4), (2, 4, "bf16", 8)],
+)
+def test_deepspeed_model_states_by_stage(stage, gpus, precision, bytes_each):
+    answer = analyse(DeepSpeed(stage, gpus), workload(small_mlp, precision=precision), DEVICE)
+    assert answer.mib == pytest.approx(PARAMETERS * bytes_each / MIB)
+
+
+def test_deepspeed_stage_3_gathers_the_largest_layer():
+    answer = analyse(DeepSpeed(3, 4), workload(small_mlp, precision="bf16"), DEVICE)
+    assert answer.mib == pytest.approx((4 * (WIDTH * WIDTH + WIDTH) + 18 * PARAMETERS / 4) / MIB)
+
+
+def test_deepspeed_refuses_by_name_what_it_does_not_cover():
+    for method, settings, named in [
+        (DeepSpeed(), {"optimizer": "momentum"}, "optimizer=momentum"),
+        (DeepSpeed(2), {"precision": "tf32"}, "precision=tf32 is not covered at stage 2"),
+    ]:
+        answer = analyse(method, workload(small_mlp, **settings), DEVICE)
+        assert answer.mib is None and named in answer.reason
+    for bad in ({"stage": 4}, {"gpus": 0}):
+        with pytest.raises(UsageError, match=next(iter(bad))):
+            DeepSpeed(**bad)
+
+
+def test_dnnmem_by_hand():
+    # Sizes are rounded up to 512 bytes, which changes the last bias (32 bytes) and nothing else.
+    def rounded(nbytes):
+        return -(-nbytes // 512) * 512
+
+    weights = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES) + rounded(4 * CLASSES)
+    hidden = 4 * B * WIDTH
+    parts = DNNMem().parts_mib(workload(small_mlp), DEVICE)
+    assert parts["weights"] == parts["weight gradients"] == weights / MIB
+    assert parts["optimizer state"] == 2 * weights / MIB
+    assert parts["buffers and batch"] == (hidden + rounded(8 * B)) / MIB
+    # ReLU's backward: what both hidden layers put out, and the gradients of both; the logits are gone.
+    assert parts["outputs"] == parts["output gradients"] == 2 * hidden / MIB
+    assert parts["context"] == DEVICE.context_mib and parts["reserved buffer"] == 64
+    assert "optimizer state" not in {
+        k for k, v in DNNMem().parts_mib(workload(small_mlp, optimizer="sgd"), DEVICE).items() if v
+    }
+
+
+def test_dnnmem_counts_in_place_results_and_views_once_and_gives_convolutions_a_workspace():
+    def net(inplace):
+        return lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(inplace), nn.Flatten(), nn.Linear(8 * 64 * 64, 2))
+
+    one = DNNMem().parts_mib(workload(net(True), (4, 8, 64, 64)), DEVICE)
+    two = DNNMem().parts_mib(workload(net(False), (4, 8, 64, 64)), DEVICE)
+    image = 4 * 4 * 8 * 64 * 64 / MIB
+    assert two["outputs"] - one["outputs"] == pytest.approx(image)
+    only = DNNMem().parts_mib(
+        workload(
+            lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()), (1, 8, 64, 64)
+        ),
+        DEVICE,
+    )
+    unrolled = 4 * 8 * 9 * 64 * 64 / MIB
+    assert only["workspace"] == pytest.approx(unrolled)
+
+
+def test_faketensor_is_what_the_tracker_counts():
+    parts = FakeTensor().parts_mib(workload(small_mlp), DEVICE)
+    assert parts["parameter"] == pytest.approx(PARAMETERS * 4 / MIB, rel=1e-6)
+    # With this few samples the optimizer's step is the peak: parameters, gradients, Adam's two states, and two
+    # temporaries of the largest weight; beside them the batch.
+    by_hand = (4 * PARAMETERS + 2 * WIDTH * WIDTH + B * WIDTH) * 4 / MIB
+    assert sum(parts.values()) == pytest.approx(by_hand, rel=0.01)
+
+
+class ReadsAFigure(nn.Sequential):
+    """As models with stochastic depth: rates are read from a tensor while the model is built."""
+
+    def __init__(self):
+        super().__init__(*small_mlp())
+        self.rates = torch.linspace(0, 0.5, 3, device="cpu").tolist()
+
+
+def test_faketensor_takes_models_that_read_figures_while_they_are_built():
+    assert analyse(FakeTensor(), workload(ReadsAFigure), DEVICE).mib == pytest.approx(
+        analyse(FakeTensor(), workload(small_mlp), DEVICE).mib
+    )
+
+
+def test_xmem_is_near_a_liveness_by_hand():
+    b = 8192
+    answer = analyse(XMem(), workload(small_mlp, (b, WIDTH)), DEVICE)
+    hidden = b * WIDTH * 4 / MIB  # 32 MiB
+    # Second step's backward: weights, Adam's states, two batches at the step's start and then one, the linear layer's
+    # and ReLU's outputs, the gradient of ReLU's output and the one of its input.
+    live = 3 * PARAMETERS * 4 / MIB + hidden + 4 * hidden
+    assert answer.mib == pytest.approx(live + PARAMETERS * 4 / MIB, rel=0.2)
+    assert answer.parts["parameters and buffers"] == pytest.approx(PARAMETERS * 4 / MIB)
+    assert answer.parts["optimizer state"] == pytest.approx(2 * PARAMETERS * 4 / MIB, rel=0.01)
+
+
+def test_xmem_pairs_events_into_blocks_by_address_and_phase():
+    events = [
+        Event(1, 100, "forward", 0, True),
+        Event(9, 77, "forward", 0, False),  # taken by no operator
+        Event(2, 200, "backward", 0, True),
+        Event(3, 300, "backward", 0, True),
+        Event(3, -300, "backward", 0, True),
+        Event(1, -100, "backward", 0, True),
+        Event(8, -50, "backward", 0, True),  # from before the profile
+        Event(1, 400, "optimizer", 0, True),  # the address again: another block
+        Event(2, -200, "zero_grad", 1, False),
+        Event(5, 500, "forward", 1, True),
+    ]
+    assert pair(events) == [
+        Block(100, 0, 5, "activations"),
+        Block(200, 2, 8, "gradients"),
+        Block(300, 3, 4, "temporaries"),
+        Block(400, 7, None, "optimizer state"),
+        Block(500, 9, None, "activations"),
+    ]
+
+
+def test_xmem_replays_blocks_on_the_caching_allocator():
+    events = [Event(1, 30 * MIB, "forward", 0, True), Event(1, -30 * MIB, "backward", 0, True),
+              Event(2, 24 * MIB, "forward", 1, True)]  # fmt: skip
+    reserved, live = replay([12 * MIB], [MIB // 2], events, pair(events))
+    # 12 and 30 MiB segments of their own; two small batches share one of 2 MiB; 24 MiB fit in the cached 30.
+    assert reserved == (12 + 30 + 2) * MIB
+    assert live == {"parameters and buffers": 12 * MIB, "batch": MIB // 2, "activations": 30 * MIB}
+
+
+def test_xmem_refuses_with_the_figure_what_the_machine_has_no_memory_for(monkeypatch):
+    import psutil
+
+    free = psutil.virtual_memory()._replace(available=10 * MIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    answer = analyse(XMem(), workload(small_mlp), DEVICE)
+    assert answer.mib is None and "about 17 MiB of real memory" in answer.reason and "10 MiB are free" in answer.reason
+
+
+def test_xmem_refuses_a_model_that_has_no_memory():
+    model = small_mlp().to("meta")
+    assert "on the meta device" in analyse(XMem(), workload(lambda: model), DEVICE).reason
+
+
+class Decoder(nn.Module):
+    """A language model with one learned table each for words and places, and a head of its own or the words' table."""
+
+    def __init__(self, tied=False, vocabulary=50_000, hidden=64, layers=3, checkpoints=True):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, hidden), nn.Embedding(32, hidden)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(hidden, 4, 128, batch_first=True) for _ in range(layers))
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.gradient_checkpointing = checkpoints
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))[None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tokens_of(build, **settings):
+    settings = {"precision": "bf16"} | settings
+
+    def batch(device):
+        tokens = torch.zeros((4, 32), dtype=torch.long, device=device)
+        return (tokens,), tokens
+
+    return Workload("lm", build, batch, Training(**settings), 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llmem_by_hand(tied):
+    def pages(nbytes):
+        return -(-nbytes // (2 * MIB)) * 2
+
+    v, h, tokens = 50_000, 64, 4 * 32
+    parts = LLMem().parts_mib(tokens_of(lambda: Decoder(tied)), DEVICE)
+    assert parts["context"] == DEVICE.context_mib
+    assert parts["parameters"] == pages((v * h + 32 * h + 32 * MIB) * 6)  # the layers fit into one chunk
+    linear = 3 * (pages(3 * h * h * 8) + pages(h * h * 8) + 2 * pages(128 * h * 8))
+    assert parts["optimizer state"] == pages(v * h * 8) + pages(32 * h * 8) + linear
+    assert parts["layer outputs"] == pages((2 + 3) * tokens * h * 2)
+    own = 0 if tied else v * h * 2 / MIB
+    assert parts["language-model head"] == pytest.approx(pages(tokens * v * 2) + 2 * pages((tokens - 4) * v * 2) + own)
+
+
+ENCODER = transformer.Config(
+    batch_size=2, precision="bf16", vocabulary_size=100, sequence_length=8, embedding_size=16, heads=2, depth=2,
+    feed_forward=32, classes=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("job", "named"),
+    [
+        (tokens_of(Decoder, precision="fp32"), "precision=fp32"),
+        (tokens_of(Decoder, optimizer="sgd"), "optimizer=sgd"),
+        (tokens_of(lambda: Decoder(checkpoints=False)), "without activation checkpointing"),
+        (workload(small_mlp, precision="bf16"), "Sequential is not covered: .*no nn.Embedding"),
+        (of_config(ENCODER),
+         "TransformerClassifier is not covered: it is no transformer language model"),
+    ],
+)  # fmt: skip
+def test_llmem_refuses_by_name_what_it_does_not_cover(job, named):
+    with pytest.raises(CannotEstimate, match=named):
+        LLMem().parts_mib(job, DEVICE)
+
+
+class Broken(nn.Module):
+    """Fails in the second layer's forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 16), nn.Linear(17, CLASSES)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m is not DeepSpeed])
+def test_a_model_that_fails_is_a_reason_that_names_operator_and_module(method):
+    reason = analyse(method(), workload(Broken), DEVICE).reason
+    assert "torch.nn.functional.linear" in reason and "module second (Linear)" in reason
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_cannot_be_built_is_a_reason(method):
+    def build():
+        raise KeyError("no weights")
+
+    assert "building the model fails: KeyError: 'no weights'" in analyse(method(), workload(build), DEVICE).reason
+
+
+def state_of_torch():
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return (
+        torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(), torch.is_grad_enabled(),
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark,
+        torch.autograd._profiler_enabled(), torch.UntypedStorage.resize_, torch.get_rng_state().tolist(),
+        len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [small_mlp, Broken])
+@pytest.mark.parametrize("method", METHODS)
+def test_torch_is_left_as_it_was_also_after_a_failure(method, build):
+    before = state_of_torch()
+    analyse(method(), workload(build), DEVICE)
+    assert state_of_torch() == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_callers_own_model_is_left_as_it_was(method):
+    model = small_mlp().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    answer = analyse(method(), workload(lambda: model), DEVICE)
+    assert answer.mib == pytest.approx(analyse(method(), workload(small_mlp), DEVICE).mib, rel=0.02)
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", [FakeTensor, XMem])
+def test_the_workloads_own_loss_is_taken(method):
+    calls = []
+
+    def loss(output, targets):
+        calls.append(output.shape)
+        return output.square().mean()
+
+    job = workload(small_mlp)
+    job = Workload(job.name, job.build, job.batch, job.settings, job.batch_size, loss=loss)
+    assert analyse(method(), job, DEVICE).mib > 0 and set(calls) == {(B, CLASSES)}
+
+
+def test_xmem_refuses_while_another_profiler_runs():
+    with torch.profiler.profile():
+        assert "profiler is running" in analyse(XMem(), workload(small_mlp), DEVICE).reason
+    assert not torch.autograd._profiler_enabled()
+
+
+CONFIG = mlp.Config(batch_size=32, input_size=128, classes=10, depth=2)
+
+
+@pytest.mark.parametrize("name", sorted(set(TRAINING_FREE) - {"trace", "llmem"}))
+def test_estimate_takes_memory_from_a_training_free_estimator_by_name(name):
+    done = estimate(CONFIG, estimator=name)
+    assert done.peak_memory_mib == pytest.approx(
+        analyse(get_estimator(name).method(), of_config(CONFIG), DEVICE).mib, rel=0.02
+    )
+    assert done.answered_by["memory"] == name and done.answered_by["drama"] == "trace"
+    assert any("bound" in text for text in done.warnings)
+
+
+@pytest.mark.parametrize("name", ["faketensor", "xmem"])
+def test_what_leaves_the_context_out_says_so(name):
+    done = estimate(nn.Linear(8, 3), (4, 8), estimator=name)
+    assert any(f"{name} leaves the CUDA context out" in text for text in done.warnings)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", ["horus", "faketensor", "dnnmem", "xmem"])
+def test_a_scripted_model_is_refused_as_such(name):
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(8, 3)))
+    with pytest.raises(UsageError, match=r"no answer: 0 is a scripted module, .*: give what it was made of"):
+        estimate(scripted, (4, 8), estimator=name)
+
+
+@pytest.mark.parametrize("name", ["faketensor", "xmem", "deepspeed"])
+def test_what_no_method_expects_of_a_model_is_a_reason_too(name):
+    said = analyse(get_estimator(name).method(), workload(lambda: nn.LazyLinear(3), (4, 8)), DEVICE)
+    assert said.mib is None and "uninitialized parameter" in said.reason
+
+
+@pytest.mark.parametrize("name", ["horus", "faketensor", "dnnmem", "xmem", "deepspeed", "trace"])
+def test_a_model_that_has_run_and_keeps_its_result_is_estimated(name):
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.last = super().forward(x)
+            return self.last
+
+    mine = Keeps(8, 3)
+    mine(torch.ones(4, 8))
+    last = mine.last
+    assert estimate(mine, (4, 8), estimator=name).parameters == 27 and mine.last is last
+
+
+def test_estimate_by_an_estimator_without_an_answer_says_why():
+    with pytest.raises(UsageError, match="estimator=llmem has no answer: precision=fp32"):
+        estimate(CONFIG, estimator="llmem")
+
+
+def test_an_estimator_says_row_by_row_what_it_refuses():
+    from learn.data import make_rows
+
+    adam, sgd = CONFIG, mlp.Config(**{**vars(CONFIG), "optimizer": "sgd"})
+    fitted = make_estimator("deepspeed").fit(make_rows("memory", [adam, sgd], [1000.0, 900.0]))
+    prediction = fitted.predict([sgd, adam, sgd])
+    assert sorted(prediction.refusals) == [0, 2] and "optimizer=sgd" in prediction.refusals[0]
+    assert prediction.point[1] > 0 and any("model states only" in text for text in prediction.warnings)
+
+
+def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
+    import numpy as np
+    from learn_rows import labels_of, make_configs
+
+    from learn.data import make_rows
+    from learn.evaluate import evaluate
+    from learn.targets import make_bins
+
+    configs = make_configs(60, families=("mlp",))
+    rows = make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])
+    bins = make_bins(rows.target, rows.label, rows.family, bin_gb=1)
+    found = evaluate("deepspeed", rows, bins)
+    assert {config.optimizer for config in found.test_rows.configs} == {"adam"}
+    assert np.isfinite(found.point).all() and len(found.point) == len(found.test_rows) == found.test.n
+    assert any("have no answer and are in no figure: optimizer=sgd" in text for text in found.warnings)
+    with pytest.raises(UsageError, match=r"llmem has no answer for any of the .* precision=fp32"):
+        evaluate("llmem", rows, bins)
+
+
+def test_fit_by_a_training_free_estimator_works_and_is_not_taken_for_a_fitted_model(tmp_path):
+    from learn_rows import make_configs, write_runs
+
+    from learn.fit import FitSettings, fit
+
+    configs = make_configs(60, families=("mlp",))
+    write_runs(tmp_path, configs)
+    done = fit(FitSettings(target="memory", estimator="horus", bin_gb=1, data=str(tmp_path)))
+    assert done.meta["estimator"] == "horus" and done.meta["metrics"]["median_relative_error"]["test"] is not None
+    assert any("no bound" in text for text in done.meta["warnings"])
+    assert estimate(configs[0], data=tmp_path).answered_by["memory"] == "trace"
+    with pytest.raises(UsageError, match="estimator=horus estimates target=memory only, got target=drama"):
+        fit(FitSettings(target="drama", estimator="horus", data=str(tmp_path)))

@@ -1,0 +1,302 @@
+"""`python -m learn.benchmark`: figures worked by hand, rows that go wrong, and the command line."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from learn_rows import make_configs, write_runs
+
+from conf import cli
+from conf.errors import UsageError
+from learn import benchmark as benchmark_module
+from learn import estimators
+from learn.benchmark import BenchmarkSettings, benchmark
+from learn.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
+from learn.data import load_rows
+from learn.evaluate import classes_of, hold_out
+from learn.targets import make_bins
+
+HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+FAKES = ("hundreds", "endless", "hoarder")
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    for name in FAKES:
+        monkeypatch.setitem(estimators.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
+    monkeypatch.setattr(estimators, "TRAINING_FREE", (*estimators.TRAINING_FREE, *FAKES))
+
+
+def mlp(batch, topology="uniform"):
+    return (
+        f"input:8_output:4_depth:1_arch:{topology}_batch:{batch}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
+    )
+
+
+def write(path, rows):
+    """Rows are (batch, MiB, status) or (batch, MiB, status, topology)."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        for batch, mib, status, *topology in rows:
+            writer.writerow((mlp(batch, *topology), 2, 10, batch, mib, -1, status))
+    return path
+
+
+def settings(path, **values):
+    return BenchmarkSettings(
+        **{"published": str(path), "estimators": ("hundreds",), "workers": 0, **values}
+    )  # fmt: skip
+
+
+def run(*argv):
+    return cli.run("benchmark", benchmark_module.entry, list(argv))
+
+
+OK = "SUCCESSFUL"
+
+
+def test_figures_are_those_worked_by_hand(tmp_path):
+    # estimates 100, 200, 400, 1000, 50000; labels 200, 300, 600 and two rows that ran out of memory
+    path = write(
+        tmp_path / "some.csv",
+        [(1, 200, OK), (2, 300, OK), (4, 600, OK), (10, 39_000, "OOM_CRASH"), (500, 39_000, "OOM_CRASH"), (6, 0, OK)],
+    )
+    done = benchmark(settings(path))
+    (figures,) = done.figures
+    assert (figures.file, figures.estimator, figures.ok, figures.oom) == ("some", "hundreds", 3, 2)
+    assert (figures.answered_ok, figures.answered_oom, figures.refusals) == (3, 2, {})
+    assert figures.raw.median == pytest.approx(1 / 3)  # of 1/2, 1/3, 1/3
+    assert figures.raw.p90 == pytest.approx(1 / 3 + 0.8 * (1 / 2 - 1 / 3))
+    assert figures.raw.under == 1.0
+    assert figures.constant == 100  # of 100, 100, 200
+    assert figures.shifted.median == 0 and figures.shifted.under == pytest.approx(1 / 3)
+    assert figures.fit_right == pytest.approx(4 / 5) and figures.fit_right_oom == 0.5 and figures.fit_right_raw == 0.8
+    assert any("1 rows make no sense" in note and "never started" in note for note in done.notes)
+    assert figures.median_seconds > 0 and done.card_mib == 40_326
+
+
+def test_the_constant_counts_where_it_decides_whether_a_job_fits(tmp_path):
+    path = write(tmp_path / "some.csv", [(1, 5_100, OK), (2, 5_200, OK), (360, 39_000, "OOM_CRASH")])
+    (figures,) = benchmark(settings(path)).figures
+    assert figures.constant == 5_000 and figures.fit_right == 1.0 and figures.fit_right_raw == pytest.approx(2 / 3)
+
+
+def test_refusals_and_errors_are_counted_with_their_reason_and_stop_nothing(tmp_path):
+    path = write(tmp_path / "some.csv", [(1, 200, OK), (3, 300, OK), (3, 300, OK), (5, 600, OK)])
+    (figures,) = benchmark(settings(path)).figures
+    assert (figures.ok, figures.answered_ok) == (4, 1)
+    assert figures.refusals == {"three is a crowd": 2, "ZeroDivisionError: five": 1}
+
+
+def test_a_configuration_that_no_family_builds_is_a_refusal_that_says_so(tmp_path):
+    path = write(tmp_path / "some.csv", [(1, 200, OK, "spiral"), (2, 300, OK)])
+    (figures,) = benchmark(settings(path)).figures
+    (reason,) = figures.refusals
+    assert figures.answered_ok == 1 and "topology must be one of" in reason and "spiral" in reason
+
+
+def test_a_process_that_dies_hangs_or_hoards_costs_its_row_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("HUNDREDS_DIES", "1")
+    path = write(tmp_path / "some.csv", [(1, 200, OK), (7, 900, OK), (2, 300, OK)])
+    chosen = settings(path, workers=2, estimators=("hundreds", "hoarder"), memory_gib=4.0)
+    by_name = {figures.estimator: figures for figures in benchmark(chosen).figures}
+    assert by_name["hundreds"].answered_ok == 2
+    assert by_name["hundreds"].refusals == {"its process ended with code 9": 1}
+    assert list(by_name["hoarder"].refusals) == ["MemoryError: "] and by_name["hoarder"].answered_ok == 0
+
+    path = write(tmp_path / "one.csv", [(7, 200, OK), (2, 200, OK)])
+    (figures,) = benchmark(settings(path, workers=1)).figures
+    assert figures.answered_ok == 1, "who takes over from a dead process answers"
+    (figures,) = benchmark(settings(path, workers=1, estimators=("endless",), limit_s=0.2)).figures
+    assert figures.refusals == {"took longer than limit_s=0.2": 2}
+
+
+def test_processes_and_none_give_the_same_figures(tmp_path):
+    path = write(tmp_path / "some.csv", [(b, 100 * b + 50, OK) for b in (1, 2, 4, 6, 8)])
+    (one,), (other,) = (benchmark(settings(path, workers=n)).figures for n in (0, 2))
+    assert (one.raw, one.constant, one.shifted) == (other.raw, other.constant, other.shifted)
+
+
+def test_estimates_that_the_file_holds_stand_beside_them_as_published(tmp_path):
+    path = tmp_path / "known.csv"
+    path.write_text("model,batch_size,actual_mib,horus_mib,other_mib\nlenet,2,1000,1500,\nlenet,4,2000,2500,\n")
+    done = benchmark(settings(path))
+    published = next(f for f in done.figures if f.estimator == "horus (published)")
+    assert published.answered_ok == 2 and published.constant == -500 and published.shifted.median == 0
+    assert published.median_seconds is None
+    own = next(f for f in done.figures if f.estimator == "hundreds")
+    assert own.answered_ok == 0 and "unknown published model 'lenet'" in next(iter(own.refusals))
+
+
+def test_rows_are_drawn_alike_for_a_seed_and_from_every_group(tmp_path):
+    groups = ["a"] * 80 + ["b"] * 15 + ["c"] * 5
+    drawn = sample(groups, 20, 3)
+    assert drawn == sample(groups, 20, 3) == sorted(set(drawn)) and len(drawn) == 20
+    assert drawn != sample(groups, 20, 4)
+    counts = {g: sum(groups[i] == g for i in drawn) for g in "abc"}
+    assert abs(counts["a"] - 16) <= 1 and abs(counts["b"] - 3) <= 1 and abs(counts["c"] - 1) <= 1
+    assert set(drawn) < set(sample(groups, 40, 3)) and sample(groups, 1000, 3) == list(range(100))
+
+
+def test_worst_rows_and_groups_are_judged_with_the_files_constant():
+    rows = [
+        Scored(name="one", group="a", label=100.0, estimate=80.0),
+        Scored(name="two", group="a", label=100.0, estimate=130.0),
+        Scored(name="three", group="b", label=200.0, estimate=100.0),
+        Scored(name="four", group="b", label=None, estimate=100.0),
+        Scored(name="five", group="c", label=100.0, estimate=None, reason="none"),
+    ]
+    figures = figures_of("file", "fake", rows, card=None)
+    assert figures.constant == 20 and figures.fit_right is None
+    assert [(row.name, round(error, 3)) for row, error in worst_of(rows, 20, 2)] == [("two", 0.5), ("three", -0.4)]
+    groups = by_group(rows, 20)
+    assert list(groups) == ["a", "b"] and groups["a"][0] == 2 and groups["a"][1].median == pytest.approx(0.25)
+
+
+def test_ratios_have_absolute_errors():
+    rows = [
+        Scored(name="one", group="a", label=0.0, estimate=0.1),
+        Scored(name="b", group="a", label=0.5, estimate=0.2),
+    ]
+    figures = figures_of("file", "fake", rows, card=None, relative=False)
+    assert figures.raw.median == pytest.approx(0.2) and figures.raw.under == 0.5
+
+
+def test_doubtful_rows_can_be_left_out(tmp_path):
+    path = tmp_path / "timm.csv"
+    lines = [f"net,nets,{b},{m},100" for b, m in ((8, 4900), (16, 3500), (32, 5000))]
+    path.write_text("\n".join(["model,module,batch_size,max_gpu_memory_mib,faketensor_peak_mib", *lines]) + "\n")
+    chosen = {doubtful: benchmark(settings(path, doubtful=doubtful)) for doubtful in ("keep", "drop")}
+    kept, dropped = (next(f for f in done.figures if f.estimator == "hundreds") for done in chosen.values())
+    assert (kept.ok, dropped.ok) == (3, 2)
+    assert any("1 of its 3 rows are in doubt: 1 more than at a larger batch" in note for note in chosen["keep"].notes)
+
+
+@pytest.fixture(scope="module")
+def warehouse_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("learn") / "a'; echo foo"
+    write_runs(folder, make_configs(90))
+    return folder
+
+
+def test_of_the_warehouse_the_rows_that_fit_holds_out_are_asked(warehouse_folder):
+    done = benchmark(
+        BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0, seed=2)
+    )
+    rows = load_rows(str(warehouse_folder), "memory")
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    train, test = hold_out(rows, classes_of(rows, bins), 2)
+    asked = {row.name for scored in done.scored.values() for row in scored}
+    assert asked == set(rows.run_ids[test]) and not asked & set(rows.run_ids[train])
+    for family in set(rows.family[test]):
+        pair = [f for f in done.figures if f.file == family]
+        assert {f.estimator for f in pair} == {"lightgbm", "hundreds"} and pair[0].ok == pair[1].ok
+    fitted = estimators.make_estimator("lightgbm", 2).fit(rows.subset(train)).predict(rows.subset(test).configs)
+    given = {
+        row.name: row.estimate for (_, name), scored in done.scored.items() if name == "lightgbm" for row in scored
+    }
+    np.testing.assert_allclose([given[name] for name in rows.run_ids[test]], fitted.point)
+
+
+def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folder):
+    done = benchmark(BenchmarkSettings(data=str(warehouse_folder), target="drama", rows=3, workers=0))
+    assert {f.estimator for f in done.figures} == {"lightgbm", "trace"}
+    assert done.card_mib is None and not done.relative and all(f.ok <= 3 for f in done.figures)
+    with pytest.raises(UsageError, match="horus estimates target=memory only"):
+        benchmark(BenchmarkSettings(data=str(warehouse_folder), target="drama", estimators=("horus",)))
+
+
+def test_the_estimator_that_trains_for_real_is_asked_only_by_name(tmp_path):
+    asked = benchmark_module._names(BenchmarkSettings(published=str(tmp_path)))
+    assert "xmem" not in asked and {"trace", "horus"} <= set(asked) and "lightgbm" not in asked
+    assert benchmark_module._names(BenchmarkSettings(published=str(tmp_path), estimators=["xmem"])) == ("xmem",)
+
+
+def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    write(folder / "some.csv", [(1, 200, OK), (2, 300, OK, "pyramid"), (3, 300, OK), (500, 39_000, "OOM_CRASH")])
+    (folder / "other.csv").write_text("x\n1\n")
+    out = folder / "report.json"
+    code = run(
+        f"published={json.dumps(str(folder))}", "estimators=[hundreds]", "workers=0", "by=module", "worst=1",
+        f"out={json.dumps(str(out))}",
+    )  # fmt: skip
+    said = capsys.readouterr()
+    assert code == 0
+    for text in (
+        "memory on A100-SXM4-40GB, card 40,326 MiB", "2/3 + 1/1 oom", "+100", "mlp/pyramid", "furthest off",
+        "no answer for 1: three is a crowd", "other.csv has no known header",
+    ):  # fmt: skip
+        assert text in said.out, text
+    assert "4/4 estimates" in said.err
+    report = json.loads(out.read_text())
+    assert report["figures"][0]["constant"] == 100 and report["settings"]["estimators"] == ["hundreds"]
+    assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]
+    assert report["rows"][2]["answers"]["hundreds"]["reason"] == "three is a crowd"
+    assert sorted(os.listdir(folder)) == ["other.csv", "report.json", "some.csv"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["target=speed"], "unknown target 'speed'; known: drama"),
+        (["estimators=[hours]"], "unknown estimator 'hours'; known: deepspeed"),
+        (["published=here", "estimators=[lightgbm]"], "estimator lightgbm learns from rows"),
+        (["published=here", "target=drama"], "published= is for target=memory, got target=drama"),
+        (["published=here", "data=there"], "data= is for the warehouse's runs"),
+        (["files=[a]"], "give published=FOLDER with it"),
+        (["estimators=[]"], "estimators must name at least one of"),
+        (["by=colour", "rows=0"], "unknown by 'colour'; known: module; rows must be an integer >= 1, got 0"),
+        (["workers=-1", "limit_s=0"], "workers must be an integer >= 0, got -1; limit_s must be a number > 0, got 0"),
+        (["published=/nowhere/at/all"], "published=/nowhere/at/all: there is no such file or folder"),
+        (["colour=red"], "unknown key 'colour'"),
+    ],
+)
+def test_mistakes_end_with_2_and_name_the_choices(argv, said, capsys):
+    assert run(*argv) == cli.EXIT_USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tmp_path, capsys):
+    path = write(tmp_path / "some.csv", [(1, 200, OK)])
+    asked = [f"published={path}", "estimators=[endless]", "workers=0"]
+    out = tmp_path / "missing" / "report.json"
+    for target, said in ((out, f"there is no folder {out.parent}"), (tmp_path, "is a folder"), ("/proc/x.json", "")):
+        assert run(*asked, f"out={target}") == cli.EXIT_USAGE
+        error = capsys.readouterr().err
+        assert f"out={target}" in error and said in error and len(error.splitlines()) == 1
+
+
+ORPHAN = """
+import sys, threading, time
+from multiprocessing import Pipe
+from learn.benchmark_pool import Job, _serve
+from featurize.families.mlp import Config
+from learn.traced import describe_device
+
+ours, theirs = Pipe()
+config = Config(batch_size=1, input_size=8, classes=4, depth=1)
+job = Job(0, "fake_methods:HundredsEstimator", config, describe_device("A100-SXM4-40GB"), "memory")
+
+def die():
+    ours.recv()
+    ours.send(job)
+    ours.close()
+
+threading.Thread(target=die).start()
+_serve(theirs, None)
+"""
+
+
+def test_a_worker_whose_parent_is_gone_leaves_without_a_word():
+    done = subprocess.run([sys.executable, "-c", ORPHAN], cwd=Path(__file__).parent, env=ENVIRONMENT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

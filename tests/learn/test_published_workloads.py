@@ -1,0 +1,137 @@
+"""From published rows to training jobs: the models that the rows name, without their memory."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conf.errors import UsageError
+from featurize.families import cnn
+from featurize.layers import totals
+from featurize.skeleton import build_on_meta
+from featurize.training import cross_entropy
+from learn import vision
+from learn.published import KNOWN_MODELS, config_of, known_workload, timm_workload, workload_of
+from warehouse.published import PublishedRow
+
+needs = {
+    name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("timm", "torchvision", "transformers")
+}
+LARGE = ("BERT_large", "xlnet_large", "gpt2_xl")
+
+DENSE = {
+    "family": "cnn", "batch_size": 2, "image_size": 64, "channels": 3, "classes": 5, "base_filters": 16, "depth": 48,
+    "topology": "dense", "activation": "relu", "batch_norm": True, "dropout": 0.0, "softmax": True,
+}  # fmt: skip
+
+
+def row(**values):
+    return PublishedRow(**{"file": "some", "row": 1, "status": "ok", **values})
+
+
+def step_on_meta(workload):
+    model = build_on_meta(workload.build).train()
+    inputs, targets = workload.batch("meta")
+    loss = (workload.loss or cross_entropy)(model(*inputs), targets)
+    loss.backward()
+    assert loss.dim() == 0 and loss.is_meta
+    return model, inputs
+
+
+def test_dense_blocks_are_pooled_as_the_count_of_parameters_tells():
+    first, second = cnn.published_pool_intervals(64, 48)
+    assert first != second
+    for interval in (first, second):
+        wanted = cnn.Config(**{k: v for k, v in DENSE.items() if k != "family"}, pool_interval=interval)
+        parameters = totals(cnn.layers(wanted)).parameters
+        assert config_of(row(family="cnn", config=DENSE, parameters=parameters)) == wanted
+    assert config_of(row(family="cnn", config=DENSE, parameters=1)).pool_interval == first
+
+
+def test_a_configurations_workload_is_its_family():
+    workload = workload_of(row(family="cnn", config=DENSE, batch_size=2))
+    assert workload.config == config_of(row(family="cnn", config=DENSE)) and workload.batch_size == 2
+
+
+def test_rows_without_a_job_say_why():
+    with pytest.raises(UsageError, match="some:1: file name has no known first key"):
+        config_of(row(status="invalid", reason="file name has no known first key"))
+    with pytest.raises(UsageError, match="some:1: no model name"):
+        workload_of(row(status="invalid", reason="no model name"))
+    with pytest.raises(UsageError, match=r"unknown published model 'lenet'; known: BERT_base.*xlnet_large"):
+        workload_of(row(model="lenet", batch_size=2))
+    with pytest.raises(UsageError, match="heads must divide"):
+        workload_of(
+            row(
+                family="transformer",
+                config={
+                    "family": "transformer", "batch_size": 2, "vocabulary_size": 9, "sequence_length": 4,
+                    "embedding_size": 10, "heads": 3, "depth": 1, "feed_forward": 8, "classes": 2, "dropout": 0.1,
+                },
+            )
+        )  # fmt: skip
+
+
+@needs["timm"]
+@pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "swinv2_cr_tiny_ns_224", "levit_128s"])
+def test_a_timm_model_trains_on_images_of_its_own_size(name):
+    workload = timm_workload(name, 4)
+    model, (images,) = step_on_meta(workload)
+    assert workload.name == name and images.shape == (4, *model.default_cfg["input_size"])
+    assert all(p.is_meta and (p.grad is None or p.grad.is_meta) for p in model.parameters())
+
+
+@needs["timm"]
+def test_a_model_that_timm_does_not_have_is_told_with_the_release():
+    with pytest.raises(UsageError, match=r"timm [\d.]+\S* has no model 'resnet_of_tomorrow'"):
+        timm_workload("resnet_of_tomorrow", 4)
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN_MODELS if name not in LARGE])
+def test_every_known_model_trains_a_step(name):
+    library = getattr(KNOWN_MODELS[name], "library", "transformers").partition(".")[0]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    workload = known_workload(name.upper(), 2)
+    step_on_meta(workload)
+
+
+def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"timm is not installed.*pip install timm"):
+        timm_workload("resnet10t", 4)
+
+
+@needs["torchvision"]
+def test_torchvision_comes_up_also_beside_a_torch_that_it_was_not_built_for():
+    code = (
+        "from learn.vision import import_library\n"
+        "models = import_library('torchvision.models')\n"
+        "import torch, torchvision.ops\n"
+        "torch.ops.torchvision.nms\n"
+        "print(type(models.resnet18(weights=None)).__name__)\n"
+        "import_library('torchvision')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "ResNet", done.stderr
+
+
+@needs["torchvision"]
+@pytest.mark.parametrize("factory", ["torchvision.models:resnet18", "nets:make"])
+def test_an_estimates_factory_may_come_from_torchvision_or_import_it(factory, tmp_path):
+    (tmp_path / "nets.py").write_text("import torchvision\nmake = torchvision.models.resnet18\n")
+    code = f"from learn.estimate import load_factory; print(type(load_factory({factory!r})()).__name__)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.strip() == "ResNet", done.stderr
+
+
+def test_tokens_of_language_models_are_as_long_as_published():
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    (tokens,), targets = known_workload("gpt2_large", 3).batch("cpu")
+    assert tokens.shape == (3, 512) and tokens.dtype == torch.int64 and targets is tokens

@@ -1,0 +1,212 @@
+"""The page that explains an estimate: what it draws, that its text is escaped, and when it refuses to be written."""
+
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.families import mlp
+from learn import estimate
+from learn.module_tree import module_tree_html, tree_of
+from learn.step_chart import BANDS, columns_of
+from learn.traced import describe_device, step_of
+from learn.workload import of_module
+
+MIB = 2**20
+DEVICE = describe_device("A100-SXM4-40GB")
+CONFIG = mlp.Config(batch_size=256, input_size=1024, classes=10, depth=4)
+HOSTILE = "</title><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
+
+
+def net():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU()), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def hostile_net():
+    model = nn.Sequential()
+    model.add_module(HOSTILE, nn.Linear(64, 4096))
+    model.add_module("out", nn.Linear(4096, 8))
+    return model
+
+
+class Page(HTMLParser):
+    """Tags, texts and attributes of a page; `open_tags` is empty at the end of a well-formed one."""
+
+    VOID = ("meta", "img", "br", "link", "input")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts, self.attributes, self.open_tags = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open_tags.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open_tags.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(self.texts)
+
+
+def page_of(path):
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.open_tags == []
+    return page
+
+
+@pytest.mark.parametrize("case", ["module", "config"])
+def test_the_page_explains_the_estimate(case, tmp_path):
+    path = tmp_path / "a'; echo foo.html"
+    if case == "module":
+        done = estimate(net, (64, 3, 64, 64), optimizer="momentum", report=path, name="a small net")
+    else:
+        done = estimate(CONFIG, estimator="trace", report=str(path), name="a small net")
+    page = page_of(path)
+    assert page.tags.count("svg") == 1 and "a small net" in page.text
+    for words in (
+        f"{done.peak_memory_mib:,.0f} MiB", done.peak_operator, done.peak_module, DEVICE.name, "40,326 MiB",
+        "forward", "backward", "optimizer", "step 1", "step 2", "Activations by module", "Largest tensors at the peak",
+        "precision", "no calibrated bound",
+    ):  # fmt: skip
+        assert words in page.text, words
+    for part, mib in done.breakdown.items():
+        assert part in page.text and f"{mib:,.1f}" in page.text
+    assert ("momentum" if case == "module" else "input_size") in page.text
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_no_script(tmp_path):
+    estimate(net, (8, 3, 64, 64), report=tmp_path / "r.html")
+    page = page_of(tmp_path / "r.html")
+    assert not {"script", "link", "img", "iframe", "object", "foreignobject"} & set(page.tags)
+    assert not [one for one in page.attributes if one[1] in ("src", "href", "xlink:href") or one[1].startswith("on")]
+    text = (tmp_path / "r.html").read_text()
+    assert "//" not in text and "url(" not in text and "@import" not in text
+
+
+def test_texts_are_escaped(tmp_path):
+    estimate(hostile_net, (256, 64), report=tmp_path / "r.html", name=HOSTILE)
+    page = page_of(tmp_path / "r.html")
+    assert not {"script", "img"} & set(page.tags) and HOSTILE in page.text
+    for title in re.findall(r"<title>(.*?)</title>", (tmp_path / "r.html").read_text()):
+        assert "<" not in title
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+
+
+def test_what_does_not_fit_is_told_and_the_cards_limit_is_drawn(tmp_path):
+    path = tmp_path / "r.html"
+
+    def large():
+        return nn.Sequential(*[nn.Linear(16_384, 16_384) for _ in range(20)])
+
+    estimate(large, (64, 16_384), report=path)
+    page = page_of(path)
+    assert "does not fit" in page.text and "out of memory" in page.text
+    assert ("path", "class", "limit") in page.attributes and ("rect", "class", "over") in page.attributes
+    estimate(net, (2, 3, 64, 64), report=path)  # replaces the page
+    page = page_of(path)
+    assert "does not fit" not in page.text and "times the peak" in page.text
+    assert ("path", "class", "limit") not in page.attributes
+
+
+def test_without_a_trace_the_page_says_why_and_shows_the_estimators_own_parts(tmp_path):
+    class Peeks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if x.sum().item() > 0 else -x)
+
+    done = estimate(lambda: Peeks(64, 8), (32, 64), estimator="xmem", report=tmp_path / "r.html")
+    page = page_of(tmp_path / "r.html")
+    assert "svg" not in page.tags and "not known, since the model cannot be traced" in page.text
+    assert all(part in page.text for part in done.breakdown) and "by xmem" in page.text
+
+
+@pytest.mark.parametrize("kind", ["folder", "no folder above", "a file above", "a device"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(kind, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = {
+        "folder": tmp_path,
+        "no folder above": tmp_path / "none" / "r.html",
+        "a file above": tmp_path / "file" / "r.html",
+        "a device": "/dev/null",
+    }[kind]
+    built = []
+    with pytest.raises(UsageError, match=r"^report=.*(is a folder|there is no folder|no regular file)"):
+        estimate(lambda: built.append(1), (2, 3), report=path)
+    assert not built and sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_report_whose_name_is_too_long_is_refused_in_one_line(tmp_path):
+    with pytest.raises(UsageError, match="cannot be written: File name too long"):
+        estimate(net, (2, 3, 8, 8), report=tmp_path / ("x" * 255))
+
+
+def test_command_writes_the_page_and_says_where(tmp_path, capsys, monkeypatch):
+    from learn.estimate import entry
+
+    (tmp_path / "gpufarm_report_nets.py").write_text("from torch import nn\nnet = lambda: nn.Linear(64, 8)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = ["model=gpufarm_report_nets:net", "input=[32,64]"]
+    try:
+        assert cli.run("estimate", entry, [*argv, "report=out.html"]) == 0
+        assert "report: out.html" in capsys.readouterr().out
+        assert "gpufarm_report_nets:net" in page_of(tmp_path / "out.html").text
+        assert cli.run("estimate", entry, [*argv, "report=."]) == 2
+        error = capsys.readouterr().err
+        assert "report=. is a folder" in error and len(error.splitlines()) == 1
+    finally:
+        sys.modules.pop("gpufarm_report_nets", None)
+
+
+@pytest.mark.parametrize("most", [20, 300, 10**6])
+def test_columns_keep_the_peak_and_what_is_reserved_whatever_their_number(most):
+    traced = step_of(of_module(net, (16, 3, 64, 64)), DEVICE, timeline=True)
+    columns, timeline = columns_of(traced, most), traced.memory.timeline
+    assert sum(column.moments for column in columns) == len(timeline)
+    assert len(columns) <= most + 8  # phases end columns early
+    (peak,) = [column for column in columns if column.is_peak]
+    assert sum(peak.parts) == traced.memory.peak_allocated == max(sum(column.parts) for column in columns)
+    assert max(column.reserved for column in columns) == traced.memory.peak_reserved
+    assert all(min(column.parts) >= 0 and sum(column.parts) <= column.reserved for column in columns)
+    parameters = list(BANDS).index("parameters")
+    assert columns[-1].parts[parameters] == columns[len(columns) // 2].parts[parameters] > 0
+
+
+def test_modules_are_summed_up_the_tree_and_chains_are_joined():
+    sizes = {"model.layers.0.mlp": 4, "model.layers.10.mlp": 2, "model.layers.9.mlp": 2, "model.norm": 1, "": 3}
+    root = tree_of(sizes)
+    assert root.total == 12 and sorted(root.children) == ["model", "outside any module"]
+    layers = root.children["model"].children["layers"]
+    assert (layers.total, sorted(layers.children)) == (8, ["0.mlp", "10.mlp", "9.mlp"])
+    assert list(tree_of({"a.b.c": 1}).children) == ["a.b.c"] and tree_of({"a.b": 1, "a": 2}).children["a"].own == 2
+    page = Page(module_tree_html(sizes))
+    shown = [text for text in page.texts if text.endswith("mlp")]
+    assert shown == ["0.mlp", "9.mlp", "10.mlp"] and page.open_tags == []
+
+
+def test_the_report_leaves_the_callers_model_and_torch_as_they_were(tmp_path):
+    module = nn.Linear(4, 4)
+    before = module.weight.clone()
+    estimate(module, torch.zeros(2, 4), report=tmp_path / "r.html")
+    assert torch.equal(module.weight, before) and torch.get_default_device().type == "cpu"
