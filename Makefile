@@ -16,7 +16,7 @@ help:
 	@echo "make test         set up, then run the tests"
 	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
-	@echo "make bench        print the project's figures as ratios"
+	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table"
 	@echo "make lint         ruff, and whether the generated documents are true"
 	@echo "make docs         generate docs/commands.md"
 
@@ -29,6 +29,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { rm -rf $(VENV); echo "no virtual environment can be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_OPTIONS) "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	# Models to check estimates on. What these two ask for themselves would bring another build of torch.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm torchvision
 	touch $@
 
 demo: venv
@@ -44,7 +46,7 @@ test-gpu: venv
 	$(BIN)/python -m pytest -m gpu -rs
 
 bench: venv
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED))
 
 docs: venv
 	$(BIN)/python infra/generate_docs.py

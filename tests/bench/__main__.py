@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ def main() -> None:
     import bench_overhead
     import bench_query
     import bench_queue
+    import bench_trace
 
     from workers.devices import DeviceChoice
     from workers.devices.cpu import CpuDevice
@@ -29,6 +31,8 @@ def main() -> None:
     first = bench_first_run.run()
     print("\ngrouped query over 1 M runs and 20 M samples: warehouse against CSV in pandas")
     query = bench_query.run()
+    print("\ntrace and replay of a training step, one thread: ours against MemTracker under FakeTensorMode")
+    trace = bench_trace.run()
 
     rows = [
         (
@@ -56,10 +60,36 @@ def main() -> None:
             f"{query['ratio_usecols']:.0f} x with `usecols`",
             "50 x",
         ),
+        (
+            "resnet50, batch 32, traced (two steps) and replayed, one thread",
+            f"{trace['trace_s']:.2f} s",
+            f"{trace['ratio']:.1f} x faster than `MemTracker` (one step, {trace['mem_tracker_s']:.2f} s)",
+            "5 x, 0.5 s",
+        ),
+        (
+            f"peak RSS, tracing a model of {trace['large_parameters'] / 1e9:.1f} G parameters",
+            f"{trace['large_rss_mib']:,.0f} MiB",
+            f"{trace['large_s']:.1f} s",
+            "2 GB",
+        ),
     ]
     print(f"\nOn {machine}:\n\n| what | figure | compared | wanted |\n|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(row) + " |")
+    for argument in sys.argv[1:]:
+        if argument.startswith("published="):
+            _published(argument.removeprefix("published="))
+
+
+def _published(folder: str) -> None:
+    """The trace against published measurements: memory by `learn.benchmark`, utilization by the roofline."""
+    import roofline_check
+
+    print("\npublished measurements: memory")
+    command = ["-m", "learn.benchmark", f"published={folder}", "estimators=[trace]"]
+    subprocess.run([sys.executable, *command], check=True)
+    print("\npublished measurements: utilization")
+    roofline_check.run(folder)
 
 
 if __name__ == "__main__":
