@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError
+from conf.ray_session import own_session_environment
 from farm.executors import Completion
 from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
@@ -113,7 +113,7 @@ class RayExecutor:
 
     def start(self) -> None:
         if self._cluster.address is None:
-            os.environ.update(_own_cluster_environment())  # Ray reads some of it when it is imported
+            os.environ.update(own_session_environment())  # Ray reads some of it when it is imported
         try:
             import ray
         except ImportError as error:
@@ -259,23 +259,6 @@ class RayExecutor:
             return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
         self._idle.append(worker)
         return Completion(worker=worker, task=task, result=result)
-
-
-def _own_cluster_environment() -> dict[str, str]:
-    """Environment of a Ray of our own: set before `ray.init`, inherited by its processes.
-
-    Checked on Ray 2.60: without RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 its servers listen on every interface, whatever
-    node address is asked for (`_private/services.py`, `get_node_ip_address`).
-    """
-    wanted = {
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
-        "RAY_AUTH_MODE": "token",  # other users of this machine can reach loopback too
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_memory_monitor_refresh_ms": "0",  # it kills actors; each worker watches its own trial's memory
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _plain(error: Exception) -> str:

@@ -103,6 +103,23 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     return DeviceSpec(**values)
 
 
+def device_features(spec: DeviceSpec) -> dict[str, float]:
+    """What a learner sees of a GPU model."""
+    rates = spec.peak_tflops
+    return {
+        "gpu_memory_mib": spec.memory_mib,
+        "gpu_bandwidth_gb_s": spec.bandwidth_gb_s,
+        "gpu_fp32_tflops": rates.fp32,
+        "gpu_tf32_tflops": rates.tf32 or rates.fp32,
+        "gpu_half_tflops": rates.bf16 or rates.fp16 or rates.fp32,
+        "gpu_sms": float(spec.sm_count),
+        "gpu_l2_mib": spec.l2_mib,
+        "gpu_compute_capability": spec.compute_capability[0] + spec.compute_capability[1] / 10,
+        "gpu_power_limit_w": spec.power_limit_w,
+        "gpu_context_mib": spec.context_mib,
+    }
+
+
 def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 

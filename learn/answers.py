@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
+from learn.cases import Case
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _ask_fitted(found: _Found, job: Workload, device: DeviceSpec, estimator: str
         if artifact is None:
             found.absent.append(target)
             continue
-        prediction = artifact.estimator.predict([config])
+        prediction = artifact.estimator.predict([Case(config, device.name, described=device)])
         found.values[get_target(target).column] = float(prediction.point[0])
         found.by[target] = f"{artifact.meta['estimator']} {artifact.version}"
         if target == "memory":

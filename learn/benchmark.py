@@ -221,7 +221,7 @@ def _of_runs(settings: BenchmarkSettings, progress: Callable[[int, int], None]) 
     for name in names:
         if name in TRAINING_FREE:
             continue
-        prediction = make_estimator(name, settings.seed).fit(train).predict(test.configs)
+        prediction = make_estimator(name, settings.seed).fit(train).predict(test.cases)
         answers[name] = [
             (None if i in prediction.refusals else float(point), prediction.refusals.get(i), None)
             for i, point in enumerate(prediction.point)

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from featurize.device_spec import DeviceSpec
 from featurize.trial import TrialConfig
 from learn.analytical.base import Answer, CannotEstimate, analyse
-from learn.workload import Workload, of_config
+from learn.cases import Case
 from warehouse.published import PublishedRow
 
 _NOTHING_KEPT = 64  # jobs after which a process is replaced: what models and libraries leave behind adds up
@@ -53,20 +53,16 @@ def _answer(job: Job) -> Answer:
 
     module, _, attribute = job.where.partition(":")
     estimator = getattr(importlib.import_module(module), attribute)
-    if job.target == "memory" and hasattr(estimator, "method"):
-        workload: Workload = (
-            of_config(job.subject) if isinstance(job.subject, TrialConfig) else workload_of(job.subject)
-        )
-        return analyse(estimator.method(), workload, job.device)
-    config = job.subject
-    if isinstance(config, PublishedRow):
-        config = workload_of(config).config
-        if config is None:
-            raise CannotEstimate("it reads trial configs only")
+    if isinstance(job.subject, TrialConfig):
+        case = Case(job.subject, described=job.device)
+    else:
+        case = Case(module=workload_of(job.subject), described=job.device)
+    if job.target == "memory":
+        return analyse(estimator.method(), case.workload, job.device)
     asked = estimator()
-    asked.target, asked.device = get_target(job.target), job.device
+    asked.target = get_target(job.target)
     began = time.monotonic_ns()
-    figure = float(asked.figure(config))
+    figure = float(asked.figure(case))
     return Answer(mib=figure, seconds=(time.monotonic_ns() - began) / 1e9)
 
 

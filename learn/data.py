@@ -15,6 +15,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.trial import TrialConfig, config_from_mapping
+from learn.cases import Case
 from learn.targets import Target, get_target
 
 MIN_ROWS = 30
@@ -23,18 +24,21 @@ MIN_GROUPS = 10
 
 @dataclass(frozen=True)
 class Rows:
-    """Labelled trial configs, sorted by run_id; every array has length n.
+    """Labelled training jobs, sorted by run_id; every array has length n.
 
     label      float, in the target's unit. Where `censored`, what is known is "at least this much".
     censored   bool: out-of-memory on the device. Their label is the device's memory; classifiers count them as
-               members of the top bin, regressors leave them out (`exact`).
+               members of the top bin, regressors without a use for "at least" leave them out (`exact`).
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
+    module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
+               own name for a kind of model.
+    doubt      why a label may be wrong, as the rows beside it have it; empty for none. Nothing is fitted on such rows.
     counts     rows of the selection by status, `unreadable` (config of unknown family or fields) included.
     """
 
     target: Target
     run_ids: np.ndarray
-    configs: tuple[TrialConfig, ...]
+    cases: tuple[Case, ...]
     label: np.ndarray
     censored: np.ndarray
     family: np.ndarray
@@ -42,10 +46,12 @@ class Rows:
     device: np.ndarray
     device_memory_mib: np.ndarray
     group: np.ndarray
+    module: np.ndarray
+    doubt: np.ndarray
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.configs)
+        return len(self.cases)
 
     def subset(self, index: np.ndarray) -> Rows:
         """The rows at integer positions or under a bool mask, in that order."""
@@ -56,7 +62,7 @@ class Rows:
         return Rows(
             self.target,
             self.run_ids[index],
-            tuple(self.configs[i] for i in index),
+            tuple(self.cases[i] for i in index),
             self.label[index],
             self.censored[index],
             self.family[index],
@@ -64,8 +70,20 @@ class Rows:
             self.device[index],
             self.device_memory_mib[index],
             self.group[index],
+            self.module[index],
+            self.doubt[index],
             self.counts,
         )
+
+    @property
+    def configs(self) -> tuple[TrialConfig | None, ...]:
+        """The trial config of each case; None for a module's."""
+        return tuple(case.config for case in self.cases)
+
+    @property
+    def trusted(self) -> Rows:
+        """The rows whose label nothing speaks against: what is fitted on."""
+        return self.subset(self.doubt == "")
 
     @property
     def exact(self) -> Rows:
@@ -99,15 +117,17 @@ def make_rows(
     source: str = "simulated",
     device: str = "A100-SXM4-40GB",
     device_memory_mib: float = 40_960.0,
+    training_loop: bool = False,
 ) -> Rows:
     """Rows from configs and labels that are at hand, without a warehouse; all of one source and device."""
     from featurize.features import group_key
+    from learn.cases import of_configs
 
     n = len(configs)
     return Rows(
         target=get_target(target) if isinstance(target, str) else target,
         run_ids=np.asarray(run_ids if run_ids is not None else [f"row-{i:06d}" for i in range(n)], dtype=object),
-        configs=tuple(configs),
+        cases=of_configs(configs, device, training_loop=training_loop),
         label=np.asarray(label, dtype=float).reshape(n),
         censored=np.asarray(censored if censored is not None else [False] * n, dtype=bool).reshape(n),
         family=np.asarray([config.family for config in configs], dtype=object),
@@ -115,6 +135,8 @@ def make_rows(
         device=np.full(n, device, dtype=object),
         device_memory_mib=np.full(n, device_memory_mib, dtype=float),
         group=np.asarray([group_key(config) for config in configs], dtype=object),
+        module=np.asarray([module_of(config) for config in configs], dtype=object),
+        doubt=np.full(n, "", dtype=object),
         counts={"ok": n},
     )
 
@@ -174,6 +196,9 @@ def _read(data, target: Target) -> list[dict]:
         "source",
         "device_name",
         "device_memory_mib",
+        "torch_version",
+        "error_type",
+        "error",
     ]
     connection = warehouse.connect(data)
     try:
@@ -254,7 +279,7 @@ def _pack(target: Target, configs: list[TrialConfig], kept: list[dict], counts: 
     return Rows(
         target=target,
         run_ids=np.array([row["run_id"] for row in kept], dtype=object),
-        configs=tuple(configs),
+        cases=tuple(_case(config, row) for config, row in zip(configs, kept, strict=True)),
         label=np.array(label, dtype=float),
         censored=censored,
         family=np.array([config.family for config in configs], dtype=object),
@@ -262,5 +287,24 @@ def _pack(target: Target, configs: list[TrialConfig], kept: list[dict], counts: 
         device=np.array([row["device_name"] for row in kept], dtype=object),
         device_memory_mib=np.array([row["device_memory_mib"] or np.nan for row in kept], dtype=float),
         group=np.array([group_key(config) for config in configs], dtype=object),
+        module=np.array([module_of(config) for config in configs], dtype=object),
+        doubt=np.array(
+            [row["error"] or "in doubt" if row["error_type"] == "doubt" else "" for row in kept], dtype=object
+        ),
         counts=dict(sorted(counts.items())),
     )
+
+
+def _case(config: TrialConfig, row: dict) -> Case:
+    # Other people's runs are of the usual loop; the farm's keep one batch on the device.
+    return Case(config, row["device_name"], row["source"] == "imported", row["torch_version"])
+
+
+def _doubt(row: dict) -> str:
+    return (row["error"] or "in doubt") if row["error_type"] == "doubt" else ""
+
+
+def module_of(config: TrialConfig) -> str:
+    """`cnn/residual`, or the family where it has no topologies."""
+    topology = getattr(config, "topology", None)
+    return f"{config.family}/{topology}" if topology else config.family

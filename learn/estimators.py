@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
-from featurize.trial import TrialConfig
+from learn.cases import Case
 from learn.data import Rows
 
 ESTIMATORS: dict[str, str] = {
@@ -33,7 +33,7 @@ TRAINING_FREE = tuple(name for name, where in ESTIMATORS.items() if where.starts
 
 @runtime_checkable
 class Prediction(Protocol):
-    """A distribution of the label for each of n configs, in the target's unit."""
+    """A distribution of the label for each of n cases, in the target's unit."""
 
     warnings: tuple[str, ...]  # what a reader of the figures has to know
     refusals: Mapping[int, str]  # row -> why there is no answer; every figure of that row is NaN
@@ -70,8 +70,8 @@ class Estimator(Protocol):
         """Learn from the rows. Nothing to learn from, or a target not among `targets`, raises `UsageError`."""
         ...
 
-    def predict(self, configs: Sequence[TrialConfig]) -> Prediction:
-        """One distribution a config, in order; a config's distribution does not depend on its neighbours."""
+    def predict(self, cases: Sequence[Case]) -> Prediction:
+        """One distribution a case, in order; a case's distribution does not depend on its neighbours."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -183,8 +183,8 @@ def too_few_for(level: float, m: int) -> str | None:
 
 
 def require_rows(rows: Rows, least: int = 1) -> Rows:
-    """The rows with an exact label; fewer than `least` raises `UsageError`."""
-    exact = rows.exact
+    """The rows with an exact label that nothing speaks against; fewer than `least` raises `UsageError`."""
+    exact = rows.trusted.exact
     if len(exact) < least:
         raise UsageError(
             f"target={rows.target.name}: {len(exact)} rows with an exact label to fit on, {least} are needed"

@@ -187,7 +187,7 @@ def hold_out(rows: Rows, classes: np.ndarray, seed: int) -> tuple[np.ndarray, np
 
 def measure(fitted: Estimator, rows: Rows, bins: Bins):
     """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen and has answers for."""
-    prediction = fitted.predict(rows.configs)
+    prediction = fitted.predict(rows.cases)
     predicted = prediction.bin_probabilities(bins.edges_of(rows.family)).argmax(axis=1)
     metrics = score(rows, bins, prediction.point, prediction.upper(LEVEL), predicted)
     return metrics, prediction, predicted
@@ -195,7 +195,7 @@ def measure(fitted: Estimator, rows: Rows, bins: Bins):
 
 def answered(fitted: Estimator, rows: Rows) -> tuple[Rows, list[str]]:
     """(the rows that the estimator has an answer for, the reason of each of the others)."""
-    refusals = fitted.predict(rows.configs).refusals
+    refusals = fitted.predict(rows.cases).refusals
     if not refusals:
         return rows, []
     return rows.subset(np.setdiff1d(np.arange(len(rows)), list(refusals))), list(refusals.values())

@@ -1,4 +1,4 @@
-"""Scalar features of configs as a numeric table: columns settled at fit time, words turned into codes.
+"""Scalar features of cases as a numeric table: columns settled at fit time, words turned into codes.
 
 Start reading at `FeatureTable`.
 """
@@ -12,19 +12,34 @@ from numbers import Number
 
 import numpy as np
 
+from conf.errors import UsageError
+from featurize.device_spec import DeviceSpec
 from featurize.trial import TrialConfig
+from learn.cases import Case
 
 
 @lru_cache(maxsize=100_000)
-def _cached(config: TrialConfig) -> Mapping[str, object]:
+def config_features(config: TrialConfig) -> Mapping[str, object]:
+    """`featurize.features.scalar_features`, remembered: cross-validation asks for each config many times."""
     from featurize.features import scalar_features
 
     return scalar_features(config)
 
 
-def features_of(config: TrialConfig) -> Mapping[str, object]:
-    """`featurize.features.scalar_features`, remembered: cross-validation asks for each config many times."""
-    return _cached(config)
+def case_features(case: Case) -> Mapping[str, object]:
+    """What is known of a case without tracing it: its config's features, and its device's description where there is
+    one (`gpu_*`). A module has no config: `UsageError`."""
+    if case.config is None:
+        raise UsageError("it reads trial configs only, and this is a module")
+    found = config_features(case.config)
+    return {**found, **_device_features(case.spec)} if case.spec is not None else found
+
+
+@lru_cache(maxsize=256)
+def _device_features(spec: DeviceSpec) -> Mapping[str, float]:
+    from featurize.device_spec import device_features
+
+    return device_features(spec)
 
 
 @dataclass(frozen=True)
@@ -38,12 +53,12 @@ class FeatureTable:
     words: Mapping[str, tuple[str, ...]]  # categorical column -> its words; code = position
 
     @classmethod
-    def learn(cls, configs: Sequence[TrialConfig]) -> FeatureTable:
+    def learn(cls, cases: Sequence[Case]) -> FeatureTable:
         """Columns in alphabetical order, so that the order of the rows changes nothing."""
         columns: set[str] = set()
         words: dict[str, set[str]] = {}
-        for config in configs:
-            for name, value in features_of(config).items():
+        for case in cases:
+            for name, value in case_features(case).items():
                 columns.add(name)
                 if isinstance(value, str):
                     words.setdefault(name, set()).add(value)
@@ -54,12 +69,12 @@ class FeatureTable:
         """Positions of the categorical columns."""
         return [i for i, name in enumerate(self.columns) if name in self.words]
 
-    def matrix(self, configs: Sequence[TrialConfig]) -> np.ndarray:
+    def matrix(self, cases: Sequence[Case]) -> np.ndarray:
         """(n, columns) float64; NaN is missing."""
         codes = {name: {word: i for i, word in enumerate(seen)} for name, seen in self.words.items()}
-        table = np.full((len(configs), len(self.columns)), np.nan)
-        for i, config in enumerate(configs):
-            features = features_of(config)
+        table = np.full((len(cases), len(self.columns)), np.nan)
+        for i, case in enumerate(cases):
+            features = case_features(case)
             for j, name in enumerate(self.columns):
                 value = features.get(name)
                 if name in codes:

@@ -86,7 +86,7 @@ def fit(
     progress("fit on all rows")
     estimator = make_estimator(settings.estimator, settings.seed).fit(rows)
 
-    notes = list(estimator.predict(rows.configs[:1]).warnings)
+    notes = list(estimator.predict(rows.cases[:1]).warnings)
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     if rows.censored.any():
         notes.append(

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.trial import TrialConfig
+from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import ResidualPrediction, require_rows, to_space, too_few_for
 from learn.features import FeatureTable
@@ -49,8 +49,8 @@ class LightGBMEstimator:
         rows = require_rows(rows, least=10)
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target = rows.target
-        self._table = FeatureTable.learn(rows.configs)
-        features = self._table.matrix(rows.configs)
+        self._table = FeatureTable.learn(rows.cases)
+        features = self._table.matrix(rows.cases)
         label = to_space(rows.label, rows.target.space)
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
@@ -65,11 +65,11 @@ class LightGBMEstimator:
         self._booster = self._boost(features, label)
         return self
 
-    def predict(self, configs: Sequence[TrialConfig]) -> ResidualPrediction:
+    def predict(self, cases: Sequence[Case]) -> ResidualPrediction:
         if self._booster is None:
             raise RuntimeError("fit or load the estimator before predicting")
         warning = too_few_for(LEVEL, len(self._residuals))
-        centre = self._centre(self._booster, self._table.matrix(configs)) if len(configs) else np.empty(0)
+        centre = self._centre(self._booster, self._table.matrix(cases)) if len(cases) else np.empty(0)
         return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else ())
 
     def importances(self) -> dict[str, float]:

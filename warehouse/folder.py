@@ -116,6 +116,11 @@ class DataFolder:
         return self.root / "models"
 
     @property
+    def features(self) -> Path:
+        """What was computed of cases, by the version of the features: a cache that may be deleted."""
+        return self.root / "features"
+
+    @property
     def locks(self) -> Path:
         return self.root / "locks"
 

@@ -15,13 +15,12 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
-from featurize.trial import TrialConfig
+from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import ResidualPrediction, require_rows, require_target, to_space
 from learn.targets import Target, get_target
-from learn.workload import Workload, of_config
+from learn.workload import Workload
 
 NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"
 
@@ -71,10 +70,10 @@ def analyse(method: MemoryAnalysis, workload: Workload, device: DeviceSpec) -> A
     return Answer(mib=mib, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9, parts=parts)
 
 
-class DeviceEstimator:
-    """Behind the Estimator Protocol, what learns nothing but the target and the device. A point, and no bound.
+class TrainingFreeEstimator:
+    """Behind the Estimator Protocol, what learns nothing but the target. A point for the case's own device, no bound.
 
-    A subclass sets `name`, `targets` and `warning`, and answers one config by `figure`.
+    A subclass sets `name`, `targets` and `warning`, and answers one case by `figure`.
     """
 
     name: ClassVar[str]
@@ -84,69 +83,64 @@ class DeviceEstimator:
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
         self.target: Target | None = None
-        self.device: str | None = None
 
     def fit(self, rows: Rows) -> Self:
-        """Note the target and the device, of which there must be one, described in `conf/device`: else `UsageError`."""
+        """Note the target. Devices that `conf/device` does not describe raise `UsageError`."""
         from learn.traced import describe_device
 
         require_target(type(self), rows.target.name)
         rows = require_rows(rows)
-        devices = sorted(set(map(str, rows.device)))
-        if len(devices) > 1:
-            raise UsageError(
-                f"estimator={self.name} answers for one device, and the rows are of {', '.join(devices)}; "
-                "device_name= picks one"
-            )
-        self.target, self.device = rows.target, describe_device(devices[0]).name
+        for device in sorted(set(map(str, rows.device))):
+            describe_device(device)
+        self.target = rows.target
         return self
 
-    def figure(self, config: TrialConfig) -> float:
-        """The target's figure for one config, in its unit. Raises `CannotEstimate`."""
+    def figure(self, case: Case) -> float:
+        """The target's figure for one case, in its unit. Raises `CannotEstimate`."""
         raise NotImplementedError
 
-    def predict(self, configs: Sequence[TrialConfig]) -> ResidualPrediction:
-        """One point a config; a config without an answer has NaN there and its reason in `refusals`."""
+    def predict(self, cases: Sequence[Case]) -> ResidualPrediction:
+        """One point a case; a case without an answer has NaN there and its reason in `refusals`."""
         if self.target is None:
             raise RuntimeError("fit or load the estimator before predicting")
-        values, refusals = np.full(len(configs), np.nan), {}
-        for i, config in enumerate(configs):
+        values, refusals = np.full(len(cases), np.nan), {}
+        for i, case in enumerate(cases):
             try:
-                values[i] = self.figure(config)
+                values[i] = self.figure(case)
             except CannotEstimate as refusal:
                 refusals[i] = str(refusal)
         centre = to_space(values, self.target.space)
         return ResidualPrediction(centre, np.empty(0), self.target.space, (self.warning,), refusals)
 
     def save(self, folder: Path) -> None:
-        state = {"estimator": self.name, "target": self.target.name, "device": self.device, "seed": self.seed}
+        state = {"estimator": self.name, "target": self.target.name, "seed": self.seed}
         (Path(folder) / "estimator.json").write_text(json.dumps(state, indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         state = json.loads((Path(folder) / "estimator.json").read_text())
         loaded = cls(state["seed"])
-        loaded.target, loaded.device = get_target(state["target"]), state["device"]
+        loaded.target = get_target(state["target"])
         return loaded
 
 
-class AnalyticalEstimator(DeviceEstimator):
+class AnalyticalEstimator(TrainingFreeEstimator):
     """A `MemoryAnalysis` as an estimator of peak memory; a subclass sets `name` and `method`."""
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory",)
     warning: ClassVar[str] = NO_BOUND
     method: ClassVar[type[MemoryAnalysis]]
 
-    def figure(self, config: TrialConfig) -> float:
-        answer = _answer(self.method, config, self.device)
+    def figure(self, case: Case) -> float:
+        if case.spec is None:
+            raise CannotEstimate(f"no description of the device {case.device}: see conf/device")
+        answer = _answer(self.method, case)
         if answer.mib is None:
             raise CannotEstimate(answer.reason)
         return answer.mib
 
 
 @lru_cache(maxsize=100_000)
-def _answer(method: type[MemoryAnalysis], config: TrialConfig, device: str) -> Answer:
-    """Remembered: cross-validation asks for each config many times."""
-    from learn.traced import describe_device
-
-    return analyse(method(), of_config(config), describe_device(device))
+def _answer(method: type[MemoryAnalysis], case: Case) -> Answer:
+    """Remembered: cross-validation asks for each case many times."""
+    return analyse(method(), case.workload, case.spec)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
-from featurize.trial import TrialConfig
 from learn.analytical.base import AnalyticalEstimator, CannotEstimate
-from learn.workload import Workload, of_config
+from learn.cases import Case
+from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
@@ -40,23 +40,25 @@ class Trace:
 
 
 class TraceEstimator(AnalyticalEstimator):
-    """`fit` learns nothing but the target and the device."""
+    """`fit` learns nothing but the target."""
 
     name: ClassVar[str] = Trace.name
     targets: ClassVar[tuple[str, ...] | None] = None
     warning: ClassVar[str] = NO_BOUND
     method = Trace
 
-    def figure(self, config: TrialConfig) -> float:
-        return getattr(_step(config, self.device), self.target.column)
+    def figure(self, case: Case) -> float:
+        if case.spec is None:
+            raise CannotEstimate(f"no description of the device {case.device}: see conf/device")
+        return getattr(_step(case), self.target.column)
 
 
 @lru_cache(maxsize=100_000)
-def _step(config: TrialConfig, device: str | DeviceSpec) -> SimulatedStep:
-    """Remembered: cross-validation asks for each config many times."""
+def _step(case: Case) -> SimulatedStep:
+    """Remembered: cross-validation asks for each case many times."""
     from learn.traced import step_of
 
     try:
-        return step_of(of_config(config), device).step
+        return step_of(case.workload, case.spec).step
     except UsageError as error:
         raise CannotEstimate(str(error)) from error

@@ -76,7 +76,7 @@ def same(one, other):
 
 def test_is_an_estimator_and_predicts_a_distribution(name, fitted, rows):
     assert isinstance(fitted, Estimator) and get_estimator(name).name == name
-    prediction = fitted.predict(rows.configs)
+    prediction = fitted.predict(rows.cases)
     assert isinstance(prediction, Prediction)
     assert prediction.point.shape == (N,)
     known = prediction.point[answered(prediction)]
@@ -85,13 +85,13 @@ def test_is_an_estimator_and_predicts_a_distribution(name, fitted, rows):
 
 
 def test_quantiles_grow(fitted, rows):
-    prediction = fitted.predict(rows.configs)
+    prediction = fitted.predict(rows.cases)
     stack = np.array([prediction.quantile(q) for q in np.linspace(0.01, 0.99, 25)])
     assert stack.shape == (25, N) and (np.diff(stack, axis=0)[:, answered(prediction)] >= 0).all()
 
 
 def test_a_refused_row_has_a_reason_and_no_figure(fitted, rows):
-    prediction = fitted.predict(rows.configs)
+    prediction = fitted.predict(rows.cases)
     refused = ~answered(prediction)
     assert set(prediction.refusals) == set(np.flatnonzero(refused))
     assert all(isinstance(text, str) and text for text in prediction.refusals.values())
@@ -110,13 +110,13 @@ def test_a_target_that_it_has_no_answer_for_is_refused_when_fitted(any_name):
 def test_ratios_stay_between_0_and_1(fitted, rows):
     if rows.target.space != "ratio":
         return
-    prediction = fitted.predict(rows.configs)
+    prediction = fitted.predict(rows.cases)
     for values in (prediction.point, prediction.quantile(0.999), prediction.quantile(0.001)):
         assert (values >= 0).all() and (values <= 1).all()
 
 
 def test_bins_hold_all_mass_and_agree_with_quantiles(fitted, rows):
-    prediction = fitted.predict(rows.configs)
+    prediction = fitted.predict(rows.cases)
     edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
     mass = prediction.bin_probabilities(edges)
     known = answered(prediction)
@@ -129,7 +129,7 @@ def test_bins_hold_all_mass_and_agree_with_quantiles(fitted, rows):
 
 
 def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
-    prediction = fitted.predict(rows.configs)
+    prediction = fitted.predict(rows.cases)
     upper = prediction.upper()
     if upper is None:
         assert any("bound" in text for text in prediction.warnings), "no bound has to be said in the warnings"
@@ -139,17 +139,17 @@ def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
 
 
 def test_same_seed_same_figures(name, fitted, rows):
-    same(fitted.predict(rows.configs), make_estimator(name, seed=3).fit(rows).predict(rows.configs))
+    same(fitted.predict(rows.cases), make_estimator(name, seed=3).fit(rows).predict(rows.cases))
 
 
 def test_order_of_rows_changes_nothing(name, fitted, rows):
     shuffled = rows.subset(np.random.default_rng(0).permutation(N))
-    same(fitted.predict(rows.configs), make_estimator(name, seed=3).fit(shuffled).predict(rows.configs))
+    same(fitted.predict(rows.cases), make_estimator(name, seed=3).fit(shuffled).predict(rows.cases))
 
 
 def test_a_config_is_judged_by_itself(fitted, rows):
-    together = fitted.predict(rows.configs)
-    alone = fitted.predict(rows.configs[5:6])
+    together = fitted.predict(rows.cases)
+    alone = fitted.predict(rows.cases[5:6])
     np.testing.assert_array_equal(alone.point[0], together.point[5])
     assert fitted.predict([]).point.shape == (0,)
 
@@ -158,7 +158,7 @@ def test_saved_and_loaded_predicts_the_same(name, fitted, rows, tmp_path):
     folder = tmp_path / "a'; echo foo"
     folder.mkdir()
     fitted.save(folder)
-    same(fitted.predict(rows.configs), get_estimator(name).load(folder).predict(rows.configs))
+    same(fitted.predict(rows.cases), get_estimator(name).load(folder).predict(rows.cases))
     json.loads((folder / "estimator.json").read_text())
     assert not [p for p in folder.iterdir() if p.suffix in (".pkl", ".pickle", ".joblib")]
 
@@ -173,7 +173,7 @@ def test_out_of_memory_rows_are_no_figures_to_fit(name, fitted, rows):
         [*rows.label, *np.full(8, 1e9)],
         censored=[False] * N + [True] * 8,
     )
-    same(fitted.predict(rows.configs), make_estimator(name, seed=3).fit(both).predict(rows.configs))
+    same(fitted.predict(rows.cases), make_estimator(name, seed=3).fit(both).predict(rows.cases))
 
 
 def test_empty_data_is_refused(name, rows):
@@ -183,7 +183,7 @@ def test_empty_data_is_refused(name, rows):
 
 def test_predicting_unfitted_is_an_error_of_ours(name, rows):
     with pytest.raises(RuntimeError, match="fit"):
-        make_estimator(name).predict(rows.configs)
+        make_estimator(name).predict(rows.cases)
 
 
 def test_unknown_name_lists_the_known():

@@ -403,11 +403,12 @@ def test_estimate_by_an_estimator_without_an_answer_says_why():
 
 
 def test_an_estimator_says_row_by_row_what_it_refuses():
+    from learn.cases import of_configs
     from learn.data import make_rows
 
     adam, sgd = CONFIG, mlp.Config(**{**vars(CONFIG), "optimizer": "sgd"})
     fitted = make_estimator("deepspeed").fit(make_rows("memory", [adam, sgd], [1000.0, 900.0]))
-    prediction = fitted.predict([sgd, adam, sgd])
+    prediction = fitted.predict(of_configs([sgd, adam, sgd]))
     assert sorted(prediction.refusals) == [0, 2] and "optimizer=sgd" in prediction.refusals[0]
     assert prediction.point[1] > 0 and any("model states only" in text for text in prediction.warnings)
 

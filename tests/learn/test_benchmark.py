@@ -198,7 +198,7 @@ def test_of_the_warehouse_the_rows_that_fit_holds_out_are_asked(warehouse_folder
     for family in set(rows.family[test]):
         pair = [f for f in done.figures if f.file == family]
         assert {f.estimator for f in pair} == {"lightgbm", "hundreds"} and pair[0].ok == pair[1].ok
-    fitted = estimators.make_estimator("lightgbm", 2).fit(rows.subset(train)).predict(rows.subset(test).configs)
+    fitted = estimators.make_estimator("lightgbm", 2).fit(rows.subset(train)).predict(rows.subset(test).cases)
     given = {
         row.name: row.estimate for (_, name), scored in done.scored.items() if name == "lightgbm" for row in scored
     }

@@ -20,6 +20,7 @@ from featurize.trace import TraceError
 from learn import estimate
 from learn.analytical.base import analyse
 from learn.artifacts import load_latest
+from learn.cases import of_configs
 from learn.estimators import TRAINING_FREE, get_estimator
 from learn.fit import FitSettings, fit
 from learn.traced import describe_device
@@ -226,7 +227,7 @@ def test_several_inputs_are_positional_arguments():
 def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     done = estimate(CONFIG, data=data)
     artifact = load_latest(data, "memory")
-    prediction = artifact.estimator.predict([CONFIG])
+    prediction = artifact.estimator.predict(of_configs([CONFIG]))
     assert done.peak_memory_mib == prediction.point[0] and done.upper_mib == prediction.upper(0.99)[0]
     assert done.answered_by["memory"] == f"lightgbm {artifact.version}" and done.answered_by["drama"] == "trace"
     assert done.estimator == "lightgbm + trace"
@@ -242,7 +243,7 @@ def test_the_trace_kept_as_an_artifact_does_not_displace_a_learnt_model(tmp_path
     write_runs(folder, make_configs(60, families=("mlp",)))
     for estimator in ("lightgbm", "trace"):
         fit(FitSettings(target="memory", bin_gb=1, estimator=estimator, data=str(folder)))
-    assert load_latest(folder, "memory", estimator="trace").estimator.predict([CONFIG]).upper() is None
+    assert load_latest(folder, "memory", estimator="trace").estimator.predict(of_configs([CONFIG])).upper() is None
     done = estimate(CONFIG, data=folder)
     assert done.answered_by["memory"].startswith("lightgbm ") and done.upper_mib is not None
 

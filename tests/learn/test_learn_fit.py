@@ -92,8 +92,8 @@ def test_loaded_artifact_predicts_what_the_fit_predicted(data, fitted):
     rows = load_rows(data, "memory")
     from learn.estimators import make_estimator
 
-    again = make_estimator("lightgbm", 0).fit(rows).predict(rows.configs)
-    loaded = load_latest(data, "memory").estimator.predict(rows.configs)
+    again = make_estimator("lightgbm", 0).fit(rows).predict(rows.cases)
+    loaded = load_latest(data, "memory").estimator.predict(rows.cases)
     np.testing.assert_array_equal(loaded.point, again.point)
     np.testing.assert_array_equal(loaded.upper(), again.upper())
 

@@ -1,0 +1,224 @@
+"""Features of traced steps: computed once per case, in parallel, and kept in the data folder.
+
+Start reading at `prepare`; `features_of` is what estimators call, `compute` does the work for one case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from conf.errors import UsageError
+from learn.cases import Case
+
+BATCH = 8  # cases a task: small enough that no worker waits long for another's
+_KEPT = 100_000
+_memory: dict[str, StepRecord] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What is known of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
+
+    values   `featurize.step_features.step_features`
+    graph    the forward pass as `featurize.opgraph.OpGraph` arrays, packed; `operator_graph` unpacks it
+    seconds  what it took to compute
+    """
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    graph: bytes = b""
+    error: str | None = None
+    seconds: float = 0.0
+
+    def operator_graph(self) -> dict[str, np.ndarray]:
+        """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
+        with np.load(io.BytesIO(self.graph), allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+        return {**found, "nodes": found["nodes"].astype(np.float32)}
+
+
+def features_of(case: Case) -> StepRecord:
+    """The case's record, from memory where `prepare` or an earlier call left it."""
+    key = case.key
+    if key is None:
+        known = _of_module.get(id(case.module))
+        if known is None or known[0] is not case.module or known[1] != (case.spec, case.training_loop):
+            known = (case.module, (case.spec, case.training_loop), compute(case))
+            _of_module.clear()  # one at a time: a module can be large
+            _of_module[id(case.module)] = known
+        return known[2]
+    found = _memory.get(key)
+    if found is None:
+        if len(_memory) >= _KEPT:
+            _memory.clear()
+        found = _memory[key] = compute(case)
+    return found
+
+
+_of_module: dict[int, tuple] = {}
+
+
+def compute(case: Case) -> StepRecord:
+    """Trace, replay and price one case. A case that can't be traced gives a record that says why."""
+    from featurize.opgraph import opgraph
+    from featurize.step_features import step_features
+    from learn.traced import step_of
+
+    began = time.monotonic_ns()
+    spec = case.spec
+    if spec is None:
+        return StepRecord(error=f"no description of the device {case.device}: see conf/device")
+    try:
+        job = case.workload
+        traced = step_of(job, spec)
+        values = step_features(
+            traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
+        )
+        graph = _packed(opgraph(traced.trace, spec, job.settings))
+    except UsageError as error:
+        return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9)
+    return StepRecord(values=values, graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
+
+
+def prepare(
+    cases: Sequence[Case],
+    data=None,
+    *,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> int:
+    """Have every case's record at hand, and in the data folder; returns how many had to be computed.
+
+    Known ones are read from `data` (None: the default folder, if it is there); the others are computed on `workers`
+    processes of Ray (None: as many as there are CPUs; 0: here), and each finished part is written at once, so that an
+    interrupted call goes on where it was. `progress(done, of)` hears of every computed case.
+    """
+    from warehouse.folder import DataFolder
+
+    wanted = {case.key: case for case in cases if case.key is not None and case.key not in _memory}
+    if not wanted:
+        return 0
+    folder = DataFolder.resolve(data)
+    kept = folder.features / feature_version()
+    for key, record in _read(kept, set(wanted)):
+        _memory[key] = record
+    missing = [case for key, case in wanted.items() if key not in _memory]
+    if not missing:
+        return 0
+    progress(0, len(missing))
+    waiting: list[tuple[str, StepRecord]] = []
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    written = time.monotonic()
+    for done, (case, record) in enumerate(_computed(missing, workers), start=1):
+        _memory[case.key] = record
+        waiting.append((case.key, record))
+        progress(done, len(missing))
+        if time.monotonic() - written > 20:
+            _write(kept, waiting)
+            waiting, written = [], time.monotonic()
+    _write(kept, waiting)
+    return len(missing)
+
+
+def _computed(cases: list[Case], workers: int):
+    """(case, record) of each, in whatever order they finish."""
+    if workers == 0 or len(cases) < 2 * BATCH:
+        for case in cases:
+            yield case, compute(case)
+        return
+    from learn.parallel import ray_map
+
+    parts = [cases[i : i + BATCH] for i in range(0, len(cases), BATCH)]
+    for index, records in ray_map(_compute_all, parts, workers):
+        yield from zip(parts[index], records, strict=True)
+
+
+def _compute_all(cases: Sequence[Case]) -> list[StepRecord]:
+    import torch
+
+    torch.set_num_threads(1)
+    return [compute(case) for case in cases]
+
+
+@cache
+def feature_version() -> str:
+    """12 hex digits over the sources that step features follow from, and torch's version: records of another version
+    are not read."""
+    import importlib.metadata
+
+    import featurize
+
+    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    root = Path(featurize.__file__).parent
+    for path in (*sorted(root.glob("*.py")), *sorted((root / "families").glob("*.py"))):
+        digest.update(f"{path.name}\n{path.read_text(encoding='utf-8')}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+# ---- on disk: parts of records, each file whole or not there; a case that two parts hold is the same in both
+
+
+def _write(folder: Path, records: list[tuple[str, StepRecord]]) -> None:
+    import uuid
+
+    import pyarrow as pa
+
+    from warehouse.folder import write_parquet
+
+    if not records:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table(
+        {
+            "key": pa.array([key for key, _ in records], pa.string()),
+            "error": pa.array([record.error for _, record in records], pa.string()),
+            "seconds": pa.array([record.seconds for _, record in records], pa.float64()),
+            "features": pa.array([json.dumps(dict(record.values)) for _, record in records], pa.string()),
+            "graph": pa.array([record.graph for _, record in records], pa.binary()),
+        }
+    )
+    write_parquet(folder / f"part-{uuid.uuid4().hex[:12]}.parquet", table)
+
+
+def _read(folder: Path, wanted: set[str]):
+    import pyarrow.parquet as pq
+
+    for path in sorted(folder.glob("*.parquet")):
+        table = pq.read_table(path).to_pylist()
+        for row in table:
+            if row["key"] in wanted:
+                yield (
+                    row["key"],
+                    StepRecord(
+                        values=json.loads(row["features"]),
+                        graph=row["graph"],
+                        error=row["error"],
+                        seconds=row["seconds"],
+                    ),
+                )
+
+
+def _packed(graph) -> bytes:
+    """The forward part of an operator graph; half precision is enough for logarithms and shares."""
+    inside = graph.nodes[:, graph.node_columns.index("in_forward")] > 0
+    place = np.cumsum(inside) - 1
+    source, reader = graph.edges
+    both = inside[source] & inside[reader]
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        categories=graph.categories[inside].astype(np.uint8),
+        nodes=graph.nodes[inside].astype(np.float16),
+        node_columns=np.array(graph.node_columns),
+        edges=place[graph.edges[:, both]].astype(np.int32),
+    )
+    return buffer.getvalue()
