@@ -94,9 +94,13 @@ def _plan_features(plan: list[Layer], batch_size: int) -> dict[str, float]:
 def group_key(config: TrialConfig) -> str:
     """Identity of the architecture: equal for configs whose networks have the same layers of the same sizes, whatever
     the batch size, the training settings and the dropout. Near-copies share it, so that a split keeps them together:
-    `FAMILY-` and 16 hex digits."""
+    `FAMILY-` and 16 hex digits. A family whose plan takes long says by `identity` what its networks are told by."""
     digest = hashlib.sha256()
-    for layer in get_family(config.family).layers(config):
+    family = get_family(config.family)
+    if hasattr(family, "identity"):
+        digest.update(family.identity(config).encode())
+        return f"{config.family}-{digest.hexdigest()[:16]}"
+    for layer in family.layers(config):
         if layer.kind != "dropout":
             digest.update(f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n".encode())
     return f"{config.family}-{digest.hexdigest()[:16]}"

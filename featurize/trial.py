@@ -6,13 +6,13 @@ Start reading at `TrialConfig`. Torch-free, so that sampling and the dispatcher 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from conf.errors import UsageError
+from conf.identity import canonical_json as canonical_json
+from conf.identity import mapping_hash as mapping_hash
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
@@ -77,16 +77,6 @@ def one_of(config: TrialConfig, **choices: tuple) -> list[str]:
         for name, known in choices.items()
         if getattr(config, name) not in known
     ]
-
-
-def canonical_json(mapping: Mapping[str, Any]) -> str:
-    """Same mapping, same text: keys sorted, no spaces."""
-    return json.dumps(mapping, sort_keys=True, separators=(",", ":"))
-
-
-def mapping_hash(mapping: Mapping[str, Any]) -> str:
-    """The identity of a trial config in mapping form: 16 hex digits of the SHA-256 of its canonical JSON."""
-    return hashlib.sha256(canonical_json(mapping).encode()).hexdigest()[:16]
 
 
 def config_hash(config: TrialConfig) -> str:

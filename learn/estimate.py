@@ -151,12 +151,12 @@ def _job_of_module(model: Callable, inputs, given: Mapping[str, Any], **about) -
 def load_factory(text: str) -> Callable:
     """`package.module:attribute` -> what is there. `UsageError` for no such module or attribute, or no callable.
 
-    torchvision is mended where it does not suit this torch (`learn.vision`), also if the factory imports it itself.
+    torchvision is mended where it does not suit this torch (`featurize.vision`), also if the factory imports it itself.
     """
     import functools
     import importlib
 
-    from learn.vision import mending
+    from featurize.vision import mending
 
     module_name, colon, attribute = str(text).partition(":")
     if not (module_name and colon and attribute):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from conf.errors import UsageError, unknown_name
 from featurize.trial import TrialConfig, config_from_mapping
-from learn.vision import import_library
+from featurize.vision import import_library
 from learn.workload import Workload, of_config
-from warehouse.published import PublishedRow
+from warehouse.published import PublishedRow, timm_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,58 +26,32 @@ def workload_of(row: PublishedRow) -> Workload:
 
     A row of a configuration gives its family's model, trained as published. A model of timm is built with random
     weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
-    usual loop and in fp32; with Adam, but for timm's (`timm_workload` says why).
+    usual loop and in fp32; with Adam, but for timm's (`warehouse.published.timm_config` says why).
     """
     if row.family is not None:
         return replace(of_config(config_of(row)), training_loop=True)
     if row.model is None or row.batch_size is None:
         raise UsageError(f"{row.name}: {row.reason or 'names no model'}")
     if row.group is not None:
-        return timm_workload(row.model, row.batch_size)
+        return timm_workload(row)
     return known_workload(row.model, row.batch_size)
 
 
 def config_of(row: PublishedRow) -> TrialConfig:
-    """The trial config of a configuration's row. `UsageError` where its fields make none.
-
-    How often dense blocks were pooled was tossed and not recorded: of the two intervals that the generator knew, the
-    one that gives the row's count of parameters is taken; the first if neither does.
-    """
-    if row.family is None or not row.config:
-        raise UsageError(f"{row.name}: {row.reason or 'is no configuration of a family'}")
-    mapping = dict(row.config)
-    if mapping["family"] != "cnn" or "pool_interval" in mapping:
-        return config_from_mapping(mapping)
-    from featurize.families import cnn
-    from featurize.layers import totals
-
-    intervals = cnn.published_pool_intervals(mapping["image_size"], mapping["depth"])
-    candidates = [config_from_mapping({**mapping, "pool_interval": interval}) for interval in intervals]
-    if mapping["topology"] == "dense" and row.parameters is not None:
-        for candidate in candidates:
-            if totals(cnn.layers(candidate)).parameters == row.parameters:
-                return candidate
-    return candidates[0]
+    """The trial config of a configuration's row or of a timm model's. `UsageError` where its fields make none."""
+    if row.family is not None and row.config:
+        return config_from_mapping(row.config)
+    if row.group is not None and row.model is not None and row.batch_size is not None:
+        return config_from_mapping(timm_config(row))
+    raise UsageError(f"{row.name}: {row.reason or 'is no configuration of a family'}")
 
 
-def timm_workload(name: str, batch_size: int) -> Workload:
-    """A timm model with random weights and its default classes, on images of its default size.
+def timm_workload(row: PublishedRow) -> Workload:
+    """A timm model in the usual loop. `UsageError` if timm is not installed or its release does not know the model."""
+    from featurize.families import timm
 
-    The optimizer was not recorded. The measured peaks hold one copy of the parameters besides weights and gradients:
-    with none, large models at small batches come out a copy too low; with Adam's two, several take less than their
-    tensors fill. So SGD with momentum is what runs.
-
-    Raises `UsageError` if timm is not installed or its release does not know the model.
-    """
-    timm = import_library("timm")
-    try:
-        defaults = timm.models.get_pretrained_cfg(name)
-    except RuntimeError:
-        defaults = None
-    if defaults is None or not timm.is_model(name):
-        raise UsageError(f"timm {timm.__version__} has no model {name!r}")
-    size = tuple(defaults.input_size)
-    return _image_workload(name, lambda: timm.create_model(name), size, batch_size, optimizer="momentum")
+    timm.defaults(row.model)
+    return replace(of_config(config_of(row)), name=row.model, training_loop=True)
 
 
 def known_workload(name: str, batch_size: int) -> Workload:
@@ -93,9 +67,6 @@ def _image_workload(
     build: Callable[[], nn.Module],
     size: tuple[int, int, int],
     batch_size: int,
-    *,
-    loss: Callable | None = None,
-    optimizer: str = "adam",
 ) -> Workload:
     from featurize.training import Training
 
@@ -109,9 +80,9 @@ def _image_workload(
         name=name,
         build=build,
         batch=batch,
-        settings=Training(optimizer=optimizer),
+        settings=Training(),
         batch_size=batch_size,
-        loss=loss or _first_logits_loss,
+        loss=_first_logits_loss,
     )
 
 

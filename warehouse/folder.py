@@ -132,6 +132,10 @@ class DataFolder:
     def compaction_lock(self) -> Path:
         return self.locks / "compaction.lock"
 
+    @property
+    def ingest_lock(self) -> Path:
+        return self.locks / "ingest.lock"
+
     def listings(self, kind: str) -> Path:
         """Where the listings of merged files of `runs` or `telemetry` are."""
         return self.root / "compactions" / kind

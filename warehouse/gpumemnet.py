@@ -5,6 +5,7 @@ Start reading at `parse_filename`; `warehouse.published` reads whole files.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -24,12 +25,21 @@ _UTILIZATION = {
 }  # fmt: skip
 STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 
+# What every one of these runs was trained with, and what the published generator left alone. Written out, so that a
+# config is complete as it is, and its hash the one that the farm would give it.
+TRAINING: Mapping[str, object] = {
+    "optimizer": "adam", "precision": "fp32", "activation_checkpointing": False, "cudnn_benchmark": False,
+    "channels_last": False,
+}  # fmt: skip
+_SMALLEST_MAP = 7  # the published generator pools no further
+_DENSE_LAYERS, _GROWTH_RATE = 4, 32  # of a dense block
+
 
 def parse_filename(name: str) -> dict[str, object]:
     """The trial-config fields in a GPUMemNet file name; `ValueError` says what is wrong with it.
 
     The first half of the MLPs have neither activation, dropout nor batch norm in their names: they are plain ReLU
-    networks without the final softmax. How often a CNN's dense blocks pool was not recorded.
+    networks without the final softmax. How often a CNN's dense blocks pool was not recorded: `settle_pooling`.
     """
     family = _FIRST_KEY.get(name.partition(":")[0])
     if family is None:
@@ -47,7 +57,7 @@ def parse_filename(name: str) -> dict[str, object]:
         else:
             values[mark[1]] = text
     try:
-        return _FIELDS[family](values, switches)
+        return {**_FIELDS[family](values, switches), **TRAINING}
     except KeyError as error:
         raise ValueError(f"file name lacks {error.args[0]}") from None
 
@@ -88,6 +98,11 @@ def _cnn(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, ob
         "batch_norm": _switch(values["batchnorm"]),
         "dropout": _rate(values, switches),
         "softmax": True,
+        "kernel_size": 3,
+        "dilation": 1,
+        "growth_rate": _GROWTH_RATE,
+        "pooling": False,
+        "pool_interval": 5,
     }
 
 
@@ -103,6 +118,9 @@ def _transformer(values: Mapping[str, str], _switches: Mapping[str, str]) -> dic
         "feed_forward": int(values["ff_hidden_size"]),
         "classes": int(values["num_classes"]),
         "dropout": float(values["dropout_rate"]),
+        "topology": "encoder",
+        "activation": "relu",
+        "softmax": False,
     }
 
 
@@ -113,6 +131,39 @@ def _switch(text: str) -> bool:
 
 
 _FIELDS: Mapping[str, Callable] = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
+
+
+def pool_intervals(image_size: int, depth: int) -> tuple[int, int]:
+    """The two `pool_interval`s that GPUMemNet's generator chose between, for a dense CNN, by an unrecorded toss."""
+    halvings = max(1, int(math.log2(max(1, image_size // _SMALLEST_MAP))))
+    return 5, max(1, math.ceil(depth / halvings))
+
+
+def settle_pooling(config: Mapping[str, object], parameters: int | None) -> dict[str, object]:
+    """A CNN's config with the `pool_interval` that gives this count of parameters; the first of the two if neither
+    does. Configs without dense blocks, whose network it leaves alone, are returned as they are."""
+    if config.get("topology") != "dense":
+        return dict(config)
+    intervals = pool_intervals(config["image_size"], config["depth"])
+    fitting = (i for i in intervals if dense_parameters({**config, "pool_interval": i}) == parameters)
+    return {**config, "pool_interval": next(fitting, intervals[0])}
+
+
+def dense_parameters(config: Mapping[str, object]) -> int:
+    """Parameters of a dense CNN: what the layer plan of the family `cnn` counts, without it."""
+    growth, norm = config["growth_rate"], 2 if config["batch_norm"] else 0
+    slope = 1 if config["activation"] == "prelu" else 0
+    taps = config["kernel_size"] ** 2
+    count, width, blocks = 0, config["channels"], config["depth"] // _DENSE_LAYERS
+    for block in range(blocks):
+        for _ in range(_DENSE_LAYERS):
+            count += growth * (width * taps + 1 + norm) + slope
+            width += growth
+        if block % config["pool_interval"] == 0 and block != blocks - 1:
+            half = width // 2
+            count += half * (width + 1 + norm)
+            width = half
+    return count + (width + 1) * config["classes"]
 
 
 def utilization(row: Mapping[str, str]) -> dict[str, float | None]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from warehouse.folder import LISTING_SCHEMA, DataFolder, write_parquet
+from warehouse.folder import COMPRESSION, LISTING_SCHEMA, DataFolder, replacing, sync, write_parquet
 
 MERGED_PREFIX = "merged-"
 _PUBLISHED_AT = b"gpufarm_published_at"
@@ -71,6 +71,24 @@ def read_listings(folder: DataFolder, kind: str) -> list[Listing]:
     """All listings, oldest first."""
     found = [Listing.read(path) for path in folder.listings(kind).glob(f"{MERGED_PREFIX}*.parquet")]
     return sorted(found, key=lambda listing: (listing.published_at_s, listing.merged))
+
+
+def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:
+    """Make rows durable in one merged file of their own; its path. Readers see all of them or none.
+
+    They count from the moment of the listing. A kill before it leaves a file that does not count, which a later
+    compaction deletes. That none of the rows is there already is the caller's business.
+    """
+    partition = folder.partition(kind, family)
+    if not partition.exists():
+        partition.mkdir(parents=True, exist_ok=True)
+        sync(partition.parent)
+    target = partition / new_merged_name()
+    with replacing(target) as temporary:
+        pq.write_table(table, temporary, **COMPRESSION)
+    name = f"{partition.name}/{target.name}"
+    Listing(listing_file(folder, kind, target.name), merged=name, hidden=(), published_at_s=time.time()).write()
+    return target
 
 
 def merged_file_with(folder: DataFolder, kind: str, family: str, run_id: str) -> Path | None:

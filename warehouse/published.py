@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conf.errors import UsageError
-from warehouse.gpumemnet import STATUS, parse_filename, to_number, utilization
+from warehouse.gpumemnet import STATUS, TRAINING, parse_filename, settle_pooling, to_number, utilization
 
 DEVICE_NAME = "A100-SXM4-40GB"
-TORCH_VERSION = "2.4.1"  # of all these files, beside CUDA 12.2
-_CARD_MIB = 40_960.0
+TORCH_VERSION = "2.4.1"  # of all these files
+CUDA_VERSION = "12.2"
+CARD_MIB = 40_960.0
 _CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
 
 
@@ -30,8 +31,10 @@ class PublishedRow:
     status       ok; oom (`memory_mib` is then no need, the job needs more than the card); invalid (no label)
     reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, judged by the rows beside it
     family       of a configuration: mlp, cnn, transformer; None for a named model
-    config       the fields of that family's trial config that the file tells, `family` and `batch_size` included
+    config       that family's trial config in mapping form, complete: `family`, `batch_size` and what the file leaves
+                 to be known; empty for a named model, see `timm_config`
     model        name of a published model, group its module or kind; both None for configurations
+    label        what the file calls the run: the file name that holds a configuration, a model's name
     memory_mib   peak of the device's memory in use, CUDA context and driver included
     parameters   as the file counts them
     utilization  means over the run: gpu_util, gract, smact, smocc, fp32a, drama, each in [0, 1] or None
@@ -47,6 +50,7 @@ class PublishedRow:
     config: Mapping[str, object] = field(default_factory=dict)
     model: str | None = None
     group: str | None = None
+    label: str | None = None
     batch_size: int | None = None
     memory_mib: float | None = None
     parameters: int | None = None
@@ -69,11 +73,12 @@ class PublishedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedFile:
-    """One file's rows, in its order. `form` is `gpumemnet`, `timm` or `models`."""
+    """One file's rows, in its order. `form` is `gpumemnet`, `timm` or `models`; `columns` are the file's."""
 
     path: Path
     form: str
     rows: tuple[PublishedRow, ...]
+    columns: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -121,8 +126,33 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
     if missing := sorted(set(stems) - set(files)):
         raise UsageError(f"files={','.join(missing)}: no such CSV file in {where}")
     if not files:
-        raise UsageError(f"published={where} holds no file with a known header; known: {_known_headers()}")
+        raise UsageError(f"published={where} holds no file with a known header; known: {known_headers()}")
     return Published(files=tuple(files[stem] for stem in sorted(files)), others=tuple(others))
+
+
+def read_recognised(path: Path) -> PublishedFile | None:
+    """One file; None where its header is none of the known ones, or it is no CSV file."""
+    try:
+        return _read_file(path)
+    except _UnknownHeader:
+        return None
+
+
+def timm_config(row: PublishedRow) -> dict[str, object]:
+    """The trial config of a row of a timm model, complete, in mapping form.
+
+    The optimizer was not recorded. The measured peaks hold one copy of the parameters besides weights and gradients:
+    with none, large models at small batches come out a copy too low; with Adam's two, several take less than their
+    tensors fill. So SGD with momentum is what ran.
+    """
+    return {
+        **TRAINING,
+        "family": "timm",
+        "model": row.model,
+        "image_size": None,
+        "batch_size": row.batch_size,
+        "optimizer": "momentum",
+    }
 
 
 class _UnknownHeader(UsageError):
@@ -138,20 +168,22 @@ def _keep(files: dict[str, PublishedFile], found: PublishedFile) -> None:
 
 def _read_file(path: Path) -> PublishedFile:
     try:
-        with _wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
+        with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             header = set(reader.fieldnames or ())
             for form, (columns, read) in _FORMS.items():
                 if columns <= header:
-                    return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, list(reader))))
+                    rows = tuple(read(path.stem, list(reader)))
+                    return PublishedFile(path=path, form=form, rows=rows, columns=tuple(reader.fieldnames))
     except (UnicodeDecodeError, csv.Error) as error:
         raise _UnknownHeader(f"published={path} is no CSV file: {error}") from error
     shown = ", ".join(sorted(header)[:12]) or "nothing"
-    raise _UnknownHeader(f"published={path}: unknown header ({shown}); known: {_known_headers()}")
+    raise _UnknownHeader(f"published={path}: unknown header ({shown}); known: {known_headers()}")
 
 
 @contextlib.contextmanager
-def _wide_cells() -> Iterator[None]:
+def wide_cells() -> Iterator[None]:
+    """While entered, the csv module reads cells of any size that these files have."""
     before = csv.field_size_limit(_CELL_CHARACTERS)
     try:
         yield
@@ -159,7 +191,8 @@ def _wide_cells() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _known_headers() -> str:
+def known_headers() -> str:
+    """The forms with their columns, for messages."""
     return "; ".join(f"{form} ({', '.join(sorted(columns))})" for form, (columns, _) in _FORMS.items())
 
 
@@ -168,8 +201,9 @@ def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
         memory = to_number(row["Max GPU Memory (MiB)"])
         problem = None
         config: dict[str, object] = {}
+        parameters = to_number(row.get("Total Parameters"))
         try:
-            config = {**parse_filename(row["Filename"] or ""), "optimizer": "adam", "precision": "fp32"}
+            config = settle_pooling(parse_filename(row["Filename"] or ""), parameters)
         except ValueError as error:
             problem = f"{error}"
         said = (row.get("Status") or "").strip()
@@ -183,7 +217,6 @@ def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
         told = to_number(row.get("Batch Size"))
         if config and told is not None and told != config["batch_size"]:
             problem = problem or "batch size is not the one in the file name"
-        parameters = to_number(row.get("Total Parameters"))
         yield PublishedRow(
             file=stem,
             row=number,
@@ -191,8 +224,9 @@ def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
             reason=problem or ("crashed out of memory" if status == "oom" else None),
             family=config.get("family"),
             config=config,
+            label=row["Filename"],
             batch_size=config.get("batch_size"),
-            memory_mib=memory or None,
+            memory_mib=memory if memory and memory > 0 else None,
             parameters=int(parameters) if parameters else None,
             utilization=utilization(row),
         )
@@ -237,6 +271,7 @@ def _named(stem: str, number: int, row: Mapping, memory: str, group: str | None,
         reason=problem,
         model=row["model"] or None,
         group=group,
+        label=row["model"],
         batch_size=int(batch) if batch else None,
         memory_mib=mib if mib and mib > 0 else None,
         estimates=estimates,
@@ -244,7 +279,8 @@ def _named(stem: str, number: int, row: Mapping, memory: str, group: str | None,
 
 
 def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
-    """A model whose memory falls with a larger batch ran out of memory there, and at every larger batch.
+    """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen in
+    use; so did one whose memory falls with a larger batch, there and at every larger batch.
 
     Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
     took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).
@@ -260,9 +296,12 @@ def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
         fell = False
         for at, index in enumerate(indices):
             row = rows[index]
+            if row.estimates.get("faketensor", 0.0) > CARD_MIB:
+                judged[index] = replace(row, status="oom", reason="its tensors alone fill more than the card")
+                continue
             largest = max((r.memory_mib for r in held), default=0.0)
             most = min((r.memory_mib * row.batch_size / r.batch_size for r in held), default=float("inf"))
-            if fell or (row.memory_mib < largest and most > _CARD_MIB):
+            if fell or (row.memory_mib < largest and most > CARD_MIB):
                 reason = "a smaller batch ran out of memory" if fell else "less memory than at a smaller batch"
                 fell = True
                 judged[index] = replace(row, status="oom", reason=reason, doubt=_doubt_of_oom(row))
@@ -275,7 +314,7 @@ def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
 
 def _doubt_of_oom(row: PublishedRow) -> str | None:
     guess = row.estimates.get("faketensor")
-    if guess is not None and guess < _CARD_MIB / 2:
+    if guess is not None and guess < CARD_MIB / 2:
         return "its tensors fill less than half the card"
     return None
 
@@ -289,12 +328,12 @@ def _doubt_of_ok(row: PublishedRow, held: Sequence[PublishedRow], following: Pub
         one, two = held[-2:]
         slope = (two.memory_mib - one.memory_mib) / (two.batch_size - one.batch_size)
         expected = two.memory_mib + slope * (row.batch_size - two.batch_size)
-        if expected > 0.98 * _CARD_MIB and row.memory_mib < 0.98 * expected:
+        if expected > 0.98 * CARD_MIB and row.memory_mib < 0.98 * expected:
             return "smaller batches lead past the card: it may be the peak before a crash"
     falls = following is not None and following.memory_mib < row.memory_mib
-    if falls and row.memory_mib < _CARD_MIB / 2:
+    if falls and row.memory_mib < CARD_MIB / 2:
         return "more than at a larger batch"
-    if falls and row.memory_mib > 0.95 * _CARD_MIB:
+    if falls and row.memory_mib > 0.95 * CARD_MIB:
         return "at the card's limit, and less at a larger batch: it may be the peak before a crash"
     return None
 

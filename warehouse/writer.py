@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from warehouse.folder import DataFolder, checked_name, sync, write_parquet
-from warehouse.merged import is_merged_name, merged_file_with
+from warehouse.merged import is_merged_name, land_batch, merged_file_with
 from warehouse.schema import (
     JOB_SCHEMA,
     METRICS,
@@ -62,6 +62,18 @@ class RunWriter:
         _write(runs / name, run_row)
         return runs / name
 
+    def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
+        """Make runs of one family durable in one file, all of them or none; its path. They have no telemetry.
+
+        Whether some of them have landed before is not looked up. Raises as `write` does, with nothing written.
+        """
+        families = {run.get("family") for run in runs}
+        if len(families) != 1:
+            raise ValueError(f"a batch is of one family, got {', '.join(sorted(map(str, families))) or 'no run'}")
+        rows = [run_table({"telemetry_rows": 0, "schema_version": SCHEMA_VERSION, **run}) for run in runs]
+        table = pa.concat_tables(rows).combine_chunks().sort_by("run_id")
+        return land_batch(self._folder, "runs", families.pop(), table)
+
     def write_job(self, job: Mapping[str, Any]) -> Path:
         """Write or replace a job's snapshot; `submitted_at` is a datetime or seconds since the epoch."""
         job = dict(job)
@@ -74,6 +86,11 @@ class RunWriter:
 
 def run_table(run: Mapping[str, Any]) -> pa.Table:
     """One row of `RUN_SCHEMA`; `ValueError` lists every rule that `run` breaks."""
+    return _one_row(run, RUN_SCHEMA, "run", run_problems(run))
+
+
+def run_problems(run: Mapping[str, Any]) -> list[str]:
+    """The rules that the values of `run` break, each beginning with its column; types are not checked."""
     found = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
     for name, known in (("status", STATUSES), ("source", SOURCES), ("oom_kind", OOM_KINDS)):
         if run.get(name) is not None and run[name] not in known:
@@ -91,7 +108,7 @@ def run_table(run: Mapping[str, Any]) -> pa.Table:
                 found.append(str(error))
     if is_merged_name(f"{run.get('run_id')}.parquet"):
         found.append(f"run_id must not look like a merged file, got {run['run_id']!r}")
-    return _one_row(run, RUN_SCHEMA, "run", found)
+    return found
 
 
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:

@@ -3,10 +3,11 @@
 A family module is imported without torch and holds
 
     Config                        frozen dataclass, subclass of `featurize.trial.TrialConfig`, `family` = the file
-    layers(config)                -> list[featurize.layers.Layer]: the forward pass per sample, torch-free
+    layers(config)                -> list[featurize.layers.Layer]: the forward pass per sample; the import is torch-free
     build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default device
     batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
+    identity(config)              -> str, optional: what tells its network from others, where `layers` takes long
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
 that divide the embedding, ...); `draw(name)` gives a further uniform number in [0, 1) that depends only on the sampled

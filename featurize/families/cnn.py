@@ -6,7 +6,6 @@ size, dilation and pooling as further dimensions. `layers` and `build` both foll
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -158,12 +157,6 @@ def _dense_blocks(config: Config) -> list[Block]:
             found.append(Block("transition", inputs, inputs // 2, side, after))
             inputs, side = inputs // 2, after
     return found
-
-
-def published_pool_intervals(image_size: int, depth: int) -> tuple[int, int]:
-    """The two `pool_interval`s that GPUMemNet's generator chose between by an unrecorded toss."""
-    halvings = max(1, int(math.log2(max(1, image_size // SMALLEST_MAP))))
-    return 5, max(1, math.ceil(depth / halvings))
 
 
 def padding(config: Config) -> tuple[int, int]:

@@ -47,7 +47,7 @@ def large_model() -> None:
     import torch
 
     from featurize.trace import trace_step
-    from learn.vision import import_library
+    from featurize.vision import import_library
 
     library = import_library("transformers")
     began = time.perf_counter()
@@ -66,7 +66,7 @@ def large_model() -> None:
 def run() -> dict[str, float]:
     import torch
 
-    from learn.vision import mend_torchvision
+    from featurize.vision import mend_torchvision
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

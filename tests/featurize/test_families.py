@@ -29,7 +29,9 @@ SMALL = {
         batch_size=2, vocabulary_size=50, sequence_length=7, embedding_size=16, heads=4, depth=3,
         feed_forward=24, classes=5,
     ),
+    "timm": dict(batch_size=2, model="mobilenetv3_small_050", image_size=64),
 }  # fmt: skip
+DESCRIBED = ("mlp", "cnn", "transformer")  # families that write their plans down, module for module
 MODULE_KINDS = {
     torch.nn.Linear: "linear",
     torch.nn.Conv2d: "conv2d",
@@ -119,7 +121,7 @@ def test_every_point_of_the_default_space_is_a_valid_config(family):
     rejections = Counter()
     configs = list(sample_range(space_of(family), 7, 0, 300, rejections=rejections))
     assert not rejections
-    assert len({str(config.to_mapping()) for config in configs}) == 300
+    assert len({str(config.to_mapping()) for config in configs}) > (250 if family == "timm" else 299)
     for config in configs[:20]:
         assert config_from_mapping(config.to_mapping()) == config
 
@@ -143,7 +145,7 @@ def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("family", sorted(SMALL))
+@pytest.mark.parametrize("family", DESCRIBED)
 def test_plan_parameters_equal_the_modules_for_every_topology_and_activation(family, activation):
     for topology in get_family(family).TOPOLOGIES:
         config = small(family, topology=topology, activation=activation)
@@ -197,14 +199,15 @@ def test_batch_fits_the_model(family, device):
     inputs, targets = get_family(family).batch(config, device)
     with torch.device(device):
         outputs = get_family(family).build(config)(*inputs)
-    assert outputs.shape == (config.batch_size, config.classes)
+    classes = getattr(config, "classes", 1000)
+    assert outputs.shape == (config.batch_size, classes)
     assert targets.dtype == torch.int64 and targets.shape == (config.batch_size,)
     assert all(tensor.device.type == device for tensor in (*inputs, targets))
     if device == "cpu":
-        assert targets.min() >= 0 and targets.max() < config.classes
+        assert targets.min() >= 0 and targets.max() < classes
 
 
-CHECKPOINTED = [small(f, topology=t, dropout=0.0) for f in sorted(SMALL) for t in get_family(f).TOPOLOGIES]
+CHECKPOINTED = [small(f, topology=t, dropout=0.0) for f in DESCRIBED for t in get_family(f).TOPOLOGIES]
 
 
 @pytest.mark.parametrize("config", CHECKPOINTED, ids=case_name)
@@ -307,6 +310,8 @@ def test_decoder_positions_see_only_what_came_before():
         ("mlp", dict(batch_size=1, batch_norm=True), "batch_size must be >= 2 with batch_norm, got 1"),
         ("cnn", dict(topology="dense", depth=3), "depth must be >= 4 for topology dense, got 3"),
         ("cnn", dict(base_filters=4096), "base_filters must be <= 2048, got 4096"),
+        ("timm", dict(model="a name"), "model must be a name of letters, digits and _ . -, got 'a name'"),
+        ("timm", dict(image_size=0), "image_size must be an integer >= 1, got 0"),
         ("cnn", dict(pooling=1), "pooling must be true or false, got 1"),
         ("cnn", dict(image_size=1, batch_size=1, batch_norm=True), "batch_norm on a 1x1 feature map"),
         ("transformer", dict(heads=3), "heads must divide embedding_size, got 3 heads"),
@@ -376,7 +381,7 @@ def test_repair_turns_sampled_dimensions_into_fields():
 
 def test_repair_leaves_what_it_cannot_mend_to_the_config():
     draw = {"heads": 0.5}.__getitem__
-    for family in sorted(SMALL):
+    for family in DESCRIBED:
         values = get_family(family).repair({**SMALL[family], "depth": "many"}, draw)
         with pytest.raises(UsageError, match="depth must be an integer >= 1, got 'many'"):
             get_family(family).Config(**values)

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from conf.errors import UsageError
-from featurize.families import cnn
-from featurize.layers import totals
+from featurize import vision
+from featurize.families import timm
 from featurize.skeleton import build_on_meta
 from featurize.training import cross_entropy
-from learn import vision
-from learn.published import KNOWN_MODELS, config_of, known_workload, timm_workload, workload_of
+from learn.published import KNOWN_MODELS, config_of, known_workload, workload_of
 from warehouse.published import PublishedRow
 
 needs = {
@@ -33,6 +32,10 @@ def row(**values):
     return PublishedRow(**{"file": "some", "row": 1, "status": "ok", **values})
 
 
+def timm_row(model):
+    return row(model=model, group="some", batch_size=4)
+
+
 def step_on_meta(workload):
     model = build_on_meta(workload.build).train()
     inputs, targets = workload.batch("meta")
@@ -40,16 +43,6 @@ def step_on_meta(workload):
     loss.backward()
     assert loss.dim() == 0 and loss.is_meta
     return model, inputs
-
-
-def test_dense_blocks_are_pooled_as_the_count_of_parameters_tells():
-    first, second = cnn.published_pool_intervals(64, 48)
-    assert first != second
-    for interval in (first, second):
-        wanted = cnn.Config(**{k: v for k, v in DENSE.items() if k != "family"}, pool_interval=interval)
-        parameters = totals(cnn.layers(wanted)).parameters
-        assert config_of(row(family="cnn", config=DENSE, parameters=parameters)) == wanted
-    assert config_of(row(family="cnn", config=DENSE, parameters=1)).pool_interval == first
 
 
 def test_a_configurations_workload_is_its_family():
@@ -79,16 +72,17 @@ def test_rows_without_a_job_say_why():
 @needs["timm"]
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "swinv2_cr_tiny_ns_224", "levit_128s"])
 def test_a_timm_model_trains_on_images_of_its_own_size(name):
-    workload = timm_workload(name, 4)
+    workload = workload_of(timm_row(name))
     model, (images,) = step_on_meta(workload)
-    assert workload.name == name and images.shape == (4, *model.default_cfg["input_size"])
+    assert workload.name == name and workload.training_loop and workload.settings.optimizer == "momentum"
+    assert images.shape == (4, *model.default_cfg["input_size"])
     assert all(p.is_meta and (p.grad is None or p.grad.is_meta) for p in model.parameters())
 
 
 @needs["timm"]
 def test_a_model_that_timm_does_not_have_is_told_with_the_release():
     with pytest.raises(UsageError, match=r"timm [\d.]+\S* has no model 'resnet_of_tomorrow'"):
-        timm_workload("resnet_of_tomorrow", 4)
+        workload_of(timm_row("resnet_of_tomorrow"))
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN_MODELS if name not in LARGE])
@@ -101,15 +95,16 @@ def test_every_known_model_trains_a_step(name):
 
 
 def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
+    timm.defaults.cache_clear()
     monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"timm is not installed.*pip install timm"):
-        timm_workload("resnet10t", 4)
+    with pytest.raises(UsageError, match=r"timm is not installed.*pip install --no-deps timm"):
+        workload_of(timm_row("resnet10t"))
 
 
 @needs["torchvision"]
 def test_torchvision_comes_up_also_beside_a_torch_that_it_was_not_built_for():
     code = (
-        "from learn.vision import import_library\n"
+        "from featurize.vision import import_library\n"
         "models = import_library('torchvision.models')\n"
         "import torch, torchvision.ops\n"
         "torch.ops.torchvision.nms\n"

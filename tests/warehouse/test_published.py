@@ -148,6 +148,12 @@ def test_a_row_that_falls_short_of_its_smaller_batches_growth_at_the_card_is_in_
     assert rows[2].doubt is None and "peak before a crash" in rows[3].doubt
 
 
+def test_tensors_that_fill_more_than_the_card_ran_out_of_memory_whatever_was_seen(tmp_path):
+    rows = timm(tmp_path, [9_000, 40_100], fake=41_000.0)
+    assert [row.status for row in rows] == ["oom", "oom"] and [row.doubt for row in rows] == [None, None]
+    assert "fill more than the card" in rows[0].reason
+
+
 def test_a_run_that_took_less_than_its_tensors_fill_is_in_doubt(tmp_path):
     assert "may not have trained" in timm(tmp_path, [2_000, 2_000], fake=5_000.0)[0].doubt
 

@@ -1,0 +1,21 @@
+"""The text and the hash by which a mapping is known, wherever in the project it is made.
+
+Start reading at `mapping_hash`: the identity of a trial config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def canonical_json(mapping: Mapping[str, Any]) -> str:
+    """Same mapping, same text: keys sorted, no spaces."""
+    return json.dumps(mapping, sort_keys=True, separators=(",", ":"))
+
+
+def mapping_hash(mapping: Mapping[str, Any]) -> str:
+    """The identity of a trial config in mapping form: 16 hex digits of the SHA-256 of its canonical JSON."""
+    return hashlib.sha256(canonical_json(mapping).encode()).hexdigest()[:16]

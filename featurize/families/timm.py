@@ -1,0 +1,158 @@
+"""Image models of the timm library, by name, with random weights.
+
+Start reading at `build`; `layers` reads the plan off one forward pass without memory (`featurize.plan_of_module`).
+timm and torch are imported when a model is built, and never to make or check a config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from conf.errors import UsageError
+from featurize.layers import Layer
+from featurize.trial import TrialConfig, at_least
+
+if TYPE_CHECKING:
+    import torch
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """model: a name of `timm.list_models()`; whether there is such a model is known when it is built.
+    image_size: side of square images; None for the model's own size. Many models with attention take no other."""
+
+    family: ClassVar[str] = "timm"
+
+    model: str
+    image_size: int | None = None
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not isinstance(self.model, str) or not _NAME.fullmatch(self.model):
+            found.append(f"model must be a name of letters, digits and _ . -, got {self.model!r}")
+        if self.image_size is not None:
+            found += at_least(self, image_size=1)
+        return found
+
+
+def identity(config: Config) -> str:
+    """What tells the network from others, without building it."""
+    return f"{config.model} {config.image_size}"
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
+
+    Raises `UsageError` if timm is not installed or its release does not know the model, or not at this size.
+    """
+    return list(_layers(config.model, config.image_size))
+
+
+@lru_cache(maxsize=4096)
+def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
+    from featurize.plan_of_module import plan_of_module
+    from featurize.skeleton import build_on_meta
+
+    shape = _input_shape(model, image_size)
+    try:
+        return tuple(plan_of_module(build_on_meta(lambda: _create(model, image_size)), shape))
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"timm's model {model!r} does not run on images of {shape[1]}x{shape[2]}: {error}") from error
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, channels, H, W] floats -> [N, classes], of the model's default channels and classes.
+
+    A model without a head gives the mean over its feature map instead. Raises `UsageError` as `layers` does, and for a
+    model that cannot checkpoint its activations where that is asked for.
+    """
+    import torch
+
+    from featurize.skeleton import build_on_meta
+
+    def make() -> torch.nn.Module:
+        model = _create(config.model, config.image_size)
+        if config.activation_checkpointing:
+            _checkpoint(model, config.model)
+        # A hook and no wrapping module, so that the modules keep timm's names.
+        model.register_forward_hook(_as_logits)
+        return model
+
+    # Constructors read small tensors back, which a default device without memory forbids.
+    return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Images [N, channels, H, W] float32 and class indices [N]."""
+    import torch
+
+    images = torch.randn(config.batch_size, *_input_shape(config.model, config.image_size), device=device)
+    classes = max(defaults(config.model).num_classes or 0, 1)
+    return (images,), torch.randint(classes, (config.batch_size,), device=device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Nothing depends on anything else."""
+    return dict(values)
+
+
+@lru_cache(maxsize=4096)
+def defaults(name: str):
+    """timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as `layers`."""
+    from featurize.vision import import_library
+
+    timm = import_library("timm")
+    architecture = name.partition(".")[0]  # what follows names pretrained weights
+    try:
+        found = timm.models.get_pretrained_cfg(name) if timm.is_model(architecture) else None
+    except RuntimeError:
+        found = None
+    if found is None:
+        near = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
+        hint = f"near names: {', '.join(near)}" if near else "timm.list_models() gives the names"
+        raise UsageError(f"timm {timm.__version__} has no model {name!r}; {hint}")
+    return found
+
+
+def _create(name: str, image_size: int | None) -> torch.nn.Module:
+    from featurize.vision import import_library
+
+    timm = import_library("timm")
+    about = defaults(name)
+    if image_size is None or not about.fixed_input_size or tuple(about.input_size[1:]) == (image_size,) * 2:
+        return timm.create_model(name)
+    try:
+        return timm.create_model(name, img_size=image_size)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UsageError(f"timm's model {name!r} takes images of {about.input_size[1]} pixels only") from error
+
+
+def _input_shape(name: str, image_size: int | None) -> tuple[int, int, int]:
+    """Channels, height, width."""
+    channels, height, width = defaults(name).input_size
+    return (channels, height, width) if image_size is None else (channels, image_size, image_size)
+
+
+def _checkpoint(model: torch.nn.Module, name: str) -> None:
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError) as error:
+        raise UsageError(f"timm's model {name!r} has no activation_checkpointing") from error
+
+
+def _as_logits(_model: torch.nn.Module, _inputs: tuple, output):
+    """[N, C] of whatever the model gives: the first tensor, features averaged over places or tokens."""
+    import torch
+
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
+    if output.dim() == 4:
+        return output.mean((2, 3))
+    return output.mean(1) if output.dim() == 3 else output

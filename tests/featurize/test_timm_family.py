@@ -1,0 +1,119 @@
+"""Models of the timm library as a family: plans are read off the models, names are checked when they are built."""
+
+import importlib.util
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from conf.errors import UsageError
+from featurize import vision
+from featurize.families import timm
+from featurize.features import group_key, scalar_features
+from featurize.layers import totals
+from featurize.plan_of_module import plan_of_module
+from featurize.training import TrainingStep
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+
+
+def config(model="resnet10t", **changes):
+    return timm.Config(**{"model": model, "batch_size": 2, **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        ("resnet10t", 64), ("mobilenetv3_small_050", 64), ("vit_tiny_patch16_224", None), ("vit_tiny_patch16_224", 64),
+        ("levit_128s", None), ("beit_base_patch16_224", None), ("swin_tiny_patch4_window7_224", None),
+    ],
+)  # fmt: skip
+def test_a_plan_has_the_models_parameters_and_flops(model, size):
+    one = config(model, image_size=size)
+    with torch.device("meta"):
+        module = timm.build(one)
+    inputs, targets = timm.batch(one, "meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        assert module(*inputs).shape == (2, 1000) and targets.shape == (2,)
+    sums = totals(timm.layers(one))
+    assert sums.parameters == sum(p.numel() for p in module.parameters())
+    assert 2 * sums.flops == counter.get_total_flops()
+
+
+def test_plans_use_the_words_of_the_other_families():
+    kinds = Counter(layer.kind for layer in timm.layers(config("vit_tiny_patch16_224")))
+    assert kinds == {
+        "position": 1, "conv2d": 1, "concat": 1, "layernorm": 25, "linear": 49, "attention": 12, "add": 24, "gelu": 12,
+    }  # fmt: skip
+    kinds = Counter(layer.kind for layer in timm.layers(config("resnet10t", image_size=64)))
+    assert {"conv2d", "batchnorm2d", "relu", "add", "max_pool2d", "linear"} <= set(kinds)
+    assert scalar_features(config("resnet10t", image_size=64))["model"] == "resnet10t"
+
+
+def test_parameters_that_no_layer_holds_are_positions_and_shared_ones_count_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(4))
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x + self.token))
+
+    with torch.device("meta"):
+        plan = plan_of_module(Tied(), (4,))
+    assert [(x.kind, x.output_elements, x.parameters, x.flops) for x in plan] == [
+        ("position", 4, 4, 0), ("linear", 4, 20, 32), ("linear", 4, 4, 32),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}, {"channels_last": True}])
+def test_a_model_trains(changes):
+    one = config("mobilenetv3_small_050", image_size=64, **changes)
+    torch.manual_seed(0)
+    step = TrainingStep(timm.build(one), one, "cpu")
+    assert torch.isfinite(step(*timm.batch(one, "cpu")))
+
+
+def test_a_model_without_a_head_trains_on_its_features():
+    one = config("resnet10t", image_size=64)
+    module = timm.build(one)
+    module.reset_classifier(0, global_pool="")
+    (images,), _ = timm.batch(one, "cpu")
+    assert module(images).shape == (2, 512)
+    step = TrainingStep(module, one, "cpu")
+    assert torch.isfinite(step((images,), torch.zeros(2, dtype=torch.long)))
+
+
+def test_an_unknown_model_is_told_with_near_names_and_a_size_that_does_not_fit():
+    with pytest.raises(UsageError, match=r"timm 1\S* has no model 'resnet5O'; near names: .*resnet50"):
+        timm.build(config("resnet5O"))
+    with pytest.raises(UsageError, match="'levit_128s' does not run on images of 100x100"):
+        timm.layers(config("levit_128s", image_size=100))
+    with pytest.raises(UsageError, match="'xcit_nano_12_p16_224' takes images of 224 pixels only"):
+        timm.layers(config("xcit_nano_12_p16_224", image_size=100))
+    with pytest.raises(UsageError, match="'vgg11' has no activation_checkpointing"):
+        timm.build(config("vgg11", activation_checkpointing=True))
+
+
+def test_a_missing_timm_says_how_to_get_it(monkeypatch):
+    timm.defaults.cache_clear()
+    monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install --no-deps timm"):
+        timm.build(config())
+
+
+def test_the_group_key_needs_no_model():
+    code = (
+        "import sys; from featurize.families import timm; from featurize.features import group_key\n"
+        "a, b, c = (timm.Config(model=m, batch_size=n) for m, n in (('a', 1), ('a', 2), ('b', 1)))\n"
+        "assert group_key(a) == group_key(b) != group_key(c)\n"
+        "assert not {'torch', 'timm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert group_key(config()) != group_key(config(image_size=64)) and group_key(config()).startswith("timm-")

@@ -1,0 +1,335 @@
+"""Other people's measurements become rows of `runs`: once each, whole, with what makes no sense counted and named."""
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import warehouse
+from conf.cli import run
+from conf.errors import UsageError
+from conf.identity import mapping_hash
+from featurize.families import cnn
+from featurize.layers import totals
+from featurize.trial import ACTIVATIONS, config_from_mapping, config_hash
+from warehouse import ingest as command
+from warehouse.compact import CompactionSettings, compact
+from warehouse.folder import DataFolder
+from warehouse.gpumemnet import dense_parameters, pool_intervals
+from warehouse.ingest import IngestSettings, ingest
+
+HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT",
+          "Avg SMOCC", "Avg DRAMA", "Status")  # fmt: skip
+OLD_HEADER = HEADER[:5]
+TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
+TRANSFORMER = (
+    "num_classes:5_embedding_size:64_num_layers:2_num_heads:4_ff_hidden_size:90_dropout_rate:0.5_seq_length:16_"
+    "input_size:1000_num_samples:77_batch_size:8.out"
+)
+ROOT = Path(warehouse.__file__).parent.parent
+
+
+def mlp(batch=32, depth=2):
+    return (
+        f"input:20_output:4_depth:{depth}_arch:pyramid_batch:{batch}_act:elu_dropout:0.25_dropout:True_"
+        "batchnorm:True.out"
+    )
+
+
+def cnn_name(arch="uniform", depth=3, side=32):
+    return (
+        f"input_channels:3_num_classes:7_depth:{depth}_arch:{arch}_base_filters:16_batch:4_input_size:{side}_act:swish_"
+        "dropout:0.1_dropout:False_batchnorm:False.out"
+    )
+
+
+def measured(name, batch, memory, status="SUCCESSFUL", depth=3):
+    return (name, depth, 100, batch, memory, 80, 0.5, -1, 0.25, status)
+
+
+def write(path, header, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "a'; echo foo [b]*?"
+
+
+@pytest.fixture
+def take(place):
+    def taken(path, source="gpumemnet", **settings):
+        return ingest(IngestSettings(source=source, path=str(path), data=str(place / "data"), **settings))
+
+    return taken
+
+
+def rows(place, columns="*", where="true"):
+    with contextlib.closing(warehouse.connect(place / "data")) as connection:
+        found = connection.execute(f"SELECT {columns} FROM runs WHERE {where} ORDER BY run_id")
+        names = [name for name, *_ in found.description]
+        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+
+ROWS = [
+    measured(mlp(), 32, 1500),
+    measured(mlp(64), 64, 1600),
+    measured(cnn_name(), 4, 39_000, "OOM_CRASH"),
+    measured(TRANSFORMER, 8, 2000),
+]
+
+
+def test_rows_land_with_their_configuration_labels_and_environment(place, take):
+    (report,) = take(write(place / "some.csv", HEADER, ROWS)).files
+    assert (report.rows, report.new, report.already_there) == (4, 4, 0)
+    assert report.statuses == {"ok": 3, "oom": 1}
+    (one,) = rows(place, where="batch_size = 64")
+    wanted = {
+        "job_id": "import-gpumemnet", "family": "mlp", "status": "ok", "source": "imported", "oom_kind": None,
+        "device_name": "A100-SXM4-40GB", "device_memory_mib": 40_960, "torch_version": "2.4.1", "cuda_version": "12.2",
+        "precision": "fp32", "optimizer": "adam", "peak_memory_mib": 1600, "gpu_util": 0.8, "smact": 0.5, "smocc": None,
+        "drama": 0.25, "parameters": 100, "step_time_ms": None, "error": None, "error_type": None,
+    }  # fmt: skip
+    assert {name: one[name] for name in wanted} == wanted
+    (oom,) = rows(place, where="status = 'oom'")
+    assert (oom["oom_kind"], oom["peak_memory_mib"], oom["family"]) == ("device", 39_000, "cnn")
+    assert rows(place, where="family = 'transformer'")[0]["parameters"] is None
+
+
+def test_configs_are_complete_and_known_by_the_farms_own_hash(place, take):
+    dense = measured(cnn_name("dense", 16, 64), 4, 3000)
+    take(write(place / "some.csv", HEADER, [*ROWS, dense]))
+    take(write(place / "timm.csv", TIMM, [("resnet10t", "resnet", 8, 2000, 1)]), "timm")
+    found = rows(place)
+    assert {row["family"] for row in found} == {"mlp", "cnn", "transformer", "timm"}
+    for row in found:
+        config = config_from_mapping(json.loads(row["config"]))
+        assert config.to_mapping() == json.loads(row["config"])
+        assert config_hash(config) == row["config_hash"] == mapping_hash(json.loads(row["config"]))
+
+
+def test_a_dense_networks_parameters_are_counted_as_the_family_counts_them():
+    for at in range(200):
+        values = dict(
+            batch_size=2, image_size=8 + at, channels=1 + at % 3, classes=2 + at, base_filters=16, depth=4 + at % 29,
+            activation=ACTIVATIONS[at % len(ACTIVATIONS)], batch_norm=at % 2 == 0, topology="dense", softmax=True,
+            growth_rate=32 if at % 5 else 7,
+        )  # fmt: skip
+        for interval in pool_intervals(values["image_size"], values["depth"]):
+            config = cnn.Config(**values, pool_interval=interval)
+            assert dense_parameters(config.to_mapping()) == totals(cnn.layers(config)).parameters
+
+
+def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
+    name = cnn_name("dense", 48, 64)
+    first, second = pool_intervals(64, 48)
+    config = dict(
+        batch_size=4, image_size=64, channels=3, classes=7, base_filters=16, depth=48, topology="dense",
+        activation="silu", softmax=True,
+    )  # fmt: skip
+    counts = [totals(cnn.layers(cnn.Config(**config, pool_interval=i))).parameters for i in (first, second)]
+    table = [(name, 48, count, 4, 2000 + at) for at, count in enumerate([*counts, 1])]
+    take(write(place / "dense.csv", OLD_HEADER, table))
+    found = rows(place, "json_extract(config, '$.pool_interval')::int AS interval, peak_memory_mib AS m")
+    assert {row["m"]: row["interval"] for row in found} == {2000: first, 2001: second, 2002: first}
+    assert first != second
+
+
+def test_ingesting_twice_adds_nothing_from_wherever_and_a_grown_file_only_its_new_rows(place, take):
+    path = write(place / "some.csv", HEADER, ROWS)
+    take(path)
+    before = rows(place)
+    (again,) = take(path).files
+    assert (again.new, again.already_there) == (0, 4)
+    (elsewhere,) = take(write(place / "deep" / "er" / "other.csv", HEADER, ROWS[::-1])).files
+    assert elsewhere.new == 0 and rows(place) == before
+    (grown,) = take(write(path, HEADER, [*ROWS[:1], measured(mlp(99), 99, 1700), *ROWS[1:]])).files
+    assert (grown.rows, grown.new, grown.already_there) == (5, 1, 4)
+    assert len(rows(place)) == 5
+
+
+def test_the_same_measurements_with_other_columns_are_the_same_runs(place, take):
+    write(place / "set" / "full.csv", HEADER, ROWS)
+    write(place / "set" / "an_old.csv", OLD_HEADER, [row[:5] for row in ROWS])
+    full, old = take(place / "set").files
+    assert (full.path.name, full.new, old.new) == ("full.csv", 4, 0), "the one that tells more lands first"
+
+
+def test_equal_rows_of_a_file_are_runs_of_their_own(place, take):
+    path = write(place / "some.csv", HEADER, [ROWS[0]] * 3)
+    assert take(path).files[0].new == 3
+    assert take(path).files[0].new == 0
+    assert len({row["run_id"] for row in rows(place)}) == 3
+
+
+def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, take):
+    table = [measured(mlp(), 32, 0), measured(mlp(), 32, 1500, depth=0), ROWS[0], measured("what?", 3, -1),
+             measured(mlp(), 32, 1800, "EXPLODED")]  # fmt: skip
+    (report,) = take(write(place / "some.csv", HEADER, table)).files
+    assert report.statuses == {"invalid": 4, "ok": 1}
+    assert report.invalid == {
+        "never started: no memory": [1], "never started: depth 0": [2], "file name has no known first key": [4],
+        "status EXPLODED": [5],
+    }  # fmt: skip
+    found = rows(place, where="status = 'invalid'")
+    assert {row["error"] for row in found} == set(report.invalid)
+    assert {row["family"] for row in found} == {"mlp", "unknown"}
+    assert all(row["peak_memory_mib"] != -1 for row in found)
+
+
+def test_rows_in_doubt_keep_their_status_and_say_why(place, take):
+    table = [("net", "nets", 8 * 2**i, mib, 30_000.0) for i, mib in enumerate([12_000, 12_000, 35_000, 9_000])]
+    (report,) = take(write(place / "timm.csv", TIMM, table), "timm").files
+    assert report.statuses == {"ok": 3, "oom": 1} and report.in_doubt == 2
+    found = {row["batch_size"]: row for row in rows(place)}
+    assert found[8]["status"] == "ok" and found[8]["error_type"] == "doubt" and "tensors fill" in found[8]["error"]
+    assert found[64]["status"] == "oom" and found[64]["error_type"] is None
+    assert (found[8]["family"], found[8]["optimizer"], found[8]["device_memory_mib"]) == ("timm", "momentum", 40_960)
+
+
+def test_a_folder_is_searched_below_and_other_files_are_named(place, take):
+    write(place / "set" / "A" / "mlp.csv", OLD_HEADER, [ROWS[0][:5]])
+    write(place / "set" / "B" / "mlp.csv", HEADER, [ROWS[1]])
+    write(place / "set" / "odd.csv", ("x", "y"), [(1, 2)])
+    write(place / "set" / "timm.csv", TIMM, [("net", "nets", 8, 2000, 1)])
+    write(place / "set" / "known.csv", ("model", "batch_size", "actual_mib"), [("vgg16", 4, 3000)])
+    report = take(place / "set")
+    assert {(file.path.parent.name, file.new) for file in report.files} == {("A", 1), ("B", 1)}
+    assert {path.name: why.split(";")[0] for path, why in report.left.items()} == {
+        "odd.csv": "unknown header", "timm.csv": "its rows are of source=timm",
+        "known.csv": "well-known models by name: no configurations of a family that could be rebuilt",
+    }  # fmt: skip
+
+
+MAPPING = dict(
+    family="timm",
+    device_name="NVIDIA-L4",
+    columns="{peak_memory_mib: mem, batch_size: bs, config.model: net, smact: sm, status: end}",
+    constants="{optimizer: sgd, torch_version: 2.6.0, device_memory_mib: 23034}",
+)
+
+
+def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
+    header = ("net", "bs", "mem", "sm", "end", "note")
+    table = [
+        ("resnet18", 8, 2100.5, 0.5, "ok", "x"), ("resnet18", 999, "", -1, "OOM", "x"),
+        ("resnet18", 8, 10, 50, "ok", ""),
+        ("resnet18", "", 10, 0.5, "ok", ""), ("resnet18", 8, "", "nan", "", ""), ("resnet18", 8, 10, "", "meh", ""),
+    ]  # fmt: skip
+    path = write(place / "mine.csv", header, table)
+    (report,) = take(path, "csv", **MAPPING).files
+    assert report.statuses == {"ok": 1, "oom": 1, "invalid": 4}
+    reasons = " | ".join(report.invalid)
+    for said in ("smact must be in [0, 1], got 50", "no batch size", "no figure", "unknown status 'meh'"):
+        assert said in reasons
+    one, two = sorted(rows(place, where="status != 'invalid'"), key=lambda row: row["status"])
+    assert (one["peak_memory_mib"], one["smact"], one["optimizer"], one["device_name"]) == (
+        2100.5,
+        0.5,
+        "sgd",
+        "NVIDIA-L4",
+    )
+    assert (one["job_id"], one["torch_version"], one["device_memory_mib"]) == ("import-csv", "2.6.0", 23034)
+    assert (two["status"], two["oom_kind"], two["peak_memory_mib"], two["smact"]) == ("oom", "device", None, None)
+    config = config_from_mapping(json.loads(one["config"]))
+    assert (config.model, config.batch_size, config.optimizer) == ("resnet18", 8, "sgd")
+    assert take(path, "csv", **MAPPING).files[0].new == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["source=hearsay"], "unknown source 'hearsay'; known: csv, gpumemnet, timm"),
+        (["source=gpumemnet", "path=nowhere"], "path=nowhere: there is no such file or folder"),
+        (["path=x"], "missing source=..."),
+        (["source=timm"], "holds no file of source=timm; some.csv: its rows are of source=gpumemnet"),
+        (["source=gpumemnet", "family=cnn"], "family: for source=csv only"),
+        (["source=csv"], "family=... is missing"),
+        (["source=csv", "family=cmm", "columns={smact: a}"], "unknown family 'cmm'; known: cnn, mlp"),
+        (["source=csv", "family=cnn", "columns={smact: a}"], "device_name=... is missing"),
+        (["source=csv", "family=cnn", "device_name=x"], "columns='{peak_memory_mib: COLUMN, ...}' is missing"),
+        (["source=csv", "family=cnn", "device_name=x", "columns=mem"], "columns must be written as"),
+        (["source=csv", "family=cnn", "device_name=x", "columns={smat: Depth, run_id: Depth}"],
+         "columns: unknown smat, run_id; known: "),
+        (["source=csv", "family=cnn", "device_name=x", "columns={smact: Deep}"],
+         "no column Deep; the file has Filename"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, said):
+    path = write(place / "some.csv", HEADER, ROWS)
+    if not any(text.startswith("path=") for text in arguments):
+        arguments = [*arguments, f"path={path}"]
+    asked = [*arguments, f"data='{str(place / 'data').replace(chr(39), chr(92) + chr(39))}'"]
+    assert run("ingest", command.entry, asked, text=("path", "columns", "constants", "device_name")) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and not (place / "data").exists()
+
+
+def test_the_command_prints_what_became_of_each_file(place, capsys):
+    path = write(place / "some.csv", HEADER, [*ROWS, measured(mlp(), 32, 0)])
+    write(place / "odd.csv", ("x", "y"), [(1, 2)])
+    settings = IngestSettings(source="gpumemnet", path=str(path.parent), data=str(place / "data"))
+    command.print_report(ingest(settings))
+    said = capsys.readouterr().out
+    assert "already there" in said and "left out: odd.csv: unknown header" in said
+    assert "invalid: never started: no memory: 1 (some.csv:5)" in said
+
+
+KILLED = """
+import os, signal, sys
+from warehouse import merged
+from warehouse.ingest import IngestSettings, ingest
+landed = 0
+write = merged.Listing.write
+def dying(listing):
+    global landed
+    if landed == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    landed += 1
+    write(listing)
+merged.Listing.write = dying
+ingest(IngestSettings(source="gpumemnet", path=sys.argv[1], data=sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("survived", [0, 1, 2])
+def test_a_kill_leaves_whole_batches_and_a_repeat_adds_the_rest_once(place, take, survived):
+    write(place / "set" / "a.csv", HEADER, ROWS[:2])
+    write(place / "set" / "b.csv", HEADER, [*ROWS[2:], measured(cnn_name(depth=5), 4, 3000)])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(place / "set"), str(place / "data"), str(survived)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    assert len(rows(place)) == [0, 2, 4][survived]
+    take(place / "set")
+    assert len(rows(place)) == 5 and len({row["run_id"] for row in rows(place)}) == 5
+    folder = DataFolder.resolve(place / "data")
+    compact(folder, now_s=2e10, settings=CompactionSettings(min_files=2))
+    compact(folder, now_s=3e10, settings=CompactionSettings(min_files=2))
+    assert len(rows(place)) == 5, "what the kill left is swept up and never counts"
+    assert sum(file.new for file in take(place / "set").files) == 0
+
+
+def test_a_second_ingest_at_the_same_time_is_refused(place, take):
+    path = write(place / "some.csv", HEADER, ROWS)
+    folder = DataFolder.resolve(place / "data").create()
+    with command._lock(folder), pytest.raises(UsageError, match="another ingest is at work"):
+        take(path)
+    assert take(path).files[0].new == 4
+
+
+def test_ingesting_needs_no_torch_and_no_family():
+    code = "import sys, warehouse.ingest; sys.exit(any(m in sys.modules for m in ('torch', 'featurize', 'timm')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,114 @@
+"""From published files to rows of `runs`: what a run is known by, and what its columns hold.
+
+Start reading at `published_file`; `warehouse.csv_columns` does the same for any CSV file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.identity import canonical_json, mapping_hash
+from warehouse.published import (
+    CARD_MIB,
+    CUDA_VERSION,
+    DEVICE_NAME,
+    TORCH_VERSION,
+    PublishedFile,
+    PublishedRow,
+    timm_config,
+)
+from warehouse.schema import RUN_SCHEMA
+
+DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
+UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
+
+
+@dataclass(frozen=True)
+class ImportedRow:
+    """A row of `runs`, and where it is from. row: its place in the file, 1 for the first below the header."""
+
+    row: int
+    run: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ImportedFile:
+    """One file's rows, in its order. told: how many of its columns say something of the run besides its memory."""
+
+    path: Path
+    rows: tuple[ImportedRow, ...]
+    told: int = 0
+
+
+def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:
+    """The rows of a file of GPUMemNet or of timm models; `device_name` None is the card that these are known to be of.
+
+    A run is known by what ran and the memory it took. So the same measurements published with other columns, or in
+    another file, are the same runs.
+    """
+    contents = [canonical_json({"label": row.label, "batch_size": row.batch_size, "memory_mib": row.memory_mib})
+                for row in file.rows]  # fmt: skip
+    device = {"device_name": device_name or DEVICE_NAME}
+    if device_name in (None, DEVICE_NAME):
+        device["device_memory_mib"] = CARD_MIB
+    rows = []
+    for row, run_id in zip(file.rows, run_ids(source, contents), strict=True):
+        rows.append(ImportedRow(row.row, {**identity(source, run_id), **device, **_columns(row)}))
+    told = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
+    return ImportedFile(file.path, tuple(rows), told)
+
+
+def identity(source: str, run_id: str) -> dict[str, Any]:
+    """The columns that say where an imported run is from."""
+    return {"run_id": run_id, "job_id": f"import-{source}", "source": "imported"}
+
+
+def run_ids(source: str, contents: Iterable[str]) -> list[str]:
+    """`SOURCE-` and 20 hex digits for each row of a file: a function of its content and, among equal ones, its place.
+    The same rows in another file, or beside further ones, have the same ids."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for content in contents:
+        seen[content] += 1
+        digest = hashlib.sha256(f"{content}\n{seen[content]}".encode()).hexdigest()
+        ids.append(f"{source}-{digest[:20]}")
+    return ids
+
+
+def config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial config in mapping form as columns of `runs`; none for an empty one."""
+    if not config:
+        return {}
+    return {
+        "config": canonical_json(config),
+        "config_hash": mapping_hash(config),
+        **{name: config.get(name) for name in ("batch_size", "precision", "optimizer")},
+    }
+
+
+def _columns(row: PublishedRow) -> dict[str, Any]:
+    config = row.config
+    if row.family is None and row.group is not None and row.status != "invalid":
+        config = timm_config(row)
+    family = row.family or ("timm" if row.group is not None else UNKNOWN_FAMILY)
+    told = {name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names}
+    return {
+        "family": family,
+        "status": row.status,
+        "oom_kind": "device" if row.status == "oom" else None,
+        "error_type": DOUBT if row.doubt else None,
+        "error": row.doubt or row.reason,
+        "torch_version": TORCH_VERSION,
+        "cuda_version": CUDA_VERSION,
+        "batch_size": row.batch_size,
+        **config_columns(config),
+        # the transformers' counts lack the attention's input projections
+        "parameters": None if family == "transformer" else row.parameters,
+        "peak_memory_mib": row.memory_mib,
+        **told,
+    }

@@ -1,0 +1,247 @@
+"""`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements as rows of `runs`.
+
+Start reading at `ingest`. All files are read before anything is written; each file's new rows then land at once, so a
+kill leaves whole files' rows, and a repeat adds what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conf.bars import start_bar
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from warehouse.csv_columns import CsvMapping, read_mapping
+from warehouse.folder import DataFolder
+from warehouse.imported_rows import DOUBT, ImportedFile, published_file
+from warehouse.published import known_headers, read_recognised
+from warehouse.views import connect
+from warehouse.writer import RunWriter
+
+PUBLISHED = ("gpumemnet", "timm")
+SOURCES = (*PUBLISHED, "csv")
+_SHOWN_ROWS = 5  # places named for each reason
+_WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
+
+Progress = Callable[[str, int, int], None]  # (what is done, files done, files in all)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestSettings:
+    """What to read and where it goes. Raises `UsageError` for an unknown source, and for keys of another source."""
+
+    source: str
+    path: str
+    data: str | None = None
+    device_name: str | None = None
+    family: str | None = None
+    columns: str | None = None
+    constants: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise unknown_name("source", self.source, SOURCES)
+        if self.source in PUBLISHED:
+            odd = [key for key in ("family", "columns", "constants") if getattr(self, key) is not None]
+            if odd:
+                raise UsageError(f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns")
+        elif self.family is None:
+            raise UsageError("family=... is missing: source=csv needs the family that its rows are configurations of")
+
+    def mapping(self) -> CsvMapping:
+        """The mapping of source=csv, checked."""
+        constants = read_mapping("constants", self.constants)
+        if self.device_name is not None:
+            constants["device_name"] = self.device_name
+        return CsvMapping(family=self.family, columns=read_mapping("columns", self.columns), constants=constants)
+
+
+@dataclass
+class FileReport:
+    """What became of one file's rows. `invalid` and `doubts`: reason -> places in the file, 1 for the first row."""
+
+    path: Path
+    rows: int = 0
+    new: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    invalid: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    doubts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def already_there(self) -> int:
+        return self.rows - self.new
+
+    @property
+    def in_doubt(self) -> int:
+        return sum(map(len, self.doubts.values()))
+
+
+@dataclass
+class IngestReport:
+    """Files that were read, and those that were left: path -> why."""
+
+    files: list[FileReport] = field(default_factory=list)
+    left: dict[Path, str] = field(default_factory=dict)
+
+
+def ingest(settings: IngestSettings, progress: Progress | None = None) -> IngestReport:
+    """Land the rows of every file that `settings.path` holds and that are not there yet.
+
+    Raises `UsageError` for a path that is not there or holds no file of this source, a mapping that does not fit, a
+    data folder that cannot be written, and while another ingest is at work on it.
+    """
+    progress = progress or (lambda label, done, of: None)
+    report = IngestReport()
+    # Of files with the same measurements, the one that tells most of them lands first.
+    files = sorted(_read(settings, report, progress), key=lambda file: -file.told)
+    if not files:
+        left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
+        raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
+    folder = DataFolder.resolve(settings.data).create()
+    with _lock(folder):
+        known = _known_ids(folder)
+        writer = RunWriter(folder)
+        for done, file in enumerate(files):
+            progress("landing", done, len(files))
+            report.files.append(_land(file, writer, known))
+        progress("landing", len(files), len(files))
+    return report
+
+
+def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
+    root = Path(settings.path).expanduser()
+    mapping = settings.mapping() if settings.source == "csv" else None
+    if root.is_file():
+        paths = [root]
+    elif root.is_dir():
+        paths = sorted(path for path in root.rglob("*") if path.suffix.lower() == ".csv" and path.is_file())
+    else:
+        raise UsageError(f"path={settings.path}: there is no such file or folder")
+    for done, path in enumerate(paths):
+        progress("reading", done, len(paths))
+        if mapping is not None:
+            try:
+                yield mapping.file(path)
+            except UsageError as error:
+                if root.is_file():
+                    raise
+                report.left[path] = str(error).removeprefix(f"path={path}").lstrip(": ")
+            continue
+        file = read_recognised(path)
+        if file is not None and file.form == settings.source:
+            yield published_file(file, settings.source, settings.device_name)
+        elif file is None:
+            report.left[path] = f"unknown header; known: {known_headers()}"
+        elif file.form in PUBLISHED:
+            report.left[path] = f"its rows are of source={file.form}"
+        else:
+            report.left[path] = "well-known models by name: no configurations of a family that could be rebuilt"
+
+
+def _land(file: ImportedFile, writer: RunWriter, known: set[str]) -> FileReport:
+    report = FileReport(file.path)
+    new: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in file.rows:
+        run = entry.run
+        report.rows += 1
+        report.statuses[run["status"]] += 1
+        if run["status"] == "invalid":
+            report.invalid[run["error"]].append(entry.row)
+        if run.get("error_type") == DOUBT:
+            report.doubts[run["error"]].append(entry.row)
+        if run["run_id"] not in known:
+            known.add(run["run_id"])
+            new[run["family"]].append(dict(run))
+    for family in sorted(new):
+        writer.write_batch(new[family])
+        report.new += len(new[family])
+    return report
+
+
+def _known_ids(folder: DataFolder) -> set[str]:
+    with contextlib.closing(connect(folder)) as connection:
+        found = connection.execute("SELECT run_id FROM runs WHERE source = 'imported'").fetchall()
+    return {run_id for (run_id,) in found}
+
+
+@contextlib.contextmanager
+def _lock(folder: DataFolder) -> Iterator[None]:
+    """Two at a time would both land what neither has seen; the kernel drops the lock however this one ends."""
+    with open(folder.ingest_lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another ingest is at work on data={folder.root}; run this one when it is done") from None
+        yield
+
+
+def print_report(report: IngestReport) -> None:
+    """The table of files, then what was left out, in doubt or made no sense, by reason, with the first places."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen = Console(highlight=False, width=_WIDTH_ELSEWHERE)
+    table = Table(box=box.SQUARE)
+    table.add_column("file")
+    for name in ("rows", "new", "already there", "ok", "oom", "invalid", "in doubt"):
+        table.add_column(name, justify="right")
+    for file in report.files:
+        counts = (file.rows, file.new, file.already_there, *(file.statuses[s] for s in ("ok", "oom", "invalid")))
+        table.add_row(file.path.name, *(f"{count:,}" for count in (*counts, file.in_doubt)))
+    screen.print(table)
+    for path, why in report.left.items():
+        screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
+    for what, reasons_of in (("invalid", lambda file: file.invalid), ("in doubt", lambda file: file.doubts)):
+        for file in report.files:
+            for reason, rows in sorted(reasons_of(file).items(), key=lambda entry: -len(entry[1])):
+                said = f"{what}: {reason}: {len(rows):,} ({_places(file.path.name, rows)})"
+                screen.print(said, markup=False, soft_wrap=True)
+
+
+def _places(name: str, rows: Sequence[int]) -> str:
+    more = ", ..." if len(rows) > _SHOWN_ROWS else ""
+    return f"{name}:{', '.join(map(str, rows[:_SHOWN_ROWS]))}{more}"
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Progress | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    bar, task = start_bar(console, "reading", TimeElapsedColumn())
+    try:
+        yield lambda label, done, of: bar.update(task, description=label, completed=done, total=of)
+    finally:
+        bar.stop()
+
+
+def entry(cfg) -> int:
+    """Ingest what `cfg` names and print what became of it."""
+    keys = ("source", "path", "data", "device_name", "family", "columns", "constants")
+    settings = IngestSettings(**{key: None if cfg[key] is None else str(cfg[key]) for key in keys})
+    with _bar() as progress:
+        report = ingest(settings, progress)
+    print_report(report)
+    return 0
+
+
+def main() -> None:
+    command("ingest", entry, text=("path", "columns", "constants", "device_name"))
+
+
+if __name__ == "__main__":
+    main()
