@@ -79,7 +79,7 @@ PRICED_GRAPH_COLUMNS = (
     "log_step_nanoseconds", "smact", "smocc", "drama", "gpu_util", "log_bandwidth_gb_s", "log_fp32_tflops", "log_sms",
     "log_memory_mib",
 )  # fmt: skip
-_DTYPE_BYTES = {
+DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
@@ -133,14 +133,14 @@ def opgraph(trace: StepTrace, spec: DeviceSpec | None = None, settings: Training
     field = dict(zip(Operator._fields, columns, strict=True))
     inputs = [[_elements(shape) for shape in shapes] for shapes in field["input_shapes"]]
     outputs = [sum(map(_elements, shapes)) for shapes in field["output_shapes"]]
-    widths = np.array([_DTYPE_BYTES.get(dtype, 4) for dtype in field["dtype"]], dtype=np.float64)
+    widths = np.array([DTYPE_BYTES.get(dtype, 4) for dtype in field["dtype"]], dtype=np.float64)
     edges, edge_bytes, outside = _edges(field["sources"], inputs, widths)
     depths = _depths(edges, count)
     deepest = int(depths.max(initial=0))
 
     logs = [field["flops"], field["bytes_read"], field["bytes_written"], field["launches"], outputs, map(sum, inputs)]
     phases = np.array([_PHASES.index(phase) if phase in _PHASES else -1 for phase in field["phase"]], dtype=np.int64)
-    dims = np.array([_dims(op) for op in operators], dtype=np.float64).reshape(count, len(_DIMS))
+    dims = np.array([product_dims(op) for op in operators], dtype=np.float64).reshape(count, len(_DIMS))
     nodes = [
         *(_log(np.array(list(values), dtype=np.float64)) for values in logs),
         widths,
@@ -215,7 +215,8 @@ def _depths(edges: np.ndarray, count: int) -> np.ndarray:
     return np.array(depths, dtype=np.float64)
 
 
-def _dims(op: Operator) -> tuple[float, ...]:
+def product_dims(op: Operator) -> tuple[float, ...]:
+    """batch, m, n, k, kernel elements and stride of an operator's matrix products; zeros where it has none."""
     kind = VOCABULARY[category(op.name)]
     find = _DIMS_OF.get(kind)
     try:

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 
 from featurize.device_spec import DeviceSpec, device_features
-from featurize.opgraph import VOCABULARY, _dims, category
+from featurize.opgraph import DTYPE_BYTES, VOCABULARY, category, product_dims
 from featurize.replay import MIB, MemoryProfile, outside_mib
 from featurize.roofline import features as roofline_features
 from featurize.roofline import price, python_loader_ms
@@ -60,7 +60,8 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
     largest = widest_in = widest_out = widest_weight = pixels = tokens = head = 0.0
     readers: dict[int, int] = defaultdict(int)
     forward = 0
-    for op in trace.operators:
+    of_batch = _reached_by_batch(trace, batch)
+    for index, op in enumerate(trace.operators):
         if op.phase != "forward":
             continue
         forward += 1
@@ -68,13 +69,17 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
             if source >= 0:
                 readers[source] += 1
         kind = VOCABULARY[category(op.name)]
-        made = sum(map(math.prod, op.output_shapes)) / batch
+        # The first output: others are statistics and the like, which do not grow with the batch; nor does a loss.
+        made = math.prod(op.output_shapes[0]) if op.output_shapes and kind != "loss" else 0
+        work = op.flops if kind != "loss" else 0
+        if of_batch[index]:
+            made, work = (size // batch if size % batch == 0 else 0 for size in (made, work))
         counts[kind] += 1
         elements[kind] += made
-        flops[kind] += op.flops / batch
+        flops[kind] += work
         largest = max(largest, made)
         if kind == "convolution":
-            groups, rows, n, k, kernel, stride = _dims(op)
+            groups, rows, n, k, kernel, stride = product_dims(op)
             inner = k / max(kernel, 1)
             widest_in, widest_out = max(widest_in, inner * groups), max(widest_out, n * groups)
             widest_weight = max(widest_weight, n * k * groups)
@@ -93,10 +98,10 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
                     kinds[name] += 1
                     convolution_elements[name] += made
         elif kind == "attention":
-            _, queries, _, size, _, _ = _dims(op)
+            _, queries, _, size, _, _ = product_dims(op)
             tokens, head = max(tokens, queries), max(head, size)
         elif kind == "matmul":
-            _, _, n, k, _, _ = _dims(op)
+            _, _, n, k, _, _ = product_dims(op)
             widest_weight = max(widest_weight, n * k)
     all_elements, all_flops = sum(elements.values()) or 1.0, sum(flops.values()) or 1.0
     tensors = [block.nbytes for block in trace.blocks if block.kind == "parameter"]
@@ -125,6 +130,24 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
         **{f"net_convolutions_{name}": n for name, n in kinds.items()},
         **{f"net_share_convolution_{name}": n / all_elements for name, n in convolution_elements.items()},
     }  # fmt: skip
+
+
+def _reached_by_batch(trace: StepTrace, batch: int) -> list[bool]:
+    """Which operators work on samples: those that read the batch, and those that read what these made. The others
+    (standardised weights, tables of positions) do the same work for any batch."""
+    sizes = {block.nbytes for block in trace.blocks if block.kind == "batch"}
+    reached: list[bool] = []
+    for op in trace.operators:
+        width = DTYPE_BYTES.get(op.dtype, 4)
+        found = False
+        for shape, source in zip(op.input_shapes, op.sources, strict=False):
+            if source >= 0:
+                found = found or reached[source]
+            elif shape and shape[0] == batch:
+                elements = math.prod(shape)
+                found = found or elements * width in sizes or elements * 8 in sizes  # token ids are int64
+        reached.append(found)
+    return reached
 
 
 def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
 LEVEL = 0.99
 TOP_MODULES = 10
+_OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
 MIB = 2**20
 # Where the trace meets its own limits, these may still answer: what each of them does instead.
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
@@ -93,28 +94,36 @@ def answer(
     `estimator` as in `learn.estimate.estimate`, but checked. `Estimate.seconds` is left at 0. Raises `UsageError` for
     what has no answer: for peak memory that is, other figures may be missing.
     """
-    from learn.estimators import TRAINING_FREE
+    from learn.estimators import TRAINING_FREE, get_estimator
+    from learn.step_store import remember
     from learn.traced import CannotTrace, step_of
 
     found = _Found()
     fitted = estimator is not None and estimator not in TRAINING_FREE
-    if fitted and job.config is None:
-        raise UsageError(
-            f"estimator={estimator} reads trial configs; modules are answered by {', '.join(TRAINING_FREE)}"
-        )
-    if estimator in TRAINING_FREE and estimator != "trace":
-        _ask(found, job, device, estimator)
-    elif fitted or (estimator is None and job.config is not None):
-        _ask_fitted(found, job, device, estimator, data)
+    case = _case(job, device)
+    if fitted and job.config is None and not getattr(get_estimator(estimator), "needs_trace", False):
+        raise UsageError(f"estimator={estimator} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
     traced = failure = None
     try:
         traced = step_of(job, device, allocator=allocator, timeline=timeline)
     except UsageError as error:
-        if "peak_memory_mib" not in found.values:
-            advice = f"; {WITHOUT_TRACE}" if isinstance(error, CannotTrace) and error.limit else ""
-            raise UsageError(f"{error}{advice}") from error
         failure = error
+    if traced is not None and allocator is None:
+        remember(case, traced)
+    if estimator in TRAINING_FREE and estimator != "trace":
+        _ask(found, job, device, estimator)
+    elif estimator != "trace":
+        _ask_fitted(found, case, estimator, data)
+    if failure is not None and "peak_memory_mib" not in found.values:
+        advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
+        raise UsageError(f"{failure}{advice}") from failure
     return _assembled(found, job, device, traced, failure, allocator), traced
+
+
+def _case(job: Workload, device: DeviceSpec) -> Case:
+    if job.config is not None:
+        return Case(job.config, device.name, job.training_loop, described=device)
+    return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
 
 def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> None:
@@ -134,41 +143,59 @@ def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> No
     found.notes.append(known.warning)
 
 
-def _ask_fitted(found: _Found, job: Workload, device: DeviceSpec, estimator: str | None, data) -> None:
-    """Figures of the data folder's fitted models, for the targets that have one."""
-    from learn.artifacts import StaleArtifact, find_latest, load_latest
+def _ask_fitted(found: _Found, case: Case, estimator: str | None, data) -> None:
+    """Figures of the newest fitted model of each target that knows the case's family and device: the data folder's,
+    else the one that comes with the project."""
+    from learn.artifacts import StaleArtifact, default_artifact, features_of_estimator, find_latest, load_latest
     from learn.targets import get_target
     from warehouse.folder import DataFolder
 
-    config = job.config
     folder = DataFolder.resolve(data)
     if data is not None:
         folder.open()
-    wanted = {"estimator": estimator, "family": config.family, "device": device.name}
-    if estimator is not None:
+    module = case.config is None
+    family = None if module else case.family
+    wanted = {"estimator": estimator, "family": family, "device": case.described.name, "for_modules": module}
+    shipped = {target: default_artifact(target) for target in TARGETS}
+    shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
+    if estimator is not None and "memory" not in shipped:
         load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
     found.searched = str(folder.models)
     notes = []
     for target in TARGETS:
+        artifact = None
         try:
             artifact = find_latest(folder, target, learnt=True, **wanted)
         except StaleArtifact as error:
             if estimator is not None:
                 raise
             notes.append(str(error))
-            found.absent.append(target)
-            continue
+        default = artifact is None
+        artifact = artifact or shipped.get(target)
         if artifact is None:
             found.absent.append(target)
             continue
-        prediction = artifact.estimator.predict([Case(config, device.name, described=device)])
+        prediction = artifact.estimator.predict([case])
+        if prediction.refusals:
+            if target == "memory" and estimator is not None:
+                raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
+            found.absent.append(target)
+            continue
+        name = artifact.meta["estimator"]
         found.values[get_target(target).column] = float(prediction.point[0])
-        found.by[target] = f"{artifact.meta['estimator']} {artifact.version}"
+        found.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
         if target == "memory":
             upper = prediction.upper(LEVEL)
             found.values["upper_mib"] = None if upper is None else float(upper[0])
         notes += [f"{target}: {text}" for text in prediction.warnings]
-        notes += [f"{target}: fitted on {source} rows" for source in artifact.meta["rows"]["source"]]
+        notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
+        sources = ", ".join(artifact.meta["rows"]["source"])
+        notes.append(f"{target}: fitted on {sources} rows")
+        if default and artifact.meta["feature_version"] != features_of_estimator(name):
+            notes.append(
+                f"{target}: the model that comes with the project was fitted with features "
+                f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
+            )
     found.notes += _merged(notes)
 
 
@@ -212,6 +239,12 @@ def _assembled(
         notes.append(f"{', '.join(missing)}: not known, since {failure}")
         values["parameters"] = _parameters(job)
     by_trace = by["memory"] == "trace"
+    if (
+        not by_trace
+        and values["upper_mib"] is not None
+        and values["peak_memory_mib"] <= device.memory_mib < values["upper_mib"]
+    ):
+        notes.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
     if by_trace:
         notes.append(NO_BOUND)
     elif values["peak_memory_mib"] > device.memory_mib:
@@ -220,8 +253,9 @@ def _assembled(
         notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
     if found.absent:
         instead = ": answered by the trace" if traced is not None else ""
+        family = "modules" if job.config is None else job.config.family
         notes.append(
-            f"no fitted model for {job.config.family} on {device.name} in {found.searched} for "
+            f"no fitted model for {family} on {device.name} in {found.searched} for "
             f"{', '.join(found.absent)}{instead} (python -m learn.fit target={found.absent[0]} fits one)"
         )
     named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))

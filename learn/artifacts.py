@@ -24,7 +24,8 @@ from learn.estimators import TRAINING_FREE, Estimator, get_estimator
 from learn.targets import get_target
 
 FORMAT = 1
-_PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch")
+DEFAULT_MODELS = Path(__file__).parent / "default_models"
+_PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric")
 
 
 class StaleArtifact(UsageError):
@@ -110,9 +111,11 @@ def find_latest(
     device: str | None = None,
     source: str | None = None,
     learnt: bool = False,
+    for_modules: bool = False,
 ) -> Artifact | None:
     """The newest version that was fitted on rows of that family, device and source (None: any), or None. With
-    `learnt`, the versions of training-free estimators do not count.
+    `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
+    traced steps, fitted on rows of real devices.
 
     Raises `StaleArtifact` where that version's features are not those of this code.
     """
@@ -124,15 +127,16 @@ def find_latest(
         and (family is None or family in artifact.meta["rows"]["family"])
         and (device is None or any(same_device(device, name) for name in artifact.meta["rows"]["device"]))
         and (source is None or source in artifact.meta["rows"]["source"])
+        and not (for_modules and not _reads_modules(artifact))
     ]
     return require_current(fitting[-1]) if fitting else None
 
 
-def load_latest(data, target: str, **wanted: str | None) -> Artifact:
+def load_latest(data, target: str, **wanted: str | bool | None) -> Artifact:
     """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
-        asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if value is not None)
+        asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
         there = sorted({_described(a) for a in versions(data, target)})
         raise UsageError(
             f"no fitted model for target={target}{f' with {asked}' if asked else ''}; "
@@ -144,9 +148,7 @@ def load_latest(data, target: str, **wanted: str | None) -> Artifact:
 
 def require_current(artifact: Artifact) -> Artifact:
     """The artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
-    from featurize.features import feature_version
-
-    theirs, ours = artifact.meta.get("feature_version"), feature_version()
+    theirs, ours = artifact.meta.get("feature_version"), features_of_estimator(artifact.meta["estimator"])
     if theirs != ours:
         target = artifact.meta["target"]
         raise StaleArtifact(
@@ -154,6 +156,26 @@ def require_current(artifact: Artifact) -> Artifact:
             f"features {ours}; fit it again: python -m learn.fit target={target}"
         )
     return artifact
+
+
+def features_of_estimator(name: str) -> str:
+    """The version of the features that an estimator reads: those of traced steps, or of configs."""
+    from featurize.features import feature_version
+    from learn.step_store import step_feature_version
+
+    return step_feature_version() if getattr(get_estimator(name), "needs_trace", False) else feature_version()
+
+
+def default_artifact(target: str) -> Artifact | None:
+    """The model that comes with the project (`learn/default_models`), or None for a target without one.
+
+    It is used also where this code's features have moved on since it was fitted: `Artifact.meta["feature_version"]`
+    then differs from `features_of_estimator`, and whoever shows its figures says so.
+    """
+    path = DEFAULT_MODELS / get_target(target).name
+    if not (path / "meta.json").is_file():
+        return None
+    return Artifact(path, json.loads((path / "meta.json").read_text()))
 
 
 def models_folder(data) -> Path:
@@ -173,6 +195,11 @@ def environment() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def _reads_modules(artifact: Artifact) -> bool:
+    reads = getattr(get_estimator(artifact.meta["estimator"]), "needs_trace", False)
+    return reads and "simulated" not in artifact.meta["rows"]["source"]
 
 
 def _described(artifact: Artifact) -> str:

@@ -92,8 +92,8 @@ class Rows:
 
     @property
     def ceiling_mib(self) -> float | None:
-        """Memory of the device that the out-of-memory rows did not fit; None where nothing is censored."""
-        return float(self.label[self.censored].max()) if self.censored.any() else None
+        """Memory of the smallest device that an out-of-memory row did not fit; None where nothing is censored."""
+        return float(self.label[self.censored].min()) if self.censored.any() else None
 
     def fingerprint(self) -> str:
         """16 hex digits over run ids and labels: same data, same fingerprint."""
@@ -147,8 +147,9 @@ def load_rows(
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored. `family` None or `all`
-    takes every family. Rows of several sources or devices are not mixed: without `source=` (`device_name=`) that
-    raises `UsageError` with the counts, as do unknown names and fewer than 30 usable rows.
+    takes every family. Rows of several sources are not mixed: without `source=` that raises `UsageError` with the
+    counts, as do unknown names and fewer than 30 usable rows. Rows of several devices are, as long as `conf/device`
+    describes all of them, since estimators read the description; else `device_name=` has to choose.
     """
     wanted = get_target(target)
     found = _read(data, wanted)
@@ -221,8 +222,10 @@ def _is_usable(row: dict, target: Target) -> bool:
     if _is_censored(row, target):
         return row["device_memory_mib"] is not None
     label = row["label"]
-    # A memory or time of 0 is a sensor that gave nothing, whatever the importer made of it.
-    return row["status"] == "ok" and label is not None and (label > 0 or target.space == "ratio")
+    # A memory or time of 0 is a sensor that gave nothing, and so is a mean activity of exactly 0 beside a model that
+    # trained, in other people's files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
+    zero_is_a_figure = target.space == "ratio" and row["source"] != "imported"
+    return row["status"] == "ok" and label is not None and (label > 0 or zero_is_a_figure)
 
 
 def _choose(rows: list[dict], key: str, wanted: str) -> list[dict]:
@@ -239,6 +242,8 @@ def _one_of_a_kind(rows: list[dict], key: str, wanted: str | None) -> list[dict]
         return _choose(rows, key, wanted)
     counts = Counter(row[key] for row in rows)
     kinds = Counter(plain_device(row[key]) for row in rows) if key == "device_name" else counts
+    if key == "device_name" and all(_is_described(name) for name in kinds):
+        return rows
     if len(kinds) > 1:
         first = counts.most_common(1)[0][0]
         raise UsageError(
@@ -246,6 +251,12 @@ def _one_of_a_kind(rows: list[dict], key: str, wanted: str | None) -> list[dict]
             f"choose one, as in {key}={_quoted(first)}"
         )
     return rows
+
+
+def _is_described(name: str) -> bool:
+    from featurize.device_spec import device_names
+
+    return name in map(plain_device, device_names())
 
 
 def _quoted(value: str) -> str:
@@ -305,6 +316,12 @@ def _doubt(row: dict) -> str:
 
 
 def module_of(config: TrialConfig) -> str:
-    """`cnn/residual`, or the family where it has no topologies."""
+    """What a network is one of, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or the
+    family where it has no topologies."""
+    from featurize.families import get_family
+
+    family = get_family(config.family)
+    if hasattr(family, "kind"):
+        return family.kind(config)
     topology = getattr(config, "topology", None)
     return f"{config.family}/{topology}" if topology else config.family

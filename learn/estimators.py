@@ -22,7 +22,12 @@ ESTIMATORS: dict[str, str] = {
     "deepspeed": "learn.analytical.deepspeed:DeepSpeedEstimator",
     "dnnmem": "learn.analytical.dnnmem:DNNMemEstimator",
     "faketensor": "learn.analytical.faketensor:FakeTensorEstimator",
+    "forest": "learn.forest:ForestEstimator",
+    "gnn": "learn.gnn:GNNEstimator",
+    "gpumemnet_mlp": "learn.gpumemnet:GPUMemNetMLP",
+    "gpumemnet_transformer": "learn.gpumemnet:GPUMemNetTransformer",
     "horus": "learn.analytical.horus:HorusEstimator",
+    "hybrid": "learn.hybrid:HybridEstimator",
     "lightgbm": "learn.lightgbm_estimator:LightGBMEstimator",
     "llmem": "learn.analytical.llmem:LLMemEstimator",
     "trace": "learn.analytical.trace:TraceEstimator",
@@ -37,6 +42,7 @@ class Prediction(Protocol):
 
     warnings: tuple[str, ...]  # what a reader of the figures has to know
     refusals: Mapping[int, str]  # row -> why there is no answer; every figure of that row is NaN
+    unfamiliar: Mapping[int, tuple[str, ...]]  # row -> why it is unlike what was fitted on; its bound is wider
 
     @property
     def point(self) -> np.ndarray:
@@ -60,7 +66,10 @@ class Prediction(Protocol):
 class Estimator(Protocol):
     """Learns one target. Everything random is drawn from `seed`; predicting is pure.
 
-    targets   the targets that it can be fitted to; None: any
+    targets      the targets that it can be fitted to; None: any
+
+    A class may also have `needs_trace`: it reads `learn.step_store` records, which `learn.step_store.prepare` computes
+    in parallel; and `uses_out_of_memory`: rows that ran out of memory are fitted on as lower bounds. Else False.
     """
 
     name: ClassVar[str]
@@ -130,6 +139,7 @@ class ResidualPrediction:
     space: str
     warnings: tuple[str, ...] = ()
     refusals: Mapping[int, str] = field(default_factory=dict)
+    unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def point(self) -> np.ndarray:

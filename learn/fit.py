@@ -20,7 +20,7 @@ class FitSettings:
     """The keys of `conf/fit.yaml`. Raises `UsageError` that names every bad key together."""
 
     target: str
-    estimator: str = "lightgbm"
+    estimator: str = "hybrid"
     family: str = "all"
     source: str | None = None
     device_name: str | None = None
@@ -69,18 +69,21 @@ def fit(
     The figures are those of fits that had not seen the rows they are judged on; the model that is kept has seen all
     rows. Raises `UsageError` for what the user can mend, before anything is written. `now` is time-zone aware.
     """
-    from featurize.features import feature_version
-    from learn.artifacts import environment, save_artifact
+    from learn.artifacts import environment, features_of_estimator, save_artifact
     from learn.data import load_rows
     from learn.estimators import get_estimator, make_estimator, require_target
     from learn.evaluate import evaluate
     from learn.report import write_report
+    from learn.step_store import prepare
     from learn.targets import make_bins
 
     now = now or datetime.now(UTC)
     require_target(get_estimator(settings.estimator), settings.target)
     progress("reading rows")
     rows = load_rows(settings.data, settings.target, settings.family, settings.source, settings.device_name)
+    needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
+    if needs_trace:
+        prepare(rows.cases, settings.data, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
     evaluation = evaluate(settings.estimator, rows, bins, settings.seed, progress)
     progress("fit on all rows")
@@ -89,15 +92,19 @@ def fit(
     notes = list(estimator.predict(rows.cases[:1]).warnings)
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     if rows.censored.any():
+        known = "they are fitted on as lower bounds"
+        if not getattr(get_estimator(settings.estimator), "uses_out_of_memory", False):
+            known = "they are not fitted on, so estimates near the device's memory lean low"
         notes.append(
-            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}; they are "
-            "not fitted on, so estimates near the device's memory lean low"
+            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}; {known}"
         )
+    if doubted := int((rows.doubt != "").sum()):
+        notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")
     if "simulated" in rows.count("source"):
         said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
         notes.append(said + "nothing about real GPUs")
-        if settings.estimator == "trace":
-            notes.append("the trace made these very labels, so that its errors here are zero by construction")
+        if settings.estimator == "trace" or needs_trace:
+            notes.append("the trace made these very labels, so that errors here are near zero by construction")
     if unreadable := rows.counts.get("unreadable"):
         notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
     meta = {
@@ -105,7 +112,7 @@ def fit(
         "target": rows.target.name,
         "unit": rows.target.unit,
         "estimator": settings.estimator,
-        "feature_version": feature_version(),
+        "feature_version": features_of_estimator(settings.estimator),
         "data_fingerprint": rows.fingerprint(),
         "environment": environment(),
         "rows": {

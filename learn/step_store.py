@@ -14,15 +14,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from conf.errors import UsageError
 from learn.cases import Case
 
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from learn.traced import TracedStep
+    from learn.workload import Workload
+
 BATCH = 8  # cases a task: small enough that no worker waits long for another's
+# Of featurize, what a traced step's features do not follow from; a device's description is part of each key.
+_NO_PART = ("__init__", "allocator_history", "device_spec", "features", "layers", "plan_of_module", "simulate", "space",
+            "trial", "vision")  # fmt: skip
 _KEPT = 100_000
+_MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
 _memory: dict[str, StepRecord] = {}
+_of_module: dict[int, tuple[Workload, DeviceSpec | None, StepRecord]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +62,8 @@ def features_of(case: Case) -> StepRecord:
     key = case.key
     if key is None:
         known = _of_module.get(id(case.module))
-        if known is None or known[0] is not case.module or known[1] != (case.spec, case.training_loop):
-            known = (case.module, (case.spec, case.training_loop), compute(case))
-            _of_module.clear()  # one at a time: a module can be large
-            _of_module[id(case.module)] = known
+        if known is None or known[0] is not case.module or known[1] != case.spec:
+            known = _keep_module(case, compute(case))
         return known[2]
     found = _memory.get(key)
     if found is None:
@@ -64,13 +73,16 @@ def features_of(case: Case) -> StepRecord:
     return found
 
 
-_of_module: dict[int, tuple] = {}
+def _keep_module(case: Case, record: StepRecord) -> tuple:
+    while len(_of_module) >= _MODULES_KEPT:
+        _of_module.pop(next(iter(_of_module)))
+    known = _of_module[id(case.module)] = (case.module, case.spec, record)
+    return known
 
 
 def compute(case: Case) -> StepRecord:
     """Trace, replay and price one case. A case that can't be traced gives a record that says why."""
     from featurize.opgraph import opgraph
-    from featurize.step_features import step_features
     from learn.traced import step_of
 
     began = time.monotonic_ns()
@@ -80,13 +92,27 @@ def compute(case: Case) -> StepRecord:
     try:
         job = case.workload
         traced = step_of(job, spec)
-        values = step_features(
-            traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
-        )
         graph = _packed(opgraph(traced.trace, spec, job.settings))
     except UsageError as error:
         return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9)
-    return StepRecord(values=values, graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
+    return StepRecord(values=_values(traced, job, spec), graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
+
+
+def remember(case: Case, traced: TracedStep) -> None:
+    """Take the case's record from a trace that is at hand, replayed with the default allocator; without the graph."""
+    record = StepRecord(values=_values(traced, case.workload, case.spec))
+    if case.key is None:
+        _keep_module(case, record)
+    else:
+        _memory.setdefault(case.key, record)
+
+
+def _values(traced: TracedStep, job: Workload, spec: DeviceSpec) -> Mapping[str, float]:
+    from featurize.step_features import step_features
+
+    return step_features(
+        traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
+    )
 
 
 def prepare(
@@ -108,7 +134,7 @@ def prepare(
     if not wanted:
         return 0
     folder = DataFolder.resolve(data)
-    kept = folder.features / feature_version()
+    kept = folder.features / record_version()
     for key, record in _read(kept, set(wanted)):
         _memory[key] = record
     missing = [case for key, case in wanted.items() if key not in _memory]
@@ -150,18 +176,31 @@ def _compute_all(cases: Sequence[Case]) -> list[StepRecord]:
 
 
 @cache
-def feature_version() -> str:
-    """12 hex digits over the sources that step features follow from, and torch's version: records of another version
-    are not read."""
-    import importlib.metadata
-
+def step_feature_version() -> str:
+    """12 hex digits over the sources that a traced step's features follow from, families aside."""
     import featurize
 
-    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
-    root = Path(featurize.__file__).parent
-    for path in (*sorted(root.glob("*.py")), *sorted((root / "families").glob("*.py"))):
-        digest.update(f"{path.name}\n{path.read_text(encoding='utf-8')}\n".encode())
+    sources = sorted(Path(featurize.__file__).parent.glob("*.py"))
+    return _digest([path for path in sources if path.stem not in _NO_PART]).hexdigest()[:12]
+
+
+@cache
+def record_version() -> str:
+    """12 hex digits: as `step_feature_version`, and families and torch's version besides, which records depend on."""
+    import importlib.metadata
+
+    import featurize.families
+
+    digest = _digest(sorted(Path(featurize.families.__file__).parent.glob("*.py")))
+    digest.update(f"{step_feature_version()} torch {importlib.metadata.version('torch')}".encode())
     return digest.hexdigest()[:12]
+
+
+def _digest(paths: Sequence[Path]):
+    digest = hashlib.sha256()
+    for path in paths:  # universal newlines: a checkout with other line ends computes the same features
+        digest.update(f"{path.name}\n{path.read_text(encoding='utf-8')}\n".encode())
+    return digest
 
 
 # ---- on disk: parts of records, each file whole or not there; a case that two parts hold is the same in both

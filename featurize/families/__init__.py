@@ -8,6 +8,7 @@ A family module is imported without torch and holds
     batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
     identity(config)              -> str, optional: what tells its network from others, where `layers` takes long
+    kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
 that divide the embedding, ...); `draw(name)` gives a further uniform number in [0, 1) that depends only on the sampled

@@ -47,6 +47,22 @@ def identity(config: Config) -> str:
     return f"{config.model} {config.image_size}"
 
 
+def kind(config: Config) -> str:
+    """`timm/convnext`: the library's module that defines the model, which is what its authors keep together. A model
+    that this release does not know is of `timm/unknown`; `UsageError` if timm is not installed."""
+    return _kind(config.model.partition(".")[0])
+
+
+@lru_cache(maxsize=4096)
+def _kind(architecture: str) -> str:
+    from featurize.vision import import_library
+
+    timm = import_library("timm")
+    if not timm.is_model(architecture):
+        return "timm/unknown"
+    return f"timm/{timm.models.model_entrypoint(architecture).__module__.rpartition('.')[2]}"
+
+
 def layers(config: Config) -> list[Layer]:
     """The forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
 

@@ -117,3 +117,9 @@ def test_the_group_key_needs_no_model():
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert group_key(config()) != group_key(config(image_size=64)) and group_key(config()).startswith("timm-")
+
+
+def test_models_are_grouped_by_the_librarys_modules():
+    names = ("resnet50", "resnet10t", "convnext_tiny", "no_such_model")
+    kinds = [timm.kind(timm.Config(model=name, batch_size=1)) for name in names]
+    assert kinds == ["timm/resnet", "timm/resnet", "timm/convnext", "timm/unknown"]

@@ -84,7 +84,7 @@ def factories(tmp_path, monkeypatch):
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("estimate") / "a'; echo foo"
     write_runs(folder, make_configs(60, families=("mlp",)))
-    fit(FitSettings(target="memory", bin_gb=1, data=str(folder)))
+    fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder)))
     return folder
 
 

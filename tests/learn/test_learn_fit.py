@@ -34,7 +34,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fitted(data):
-    return fit(FitSettings(target="memory", data=str(data)), now=datetime(2026, 11, 20, 10, 15, tzinfo=UTC))
+    return fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)), now=datetime(2026, 11, 20, 10, 15, tzinfo=UTC))
 
 
 def run(*argv):
@@ -99,10 +99,10 @@ def test_loaded_artifact_predicts_what_the_fit_predicted(data, fitted):
 
 
 def test_same_data_and_seed_give_the_same_figures(data, fitted):
-    again = fit(FitSettings(target="memory", data=str(data)), now=datetime(2026, 11, 21, tzinfo=UTC))
+    again = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)), now=datetime(2026, 11, 21, tzinfo=UTC))
     assert again.meta["metrics"] == fitted.meta["metrics"]
     assert again.path != fitted.path and load_latest(data, "memory").path == again.path
-    other = fit(FitSettings(target="memory", data=str(data), seed=1), now=datetime(2026, 11, 22, tzinfo=UTC))
+    other = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data), seed=1), now=datetime(2026, 11, 22, tzinfo=UTC))
     assert other.meta["metrics"] != fitted.meta["metrics"]
 
 
@@ -131,7 +131,7 @@ def test_test_rows_took_no_part_in_cross_validation(fitted):
 
 def test_a_model_of_other_features_is_refused_with_the_mend(data, fitted):
     target = "smocc"
-    path = fit(FitSettings(target=target, data=str(data))).path
+    path = fit(FitSettings(target=target, estimator="lightgbm", data=str(data))).path
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps({**meta, "feature_version": "0ld"}))
     with pytest.raises(StaleArtifact, match=r"fitted with features 0ld.*python -m learn.fit target=smocc"):

@@ -1,0 +1,111 @@
+"""Whether a case is like what an estimator was fitted on, and if not, why.
+
+Start reading at `Familiarity.judge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from featurize.opgraph import VOCABULARY
+from learn.cases import Case
+from learn.data import Rows, plain_device
+from learn.step_store import StepRecord
+
+# What a person can be told of: feature, in words, and how its value is written.
+_RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "job_log_batch": ("a batch of", lambda v: f"{2**v:,.0f}"),
+    "net_log_parameters": ("parameters:", lambda v: f"{2**v:,.0f}"),
+    "net_log_flops": ("FLOPs a sample:", lambda v: f"{2**v:.2g}"),
+    "net_log_tokens": ("a sequence of", lambda v: f"{2**v - 1:,.0f}"),
+    "net_operators": ("operators of the forward pass:", lambda v: f"{v:,.0f}"),
+    "job_log_memory": ("MiB traced:", lambda v: f"{2**v:,.0f}"),
+}
+_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_BITS = {32: "fp32", 19: "tf32", 16: "half precision"}
+_STATES = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
+# How much wider the bound becomes for each reason, and for a device that nothing was measured on. Chosen, not measured:
+# there is nothing to measure them on.
+_WIDER, _WIDER_DEVICE = 1.5, 2.0
+
+
+class Unfamiliar(NamedTuple):
+    """said: the reasons, for people; widening: a factor for the scale of the errors."""
+
+    said: tuple[str, ...]
+    widening: float
+
+
+@dataclass(frozen=True)
+class Familiarity:
+    """Ranges and kinds of what was fitted on.
+
+    ranges   feature -> (least, most)
+    kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
+    """
+
+    ranges: Mapping[str, tuple[float, float]]
+    kinds: frozenset[str]
+    devices: frozenset[str]
+    settings: Mapping[str, tuple[float, ...]]
+
+    @classmethod
+    def learn(cls, rows: Rows, records: Sequence[StepRecord]) -> Self:
+        """Of the rows fitted on, and their records in the same order."""
+        columns = {name: np.array([record.values[name] for record in records]) for name in _RANGES}
+        kinds = {kind for kind in VOCABULARY if any(record.values.get(f"net_count_{kind}") for record in records)}
+        settings = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
+        return cls(
+            ranges={name: (float(values.min()), float(values.max())) for name, values in columns.items()},
+            kinds=frozenset(kinds),
+            devices=frozenset(plain_device(str(name)) for name in rows.device),
+            settings={name: tuple(sorted({float(r.values[name]) for r in records})) for name in settings},
+        )
+
+    def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
+        """Why the case is unlike what was fitted on; None where it is not."""
+        values, said, narrow = record.values, [], 0
+        for name, (words, write) in _RANGES.items():
+            low, high = self.ranges[name]
+            slack = _SLACK * max(high - low, 1.0)
+            if not low - slack <= values[name] <= high + slack:
+                said.append(f"{words} {write(values[name])}, fitted on {write(low)} to {write(high)}")
+                # A small batch must not have a higher bound than a larger one.
+                narrow += name.startswith("job_") and values[name] < low
+        new = [kind for kind in VOCABULARY if values.get(f"net_count_{kind}") and kind not in self.kinds]
+        if new:
+            said.append(f"operators that no fitted network had: {', '.join(new)}")
+        for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
+            if values[name] not in self.settings[name]:
+                known = " and ".join(words.get(int(value), str(value)) for value in self.settings[name])
+                said.append(f"{words.get(int(values[name]), values[name])}: only {known} was fitted on")
+        for name in ("net_channels_last", "net_cudnn_benchmark"):
+            if values[name] not in self.settings[name]:
+                said.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
+        widening = _WIDER ** min(len(said) - narrow, 3)
+        if plain_device(case.device if case.described is None else case.described.name) not in self.devices:
+            device = case.described.name if case.described is not None else case.device
+            said.append(f"nothing was measured on {device}, only on {', '.join(sorted(self.devices))}")
+            widening *= _WIDER_DEVICE
+        return Unfamiliar(tuple(said), widening) if said else None
+
+    def to_mapping(self) -> dict:
+        return {
+            "ranges": {name: list(pair) for name, pair in self.ranges.items()},
+            "kinds": sorted(self.kinds),
+            "devices": sorted(self.devices),
+            "settings": {name: list(values) for name, values in self.settings.items()},
+        }
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping) -> Self:
+        return cls(
+            ranges={name: tuple(pair) for name, pair in mapping["ranges"].items()},
+            kinds=frozenset(mapping["kinds"]),
+            devices=frozenset(mapping["devices"]),
+            settings={name: tuple(values) for name, values in mapping["settings"].items()},
+        )

@@ -1,0 +1,109 @@
+"""Gradient-boosted trees with a robust, one-sided loss: LightGBM behind what the hybrid estimator needs of it.
+
+Start reading at `Boosted.fit`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
+_ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
+_NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
+
+
+@dataclass(frozen=True)
+class Settings:
+    """least: rows a leaf, of large tables (a fiftieth of small ones); share: of the columns, tried by each tree.
+    quantile: what is estimated; None: the middle."""
+
+    rounds: int
+    leaves: int
+    least: int
+    l2: float
+    share: float
+    quantile: float | None = None
+
+
+class Boosted:
+    """The mean of a few boosters. What it gives depends neither on the rows' order nor on the number of cores."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        self.settings, self.seed = settings, seed
+        self._boosters: list = []
+
+    def fit(self, table: np.ndarray, label: np.ndarray, at_least: np.ndarray | None, weight: np.ndarray) -> Self:
+        """table (n, columns), label (n,), weight (n,); at_least (n,) bool: the label is a bound from below, so that a
+        prediction above it is no error."""
+        bound = np.zeros(len(label), dtype=bool) if at_least is None else at_least
+        spread = max(_ROBUST, float(np.median(np.abs(label - np.median(label)))))
+
+        def objective(predicted: np.ndarray, _data) -> tuple[np.ndarray, np.ndarray]:
+            gap = predicted - label
+            satisfied = bound & (gap > 0)
+            gradient = np.where(satisfied, 0.0, np.clip(gap, -spread, spread))
+            return gradient * weight, np.where(satisfied, _NOTHING_KNOWN, 1.0) * weight
+
+        s = self.settings
+        if s.quantile is None:
+            self._start = float(np.median(label[~bound])) if (~bound).any() else 0.0
+            self._train({"objective": objective}, table, label, weight=None)
+        else:
+            self._start = float(np.quantile(label, s.quantile))
+            self._train({"objective": "quantile", "alpha": s.quantile}, table, label - self._start, weight)
+        return self
+
+    def _train(self, what: dict, table: np.ndarray, label: np.ndarray, weight: np.ndarray | None) -> None:
+        import lightgbm
+
+        s, n = self.settings, len(label)
+        started = None if s.quantile is not None else np.full(n, self._start)
+        self._boosters = []
+        for member in range(MEMBERS):
+            parameters = {
+                **what,
+                "boost_from_average": False,
+                "learning_rate": 0.05,
+                "num_leaves": s.leaves,
+                "min_data_in_leaf": int(np.clip(n // 50, 3, s.least)),
+                "min_data_in_bin": 1,
+                "lambda_l2": s.l2,
+                "feature_fraction": s.share,
+                "bagging_fraction": 0.7,
+                "bagging_freq": 1,
+                "seed": self.seed + member,
+                "deterministic": True,
+                "force_row_wise": True,
+                "num_threads": 1,
+                "verbosity": -1,
+            }
+            about = {"verbosity": -1, "num_threads": 1, "min_data_in_bin": 1}
+            data = lightgbm.Dataset(table, label, weight=weight, init_score=started, params=about)
+            self._boosters.append(lightgbm.train(parameters, data, num_boost_round=s.rounds))
+
+    def predict(self, table: np.ndarray) -> np.ndarray:
+        """(n,) the members' mean."""
+        found = [booster.predict(table, num_threads=1) for booster in self._boosters]
+        return self._start + np.mean(found, axis=0)
+
+    def save(self, folder: Path, name: str) -> None:
+        """`NAME-0.txt`, ... in `folder`, as LightGBM writes them; the first line tells the start."""
+        for index, booster in enumerate(self._boosters):
+            (folder / f"{name}-{index}.txt").write_text(f"{self._start!r}\n{booster.model_to_string()}")
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Self:
+        """What `save` wrote, for predicting."""
+        import lightgbm
+
+        loaded = cls.__new__(cls)
+        loaded._boosters = []
+        for path in sorted(folder.glob(f"{name}-*.txt")):
+            start, _, text = path.read_text().partition("\n")
+            loaded._start = float(start)
+            loaded._boosters.append(lightgbm.Booster(model_str=text))
+        return loaded

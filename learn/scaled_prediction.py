@@ -1,0 +1,78 @@
+"""A distribution whose width differs from case to case: a point, a scale, and what residuals over it were seen.
+
+Start reading at `ScaledPrediction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from learn.estimators import conformal_rank, from_space, to_space
+
+
+@dataclass(frozen=True)
+class ScaledPrediction:
+    """`centre + scale * score` in the target's space, with the scores of held-out rows as the distribution.
+
+    centre, scale (n,)   NaN in the rows of `refusals`
+    scores    one ascending array for each kind of case: (label - centre) / scale of rows that no fit had seen
+    kind      (n,) int: which of `scores` is a row's own
+    least     (n,) in the target's unit: no figure of a row lies below it
+    unfamiliar  row -> why it is unlike what was fitted on
+    """
+
+    centre: np.ndarray
+    scale: np.ndarray
+    scores: Sequence[np.ndarray]
+    kind: np.ndarray
+    space: str
+    least: np.ndarray
+    warnings: tuple[str, ...] = ()
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def point(self) -> np.ndarray:
+        return self._figure(self.centre)
+
+    def quantile(self, q: float) -> np.ndarray:
+        if not 0 < q < 1:
+            raise ValueError(f"a quantile lies between 0 and 1, got {q}")
+        return self._at([float(np.quantile(scores, q)) if scores.size else 0.0 for scores in self.scores])
+
+    def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
+        n = len(self.centre)
+        edges = np.asarray(edges, dtype=float)
+        edges = np.broadcast_to(edges, (n, edges.shape[-1]))
+        gap = (to_space(edges, self.space) - self.centre[:, None]) / self.scale[:, None]
+        below = np.zeros(edges.shape)
+        for index, scores in enumerate(self.scores):
+            mine = self.kind == index
+            known = scores if scores.size else np.zeros(1)
+            below[mine] = np.searchsorted(known, gap[mine], side="left") / len(known)
+        below = np.where(edges <= self.least[:, None], 0.0, below)  # no figure lies below it
+        below = np.where(edges <= 0, 0.0, below)
+        if self.space == "ratio":
+            below = np.where(edges > 1, 1.0, below)
+        mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
+        mass[np.isnan(self.centre)] = np.nan
+        return mass
+
+    def upper(self, level: float = 0.99) -> np.ndarray | None:
+        """Split-conformal over scaled residuals (Lei et al. 2018, section 5.2), by kind of case."""
+        if not any(scores.size for scores in self.scores):
+            return None
+        ranked = []
+        for scores in self.scores:
+            rank = min(conformal_rank(len(scores), level), len(scores))
+            ranked.append(max(float(scores[rank - 1]), 0.0) if scores.size else 0.0)
+        return self._at(ranked)
+
+    def _at(self, score_of_kind: Sequence[float]) -> np.ndarray:
+        return self._figure(self.centre + self.scale * np.asarray(score_of_kind, dtype=float)[self.kind])
+
+    def _figure(self, values: np.ndarray) -> np.ndarray:
+        return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))

@@ -1,0 +1,139 @@
+"""What the default estimator promises beyond the contract: growth with the batch, sane ends, honest width, reasons."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from featurize.families import cnn, mlp, transformer
+from learn.cases import Case, of_configs
+from learn.data import make_rows
+from learn.hybrid import HybridEstimator
+from learn.step_store import features_of
+
+CARD = 40_960.0
+
+
+def configs_of(n=60):
+    """CNNs and MLPs of all sizes, in turn."""
+    rng = np.random.default_rng(5)
+    found = []
+    for i in range(n):
+        batch = int(2 ** rng.integers(3, 10))
+        if i % 2:
+            found.append(mlp.Config(batch_size=batch, input_size=256 * (1 + i % 9), classes=10, depth=1 + i % 4))
+        else:
+            found.append(
+                cnn.Config(
+                    batch_size=batch, image_size=32, channels=3, classes=10, base_filters=8 * (1 + i % 5), depth=3
+                )
+            )
+    return found
+
+
+def traced(configs):
+    return np.array([features_of(case).values["job_memory_mib"] for case in of_configs(configs)])
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """Measured: CNNs take 20 % more than traced, MLPs what was traced, give or take a per cent."""
+    configs = configs_of()
+    factor = np.where([c.family == "cnn" for c in configs], 1.2, 1.0)
+    noise = np.exp(0.01 * np.random.default_rng(1).standard_normal(len(configs)))
+    return HybridEstimator(0).fit(make_rows("memory", configs, traced(configs) * factor * noise))
+
+
+def test_it_learns_what_the_trace_misses(fitted):
+    new = [
+        cnn.Config(batch_size=96, image_size=32, channels=3, classes=10, base_filters=20, depth=3),
+        mlp.Config(batch_size=96, input_size=900, classes=10, depth=2),
+    ]
+    ratio = fitted.predict(of_configs(new)).point / traced(new)
+    assert 1.08 < ratio[0] < 1.25 and 0.97 < ratio[1] < 1.05
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        cnn.Config(batch_size=1, image_size=32, channels=3, classes=10, base_filters=24, depth=3),
+        cnn.Config(batch_size=1, image_size=40, channels=3, classes=10, base_filters=8, depth=4, topology="dense"),
+        mlp.Config(batch_size=1, input_size=700, classes=10, depth=3),
+    ],
+    ids=lambda config: config.family,
+)
+def test_estimate_and_bound_grow_with_the_batch_wherever_the_trace_does(fitted, config):
+    cases = of_configs([dataclasses.replace(config, batch_size=b) for b in (1, 3, 8, 13, 50, 64, 65, 200, 777, 4096)])
+    by_trace = np.array([features_of(case).values["job_memory_mib"] for case in cases])
+    prediction = fitted.predict(cases)
+    for figures in (prediction.point, prediction.upper()):
+        for i in range(len(cases) - 1):
+            if by_trace[i] <= by_trace[i + 1]:
+                assert figures[i] <= figures[i + 1] * (1 + 1e-12)
+
+
+def test_it_is_never_below_what_the_weights_take(fitted):
+    large = mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1)
+    values = features_of(*of_configs([large])).values
+    point = fitted.predict(of_configs([large])).point[0]
+    assert point >= values["job_weights_mib"] + values["job_outside_mib"]
+    assert point / values["job_memory_mib"] == pytest.approx(1, abs=0.35), "far from what it was fitted on: the trace's"
+
+
+def test_jobs_that_ran_out_of_memory_lift_the_estimate_of_their_like_to_the_card():
+    sizes = [
+        cnn.Config(batch_size=batch, image_size=64, channels=3, classes=10, base_filters=width, depth=4)
+        for width in (40, 48, 56, 64)
+        for batch in range(4, 364, 40)
+    ]
+    need = traced(sizes) * 1.5
+    censored = need > CARD
+    assert 3 < censored.sum() < len(sizes) - 10
+    rows = make_rows("memory", sizes, np.where(censored, CARD, need), censored=censored)
+    point = HybridEstimator(0).fit(rows).predict(rows.cases).point
+    assert (point[need > 1.3 * CARD] > CARD).mean() > 0.9
+
+
+def test_a_device_never_measured_gets_an_answer_with_a_wider_bound_and_the_reason(fitted):
+    config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
+    known, other = (fitted.predict([Case(config, device)]) for device in ("A100-SXM4-40GB", "H200-SXM-141GB"))
+    assert known.unfamiliar == {}
+    assert "nothing was measured on H200-SXM-141GB, only on a100-sxm4-40gb" in other.unfamiliar[0]
+    assert other.upper()[0] / other.point[0] > known.upper()[0] / known.point[0]
+
+
+def test_what_is_unlike_anything_fitted_on_is_said(fitted):
+    odd = [
+        mlp.Config(batch_size=100_000, input_size=512, classes=10, depth=2),
+        mlp.Config(batch_size=64, input_size=512, classes=10, depth=2, precision="bf16"),
+        transformer.Config(
+            batch_size=8, vocabulary_size=100, sequence_length=64, embedding_size=64, heads=4, depth=2,
+            feed_forward=128, classes=10,
+        ),
+    ]  # fmt: skip
+    said = fitted.predict(of_configs(odd)).unfamiliar
+    assert "a batch of 100,000, fitted on 8 to 512" in said[0]
+    assert any("half precision: only fp32 was fitted on" in reason for reason in said[1])
+    assert any("operators that no fitted network had" in reason and "attention" in reason for reason in said[2])
+
+
+def test_a_case_without_a_trace_is_refused_and_the_others_are_not(fitted):
+    config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
+    prediction = fitted.predict([Case(config, "AMD EPYC"), Case(config)])
+    assert "no description of the device AMD EPYC" in prediction.refusals[0] and np.isnan(prediction.point[0])
+    assert prediction.point[1] > 0 and prediction.upper()[1] >= prediction.point[1]
+
+
+def test_rows_in_doubt_are_not_fitted_on():
+    configs = configs_of(40)
+    labels = traced(configs)
+    rows = make_rows("memory", configs, labels)
+    wrong = labels.copy()
+    wrong[::4] *= 5
+    doubted = make_rows("memory", configs, wrong)
+    doubted = dataclasses.replace(
+        doubted, doubt=np.array(["odd" if i % 4 == 0 else "" for i in range(40)], dtype=object)
+    )
+    clean = rows.subset(np.arange(40) % 4 != 0)
+    one, other = (HybridEstimator(0).fit(r).predict(rows.cases).point for r in (doubted, clean))
+    np.testing.assert_array_equal(one, other)
