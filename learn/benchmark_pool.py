@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from featurize.device_spec import DeviceSpec
-from featurize.trial import TrialConfig
 from learn.analytical.base import Answer, CannotEstimate, analyse
 from learn.cases import Case
 from warehouse.published import PublishedRow
@@ -28,7 +27,7 @@ class Job:
 
     index: int
     where: str
-    subject: PublishedRow | TrialConfig
+    subject: PublishedRow | Case
     device: DeviceSpec
     target: str
 
@@ -53,10 +52,9 @@ def _answer(job: Job) -> Answer:
 
     module, _, attribute = job.where.partition(":")
     estimator = getattr(importlib.import_module(module), attribute)
-    if isinstance(job.subject, TrialConfig):
-        case = Case(job.subject, described=job.device)
-    else:
-        case = Case(module=workload_of(job.subject), described=job.device)
+    case = job.subject
+    if not isinstance(case, Case):
+        case = Case(module=workload_of(case), described=job.device)
     if job.target == "memory":
         return analyse(estimator.method(), case.workload, job.device)
     asked = estimator()

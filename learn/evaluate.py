@@ -5,8 +5,7 @@ Start reading at `evaluate`.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -14,12 +13,11 @@ import numpy as np
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
 from learn.estimators import Estimator, make_estimator
+from learn.scores import LEVEL, bound_scores, class_scores, has_relative, mean, median, p90
+from learn.splits import hold_out, split
 from learn.targets import Bins
 
 CV_FOLDS = 3
-TEST_TENTHS = 3  # of ten folds: 30 % held out
-LEVEL = 0.99
-RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is no 100 % mistake
 
 
 @dataclass(frozen=True)
@@ -161,30 +159,6 @@ def require_classes(rows: Rows, bins: Bins, classes: np.ndarray) -> None:
         )
 
 
-def split(rows: Rows, classes: np.ndarray, folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(inside, outside) positions of each fold: groups whole, classes about equally shared."""
-    from sklearn.model_selection import StratifiedGroupKFold
-
-    strata = np.asarray(classes).copy()
-    names, counts = np.unique(strata, return_counts=True)
-    strata[np.isin(strata, names[counts < folds])] = -1  # classes too rare to share out are shared out together
-    if np.unique(strata, return_counts=True)[1].max() < folds:
-        strata[:] = 0
-    splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The least populated class", UserWarning)
-        for inside, outside in splitter.split(np.zeros(len(rows)), strata, rows.group.astype(str)):
-            if len(outside):  # with one large group, another fold can be left without any
-                yield inside, outside
-
-
-def hold_out(rows: Rows, classes: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(train, test) positions, ascending; about 30 % of the rows in test, no group in both."""
-    tenths = [outside for _, outside in split(rows, classes, 10, seed)]
-    test = np.sort(np.concatenate(tenths[:TEST_TENTHS]))
-    return np.setdiff1d(np.arange(len(rows)), test), test
-
-
 def measure(fitted: Estimator, rows: Rows, bins: Bins):
     """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen and has answers for."""
     prediction = fitted.predict(rows.cases)
@@ -203,41 +177,27 @@ def answered(fitted: Estimator, rows: Rows) -> tuple[Rows, list[str]]:
 
 def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, predicted: np.ndarray) -> Metrics:
     """The figures of one split; see `Metrics`. `point`, `upper`: (n,) in the target's unit; `predicted`: (n,) int."""
-    true = classes_of(rows, bins)
-    recall, support, f1 = {}, {}, []
-    for index in np.unique(true):
-        hits = int(((true == index) & (predicted == index)).sum())
-        of_class, said = int((true == index).sum()), int((predicted == index).sum())
-        recall[bins.labels[index]], support[bins.labels[index]] = hits / of_class, of_class
-        f1.append(2 * hits / (of_class + said))
-
+    classes = class_scores(classes_of(rows, bins), predicted, bins.labels)
     exact = ~rows.censored
     label, guess = rows.label[exact], point[exact]
-    usable = label >= RELATIVE_FLOOR if rows.target.space == "ratio" else label > 0
+    usable = has_relative(label, rows.target.space)
     absolute = np.abs(guess - label)
     relative = absolute[usable] / label[usable]
-    bound = None if upper is None else upper[exact]
-
-    def figure(values, reduce) -> float | None:
-        return float(reduce(values)) if values is not None and np.size(values) else None
-
-    def p90(values) -> float:
-        return np.quantile(values, 0.9)
-
+    bound = None if upper is None else bound_scores(label, upper[exact], rows.target.space)
     return Metrics(
         n=len(rows),
         n_censored=int(rows.censored.sum()),
-        accuracy=float((true == predicted).mean()),
-        macro_f1=float(np.mean(f1)),
-        recall=recall,
-        support=support,
+        accuracy=classes.accuracy,
+        macro_f1=classes.macro_f1,
+        recall=classes.recall,
+        support=classes.support,
         n_relative=int(usable.sum()),
-        mean_relative_error=figure(relative, np.mean),
-        median_relative_error=figure(relative, np.median),
-        p90_relative_error=figure(relative, p90),
-        mean_absolute_error=figure(absolute, np.mean),
-        p90_absolute_error=figure(absolute, p90),
-        underestimates=figure(guess < label, np.mean),
-        coverage=None if bound is None else figure(label <= bound, np.mean),
-        bound_excess=None if bound is None else figure(bound[usable] / label[usable] - 1, np.median),
+        mean_relative_error=mean(relative),
+        median_relative_error=median(relative),
+        p90_relative_error=p90(relative),
+        mean_absolute_error=mean(absolute),
+        p90_absolute_error=p90(absolute),
+        underestimates=mean(guess < label),
+        coverage=None if bound is None else bound.coverage,
+        bound_excess=None if bound is None else bound.excess,
     )

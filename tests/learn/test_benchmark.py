@@ -9,17 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_runs
 
 from conf import cli
 from conf.errors import UsageError
 from learn import benchmark as benchmark_module
 from learn import estimators
-from learn.benchmark import BenchmarkSettings, benchmark
+from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
-from learn.data import load_rows
-from learn.evaluate import classes_of, hold_out
-from learn.targets import make_bins
+from learn.targets import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -153,7 +150,7 @@ def test_worst_rows_and_groups_are_judged_with_the_files_constant():
         Scored(name="four", group="b", label=None, estimate=100.0),
         Scored(name="five", group="c", label=100.0, estimate=None, reason="none"),
     ]
-    figures = figures_of("file", "fake", rows, card=None)
+    figures = figures_of("file", "fake", rows)
     assert figures.constant == 20 and figures.fit_right is None
     assert [(row.name, round(error, 3)) for row, error in worst_of(rows, 20, 2)] == [("two", 0.5), ("three", -0.4)]
     groups = by_group(rows, 20)
@@ -165,7 +162,7 @@ def test_ratios_have_absolute_errors():
         Scored(name="one", group="a", label=0.0, estimate=0.1),
         Scored(name="b", group="a", label=0.5, estimate=0.2),
     ]
-    figures = figures_of("file", "fake", rows, card=None, relative=False)
+    figures = figures_of("file", "fake", rows, space="ratio")
     assert figures.raw.median == pytest.approx(0.2) and figures.raw.under == 0.5
 
 
@@ -176,47 +173,62 @@ def test_doubtful_rows_can_be_left_out(tmp_path):
     chosen = {doubtful: benchmark(settings(path, doubtful=doubtful)) for doubtful in ("keep", "drop")}
     kept, dropped = (next(f for f in done.figures if f.estimator == "hundreds") for done in chosen.values())
     assert (kept.ok, dropped.ok) == (3, 2)
-    assert any("1 of its 3 rows are in doubt: 1 more than at a larger batch" in note for note in chosen["keep"].notes)
-
-
-@pytest.fixture(scope="module")
-def warehouse_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("learn") / "a'; echo foo"
-    write_runs(folder, make_configs(90))
-    return folder
-
-
-def test_of_the_warehouse_the_rows_that_fit_holds_out_are_asked(warehouse_folder):
-    done = benchmark(
-        BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0, seed=2)
+    assert any(
+        "1 of its 3 rows are in doubt (judged, never fitted on): 1 more than" in note for note in chosen["keep"].notes
     )
-    rows = load_rows(str(warehouse_folder), "memory")
-    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-    train, test = hold_out(rows, classes_of(rows, bins), 2)
-    asked = {row.name for scored in done.scored.values() for row in scored}
-    assert asked == set(rows.run_ids[test]) and not asked & set(rows.run_ids[train])
-    for family in set(rows.family[test]):
-        pair = [f for f in done.figures if f.file == family]
-        assert {f.estimator for f in pair} == {"lightgbm", "hundreds"} and pair[0].ok == pair[1].ok
-    fitted = estimators.make_estimator("lightgbm", 2).fit(rows.subset(train)).predict(rows.subset(test).cases)
-    given = {
-        row.name: row.estimate for (_, name), scored in done.scored.items() if name == "lightgbm" for row in scored
-    }
-    np.testing.assert_allclose([given[name] for name in rows.run_ids[test]], fitted.point)
 
 
-def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folder):
-    done = benchmark(BenchmarkSettings(data=str(warehouse_folder), target="drama", rows=3, workers=0))
-    assert {f.estimator for f in done.figures} == {"lightgbm", "trace"}
-    assert done.card_mib is None and not done.relative and all(f.ok <= 3 for f in done.figures)
-    with pytest.raises(UsageError, match="horus estimates target=memory only"):
-        benchmark(BenchmarkSettings(data=str(warehouse_folder), target="drama", estimators=("horus",)))
+def test_utilization_of_published_files_leaves_out_what_a_sensor_did_not_give(tmp_path):
+    with open(tmp_path / "some.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        for batch, smact, status in ((1, 0.5, OK), (2, 0.1, OK), (4, 0, OK), (8, -1, OK), (16, 0.9, "OOM_CRASH")):
+            writer.writerow((mlp(batch), 2, 10, batch, 900, smact, status))
+    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib\nlenet,2,1000\n")
+    done = benchmark(settings(tmp_path, target="smact", estimators=("trace",)))
+    (figures,) = done.figures
+    assert (figures.file, figures.ok, figures.oom) == ("some", 2, 0) and set(figures.classes) == {"published"}
+    (note,) = (note for note in done.notes if note.startswith("some:"))
+    for said in ("3 of 5 rows have no smact", "1 out of memory", "1 not measured", "1 0 beside a model that trained"):
+        assert said in note
+    with pytest.raises(UsageError, match="no rows are left with family=all, target=drama"):
+        benchmark(settings(tmp_path, target="drama", estimators=("trace",)))
+
+
+def test_classes_are_counted_with_out_of_memory_in_the_top_one():
+    bins = {"published": memory_bins(np.array([100.0]), 8, 40_326.0)}
+    about = {"group": "a", "family": "cnn", "card": 40_326.0}
+    rows = [
+        Scored(name="one", label=1000.0, estimate=2000.0, upper=3000.0, **about),
+        Scored(name="two", label=9000.0, estimate=8000.0, upper=8500.0, **about),
+        Scored(name="told", label=9000.0, estimate=8000.0, upper=9900.0, classes={"published": 1}, **about),
+        Scored(name="out", label=None, estimate=39_000.0, upper=41_000.0, **about),
+        Scored(name="none", label=1000.0, estimate=None, reason="none", **about),
+    ]
+    figures = figures_of("file", "fake", rows, bins=bins)
+    scores = figures.classes["published"]
+    assert scores.recall == {"0-8 GB": 1.0, "8-16 GB": 0.5, "32+ GB": 1.0} and scores.accuracy == 0.75
+    assert scores.macro_recall == pytest.approx(2.5 / 3) and scores.macro_f1 == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
+    assert figures.bound.coverage == pytest.approx(2 / 3) and figures.fit_right_bound == 1.0
+    assert figures.fit_right_raw == 0.75 and figures.raw.mean == pytest.approx((1 + 2 / 9) / 3)
+
+
+def test_features_are_kept_where_the_user_says_or_in_the_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("GPUFARM_DATA", raising=False)
+    asked = {"published": str(tmp_path), "estimators": ("horus",)}
+    assert cache_folder(BenchmarkSettings(**asked)).root == tmp_path / "cache" / "gpufarm"
+    named = cache_folder(BenchmarkSettings(**asked, data=str(tmp_path / "new")))
+    assert named.root == tmp_path / "new" and named.format_marker.is_file()
+    (tmp_path / "data").mkdir()
+    assert cache_folder(BenchmarkSettings(**asked)).root == tmp_path / "data"
 
 
 def test_the_estimator_that_trains_for_real_is_asked_only_by_name(tmp_path):
-    asked = benchmark_module._names(BenchmarkSettings(published=str(tmp_path)))
-    assert "xmem" not in asked and {"trace", "horus"} <= set(asked) and "lightgbm" not in asked
-    assert benchmark_module._names(BenchmarkSettings(published=str(tmp_path), estimators=["xmem"])) == ("xmem",)
+    asked = BenchmarkSettings(published=str(tmp_path)).names
+    assert "xmem" not in asked and {"trace", "horus", "lightgbm"} <= set(asked)
+    assert BenchmarkSettings(published=str(tmp_path), estimators=["xmem"]).names == ("xmem",)
 
 
 def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
@@ -224,24 +236,28 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     folder.mkdir()
     write(folder / "some.csv", [(1, 200, OK), (2, 300, OK, "pyramid"), (3, 300, OK), (500, 39_000, "OOM_CRASH")])
     (folder / "other.csv").write_text("x\n1\n")
-    out = folder / "report.json"
+    out, page = folder / "report.json", tmp_path / "page.html"
     code = run(
         f"published={json.dumps(str(folder))}", "estimators=[hundreds]", "workers=0", "by=module", "worst=1",
-        f"out={json.dumps(str(out))}",
+        f"out={json.dumps(str(out))}", f"report={json.dumps(str(page))}",
     )  # fmt: skip
     said = capsys.readouterr()
     assert code == 0
     for text in (
         "memory on A100-SXM4-40GB, card 40,326 MiB", "2/3 + 1/1 oom", "+100", "mlp/pyramid", "furthest off",
-        "no answer for 1: three is a crowd", "other.csv has no known header",
+        "no answer for 1: three is a crowd", "other.csv has no known header", "GPUMemNet (published)", "95% to 98%",
     ):  # fmt: skip
         assert text in said.out, text
-    assert "4/4 estimates" in said.err
+    assert "4/4 steps" in said.err
     report = json.loads(out.read_text())
     assert report["figures"][0]["constant"] == 100 and report["settings"]["estimators"] == ["hundreds"]
     assert [row["status"] for row in report["rows"]] == ["ok", "ok", "ok", "oom"]
     assert report["rows"][2]["answers"]["hundreds"]["reason"] == "three is a crowd"
+    assert {figure["source"] for figure in report["published"]} >= {"GPUMemNet, arXiv 2602.17817"}
     assert sorted(os.listdir(folder)) == ["other.csv", "report.json", "some.csv"]
+    text = page.read_text()
+    assert text.count("data:image/svg+xml") == 5 and "three is a crowd" in text and "GPUMemNet (published)" in text
+    assert "http://" not in text and "https://" not in text and "<script" not in text
 
 
 @pytest.mark.parametrize(
@@ -249,12 +265,15 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     [
         (["target=speed"], "unknown target 'speed'; known: drama"),
         (["estimators=[hours]"], "unknown estimator 'hours'; known: deepspeed"),
-        (["published=here", "estimators=[lightgbm]"], "estimator lightgbm learns from rows"),
-        (["published=here", "target=drama"], "published= is for target=memory, got target=drama"),
-        (["published=here", "data=there"], "data= is for the warehouse's runs"),
+        (["published=here", "target=power"], "published files hold target=memory, smact, smocc, drama, gpu_util, got"),
+        (["published=here", "source=measured"], "source= is for the warehouse's runs"),
+        (["split=thirds"], "unknown split 'thirds'; known: cv, holdout, leave_one_out"),
+        (["split=leave_one_out"], "give by=module or by=family or by=device"),
+        (["folds=1"], "folds must be an integer >= 2, got 1"),
+        (["out=x.json", "report=x.json"], "out= and report= are the same file"),
         (["files=[a]"], "give published=FOLDER with it"),
         (["estimators=[]"], "estimators must name at least one of"),
-        (["by=colour", "rows=0"], "unknown by 'colour'; known: module; rows must be an integer >= 1, got 0"),
+        (["by=colour", "rows=0"], "by 'colour'; known: device, family, module; rows must be an integer >= 1, got 0"),
         (["workers=-1", "limit_s=0"], "workers must be an integer >= 0, got -1; limit_s must be a number > 0, got 0"),
         (["published=/nowhere/at/all"], "published=/nowhere/at/all: there is no such file or folder"),
         (["colour=red"], "unknown key 'colour'"),
@@ -280,11 +299,12 @@ import sys, threading, time
 from multiprocessing import Pipe
 from learn.benchmark_pool import Job, _serve
 from featurize.families.mlp import Config
+from learn.cases import Case
 from learn.traced import describe_device
 
 ours, theirs = Pipe()
-config = Config(batch_size=1, input_size=8, classes=4, depth=1)
-job = Job(0, "fake_methods:HundredsEstimator", config, describe_device("A100-SXM4-40GB"), "memory")
+case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
+job = Job(0, "fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
 
 def die():
     ours.recv()
