@@ -10,7 +10,7 @@ import json
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"
 FORMATS = ("table", "json")
+METHODS = ("full", "fast")
 SETTINGS = ("optimizer", "precision", "cudnn_benchmark", "channels_last")  # a trial config has its own
 
 
@@ -42,6 +43,7 @@ def estimate(
     allocator: str | AllocatorSettings | None = None,
     device: str | DeviceSpec = DEFAULT_DEVICE,
     estimator: str | None = None,
+    method: str = "full",
     data=None,
     input_dtype: str = "float32",
     target=None,
@@ -59,10 +61,13 @@ def estimate(
                 an error
     allocator   settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them
     device      a GPU model of `conf/device`, by name or as its description
-    estimator   a name of `learn.estimators.ESTIMATORS`. None takes, for trial configs, the newest fitted model of each
-                target in the data folder, and the trace where there is none; for modules, the trace. The training-free
-                ones answer for memory, without having been fitted; the trace gives the rest. xmem is the one exception
-                to the above: it runs the model for real, on the CPU
+    estimator   a name of `learn.estimators.ESTIMATORS`. None takes, for each target, the newest model in the data
+                folder that was fitted on the config's family and device (for modules: one that reads traced steps,
+                fitted on real devices), else the model that comes with the project, else the trace. The training-free
+                ones answer for memory, without having been fitted. xmem is the one exception to the above: it runs the
+                model for real, on the CPU
+    method      full, or fast: a trial config's figures without tracing it, by the distilled model that comes with the
+                project; some hundred times quicker, a few per cent less exact, and without a breakdown
     data        data folder with the fitted models; None is the default folder
     target, loss  for modules: a tensor or shape of class indices, and `loss(output, target)`; None: cross entropy of
                 the output, its `logits` or its first tensor, with targets to suit
@@ -79,9 +84,14 @@ def estimate(
     began = time.monotonic_ns()
     if estimator is not None and estimator not in ESTIMATORS:
         raise unknown_name("estimator", estimator, ESTIMATORS)
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
     if not isinstance(device, str | DeviceSpec):
         raise unknown_name("device", device, device_names())
     device = describe_device(device)
+    if method == "fast":
+        given = {"estimator": estimator, "allocator": allocator, "report": report, "inputs": inputs}
+        return many([_config_for_fast(model, given)], device=device, method="fast")[0]
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
     elif allocator is not None and not isinstance(allocator, AllocatorSettings):
@@ -115,6 +125,48 @@ def estimate(
     if report is not None:
         write_step_report(report, job, device, done, traced, allocator)
     return done
+
+
+def many(
+    configs: Sequence[TrialConfig | Mapping],
+    *,
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    method: str = "full",
+    estimator: str | None = None,
+    data=None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Estimate]:
+    """An estimate of each trial config (or its mapping), in order; see `estimate`.
+
+    `method="fast"` answers thousands a second; `full` traces one after the other. `progress(done, of)` hears of it.
+    """
+    from learn.traced import describe_device
+
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    device = describe_device(device)
+    configs = [config_from_mapping(config) if isinstance(config, Mapping) else config for config in configs]
+    if method == "fast":
+        from learn.fast_estimates import fast_estimates
+
+        if estimator is not None:
+            raise UsageError("method=fast is an estimator of its own; leave estimator= out")
+        return fast_estimates(configs, device)
+    found = []
+    for done, config in enumerate(configs):
+        progress(done, len(configs))
+        found.append(estimate(config, device=device, estimator=estimator, data=data))
+    return found
+
+
+def _config_for_fast(model, given: Mapping[str, Any]) -> TrialConfig:
+    if found := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(found)} out")
+    if isinstance(model, Mapping):
+        model = config_from_mapping(model)
+    if not isinstance(model, TrialConfig):
+        raise UsageError("method=fast answers from a trial config alone; modules take method=full")
+    return model
 
 
 @contextlib.contextmanager
@@ -188,15 +240,15 @@ def entry(cfg) -> int:
     from learn.estimate_view import print_json, print_table
 
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)
-    given = [key for key in ("model", "config", "run") if values[key] is not None]
+    given = [key for key in ("model", "config", "run", "configs") if values[key] is not None]
     if len(given) != 1:
         said = f"got {' and '.join(given)}" if given else "got none"
-        raise UsageError(f"give one of model=MODULE:FACTORY, config={{...}} and run=RUN_ID; {said}")
+        raise UsageError(f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; {said}")
     if values["format"] not in FORMATS:
         raise unknown_name("format", values["format"], FORMATS)
     if values["model"] is None and values["input"] is not None:
         raise UsageError("input is for model=; a trial config has its own inputs")
-    settings = {key: values[key] for key in (*SETTINGS, "estimator", "data", "allocator", "report")}
+    settings = {key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report")}
     chosen = values.get("device")
     if chosen is not None and "backend" in chosen:
         raise UsageError(
@@ -204,6 +256,8 @@ def entry(cfg) -> int:
         )
     settings["device"] = DEFAULT_DEVICE if chosen is None else device_from_mapping(chosen)
 
+    if values["configs"] is not None:
+        return _print_many(values["configs"], settings, values["format"])
     past = None
     if values["run"] is not None:
         past = load_run(values["data"], values["run"])
@@ -225,6 +279,28 @@ def entry(cfg) -> int:
     (print_json if values["format"] == "json" else print_table)(title, done, past)
     if values["report"] is not None:
         print(f"report: {values['report']}", file=sys.stderr if values["format"] == "json" else sys.stdout)
+    return 0
+
+
+def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
+    """Estimates of a file's configs, one JSON object a line, in the lines' order."""
+    if given := [key for key in (*SETTINGS, "allocator", "report") if settings[key] is not None]:
+        raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
+    if form != "json":
+        raise UsageError("configs=FILE prints one JSON object a line: give format=json with it")
+    try:
+        lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise UsageError(f"configs={path}: {error.strerror}") from error
+    configs = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            configs.append(config_from_mapping(_mapping(line)))
+        except UsageError as error:
+            raise UsageError(f"configs={path}, line {number}: {error}") from error
+    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data")}
+    for done in many(configs, **chosen):
+        print(json.dumps(done.to_mapping()))
     return 0
 
 

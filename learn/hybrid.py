@@ -30,7 +30,9 @@ LEAST_ROWS = 10
 OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
 MANY_MODULES = 10  # a family of so many is held out by module: new ones are what it will be asked about
 KNOTS_PER_DOUBLING = 4
-_SCALE_FLOOR = {"log": 0.002, "ratio": 0.004}
+# The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
+# is not, must not stretch everybody's bound.
+_SCALE_SHARE = 0.1
 _BASES = {
     "memory": "job_memory_mib",
     "step_time": "job_step_time_ms",
@@ -67,6 +69,7 @@ class HybridEstimator:
         self._scale: Boosted | None = None
         self._kinds: dict[str, int] = {}
         self._scores: list[np.ndarray] = []
+        self._floor = 0.0
         self._familiarity: Familiarity | None = None
         self._knots = np.empty(0)
 
@@ -103,6 +106,7 @@ class HybridEstimator:
 
         exact = ~rows.censored
         residual = (label - held_out)[exact]
+        self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
         self._scale = Boosted(_SCALE, self.seed).fit(
             self._of_network(table)[exact], np.abs(residual), None, weight[exact]
         )
@@ -159,10 +163,6 @@ class HybridEstimator:
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
         name = _BASES.get(self.target.name, f"job_roofline_{self.target.name}")
         return to_space(np.array([record.values[name] for record in records]), self.target.space)
-
-    @property
-    def _floor(self) -> float:
-        return _SCALE_FLOOR[self.target.space]
 
     def _boosted(self) -> Boosted:
         return Boosted(_MEMORY if self.target.is_memory else _OTHERS, self.seed)
@@ -232,6 +232,7 @@ class HybridEstimator:
             "seed": self.seed,
             "columns": list(self._columns),
             "knots": self._knots.tolist(),
+            "floor": self._floor,
             "kinds": self._kinds,
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
@@ -246,6 +247,7 @@ class HybridEstimator:
         loaded.target = get_target(state["target"])
         loaded._columns = tuple(state["columns"])
         loaded._knots = np.asarray(state["knots"], dtype=float)
+        loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity.from_mapping(state["familiarity"])

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main() -> None:
+    import bench_estimate
     import bench_first_run
     import bench_overhead
     import bench_query
@@ -33,6 +34,8 @@ def main() -> None:
     query = bench_query.run()
     print("\ntrace and replay of a training step, one thread: ours against MemTracker under FakeTensorMode")
     trace = bench_trace.run()
+    print("\nestimates, one thread: the fast path of trial configs, and the full path")
+    estimate = bench_estimate.run()
 
     rows = [
         (
@@ -72,6 +75,14 @@ def main() -> None:
             f"{trace['large_s']:.1f} s",
             "2 GB",
         ),
+        (
+            "fast path: one trial config, median of the slowest family",
+            f"{estimate['median_ms']:.2f} ms",
+            f"{estimate['full_s'] / estimate['median_ms'] * 1e3:,.0f} x faster than a traced resnet50",
+            "1 ms",
+        ),
+        ("fast path: a batch, slowest family", f"{estimate['per_s']:,.0f} configs/s", "", "2,000/s"),
+        ("`learn.estimate` of resnet50, batch 64, full path", f"{estimate['full_s']:.2f} s", "", "0.6 s"),
     ]
     print(f"\nOn {machine}:\n\n| what | figure | compared | wanted |\n|---|---|---|---|")
     for row in rows:

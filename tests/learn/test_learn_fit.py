@@ -34,7 +34,11 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fitted(data):
-    return fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)), now=datetime(2026, 11, 20, 10, 15, tzinfo=UTC))
+    return fit(settings(data), now=datetime(2026, 11, 20, 10, 15, tzinfo=UTC))
+
+
+def settings(data, **changes):
+    return FitSettings(target="memory", estimator="lightgbm", data=str(data), **changes)
 
 
 def run(*argv):
@@ -99,10 +103,10 @@ def test_loaded_artifact_predicts_what_the_fit_predicted(data, fitted):
 
 
 def test_same_data_and_seed_give_the_same_figures(data, fitted):
-    again = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)), now=datetime(2026, 11, 21, tzinfo=UTC))
+    again = fit(settings(data), now=datetime(2026, 11, 21, tzinfo=UTC))
     assert again.meta["metrics"] == fitted.meta["metrics"]
     assert again.path != fitted.path and load_latest(data, "memory").path == again.path
-    other = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data), seed=1), now=datetime(2026, 11, 22, tzinfo=UTC))
+    other = fit(settings(data, seed=1), now=datetime(2026, 11, 22, tzinfo=UTC))
     assert other.meta["metrics"] != fitted.meta["metrics"]
 
 

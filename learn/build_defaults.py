@@ -1,0 +1,183 @@
+"""`python -m learn.build_defaults path=FOLDER`: fit the models that come with the project, on published measurements.
+
+Start reading at `build`. What it writes is `learn/default_models/`: one artifact a target, the fast path, a model card.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from conf.cli import command
+from conf.errors import UsageError
+
+TARGETS = ("memory", "smact", "smocc", "gpu_util")
+LIMIT_MIB = 10.0
+_SOURCES = ("gpumemnet", "timm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSettings:
+    """The keys of `conf/build_defaults.yaml`. Raises `UsageError` that names every bad key together."""
+
+    path: str
+    out: str | None = None
+    data: str | None = None
+    distil: int = 8000
+    seed: int = 0
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        found = []
+        for name, least in (("distil", 200), ("seed", 0), ("workers", 0)):
+            value = getattr(self, name)
+            if value is None and name == "workers":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                found.append(f"{name} must be an integer >= {least}, got {value!r}")
+        if not Path(self.path).exists():
+            found.append(f"path={self.path}: there is no such file or folder")
+        if found:
+            raise UsageError("; ".join(found))
+
+
+def build(settings: BuildSettings, *, progress: Callable[[str, int, int], None]) -> Path:
+    """Ingest, compute features, fit every target and distil the fast path; the folder that was written.
+
+    `progress(step, done, of)` hears of what takes long. The folder appears whole, in place of the one before.
+    """
+    from learn.artifacts import DEFAULT_MODELS
+
+    home = Path(settings.out) if settings.out is not None else DEFAULT_MODELS
+    home.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch:
+            _fit_all(settings, Path(settings.data or scratch), building, progress)
+        size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
+        if size_mib > LIMIT_MIB:
+            raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that come along")
+        os.chmod(building, 0o755)
+        if home.exists():
+            shutil.rmtree(home)
+        os.replace(building, home)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return home
+
+
+def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
+    from learn.artifacts import environment, features_of_estimator
+    from learn.data import load_rows
+    from learn.estimators import make_estimator
+    from learn.evaluate import evaluate
+    from learn.model_card import write_card
+    from learn.step_store import prepare
+    from learn.targets import make_bins
+    from warehouse.ingest import IngestSettings, ingest
+
+    for source in _SOURCES:
+        ingest(IngestSettings(source=source, path=settings.path, data=str(data)))
+    name = "hybrid"
+    fitted, metas = {}, {}
+    for target in TARGETS:
+        rows = load_rows(str(data), target, source="imported")
+        prepare(rows.cases, str(data), workers=settings.workers, progress=lambda d, n: progress("tracing jobs", d, n))
+        bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+        progress(f"fitting {target}", 0, 1)
+        evaluation = evaluate(name, rows, bins, settings.seed)
+        fitted[target] = make_estimator(name, settings.seed).fit(rows)
+        metas[target] = {
+            "target": target,
+            "unit": rows.target.unit,
+            "estimator": name,
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "feature_version": features_of_estimator(name),
+            "data_fingerprint": rows.fingerprint(),
+            "environment": environment(),
+            "rows": {
+                "fitted": int((~rows.censored).sum()),
+                "censored": int(rows.censored.sum()),
+                "family": rows.count("family"),
+                "source": rows.count("source"),
+                "device": rows.count("device"),
+            },
+            "metrics": evaluation.summary(),
+            "recall": evaluation.test.recall,
+            "bins": bins.to_mapping(),
+            "seed": settings.seed,
+        }
+        (folder / target / "model").mkdir(parents=True)
+        fitted[target].save(folder / target / "model")
+        (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
+        progress(f"fitting {target}", 1, 1)
+    fast = _distilled(settings, data, fitted, progress)
+    (folder / "fast").mkdir()
+    fast.save(folder / "fast")
+    write_card(folder / "MODEL_CARD.md", metas, fast)
+
+
+def _distilled(settings: BuildSettings, data: Path, fitted, progress):
+    """The fast path: what the fitted models, and the trace for the rest, say of sampled configs on every GPU model."""
+    import numpy as np
+
+    from featurize.device_spec import device_names
+    from learn.cases import DEFAULT_DEVICE, Case
+    from learn.fast import FastPath, Taught
+    from learn.fast_configs import distillation_configs
+    from learn.step_store import features_of, prepare
+    from learn.targets import get_target
+
+    others = [name for name in device_names() if name != DEFAULT_DEVICE]
+    configs = distillation_configs(settings.distil, settings.seed)
+    # Every other one on the device that was measured, the rest in turn on the others.
+    devices = [others[i // 2 % len(others)] if i % 2 else DEFAULT_DEVICE for i in range(len(configs))]
+    cases = [Case(config, device) for config, device in zip(configs, devices, strict=True)]
+    prepare(cases, str(data), workers=settings.workers, progress=lambda d, n: progress("tracing the fast path's", d, n))
+    cases = [case for case in cases if features_of(case).error is None]
+    taught = {}
+    for target in ("memory", "smact", "smocc"):
+        said = fitted[target].predict(cases)
+        taught[target] = Taught(said.point, said.upper() if get_target(target).is_memory else None)
+    for target, name in (("drama", "job_roofline_drama"), ("step_time", "job_step_time_ms")):
+        taught[target] = Taught(np.array([features_of(case).values[name] for case in cases]))
+    progress("distilling", 0, 1)
+    return FastPath.distil(cases, taught, settings.seed)
+
+
+def entry(cfg) -> int:
+    """The command: settings in, a progress bar, the folder's path out."""
+    from omegaconf import OmegaConf
+    from rich.console import Console
+    from rich.progress import TimeRemainingColumn
+
+    from conf.bars import start_bar
+
+    settings = BuildSettings(**OmegaConf.to_container(cfg, resolve=True))
+    console = Console(stderr=True, highlight=False)
+    bar, task = start_bar(console, "default models", TimeRemainingColumn())
+    try:
+
+        def progress(step: str, done: int, of: int) -> None:
+            bar.update(task, description=step, completed=done, total=of)
+
+        written = build(settings, progress=progress)
+    finally:
+        bar.stop()
+    print(written)
+    return 0
+
+
+def main() -> None:
+    command("build_defaults", entry)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Trial configs that the fast path is distilled on: the families' search spaces, wider in how they are trained.
+
+Start reading at `distillation_configs`.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import random
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from conf.errors import UsageError, unknown_name
+from featurize.families import get_family
+from featurize.layers import rough_memory_mib
+from featurize.trial import OPTIMIZERS, PRECISIONS, TrialConfig
+
+FAMILIES = ("cnn", "mlp", "transformer")
+LIMIT_MIB = 120 * 1024  # of `featurize.layers.rough_memory_mib`
+MAX_ATTEMPTS = 1000
+# Instead of what conf/arch says: a scheduler's jobs differ more in how they are trained than a published sweep does. A
+# value listed twice is drawn twice as often.
+_WIDER: Mapping[str, Any] = {
+    "batch_size": {"low": 1, "high": 1024},
+    "optimizer": ("adam", *OPTIMIZERS),
+    "precision": ("fp32", "fp32", *PRECISIONS),
+    "activation_checkpointing": (False, False, False, True),
+    "cudnn_benchmark": (False, False, False, True),
+    "channels_last": (False, False, False, True),
+    "softmax": (False, True),
+    "use_dropout": (False, True),
+    "growth_rate": {"low": 12, "high": 64},
+}
+
+
+def distillation_configs(n: int, seed: int = 0, families: tuple[str, ...] = FAMILIES) -> tuple[TrialConfig, ...]:
+    """`n` configs, the families in turn; each depends on `seed` and its own place alone.
+
+    Every other round of the families draws its ranges on a logarithmic scale, the rest evenly. Configs whose rough
+    need is above `LIMIT_MIB` are drawn again. Raises `UsageError` for n < 1 and unknown families.
+    """
+    if n < 1:
+        raise UsageError(f"n must be >= 1, got {n}")
+    for family in families:
+        if family not in FAMILIES:
+            raise unknown_name("family", family, FAMILIES)
+    return tuple(_config(families[i % len(families)], i // len(families), seed) for i in range(n))
+
+
+def _config(family: str, index: int, seed: int) -> TrialConfig:
+    module = get_family(family)
+    for attempt in range(MAX_ATTEMPTS):
+
+        def draw(name: str, attempt: int = attempt) -> float:
+            return random.Random(f"{seed} {family} {index} {attempt} {name}").random()
+
+        values = {name: _value(spec, draw(name), log=index % 2 == 1) for name, spec in _space(family).items()}
+        try:
+            config = module.Config(**module.repair(values, draw))
+        except UsageError:  # a batch of 1 with batch norm
+            continue
+        if rough_memory_mib(module.layers(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
+            return config
+    raise AssertionError(f"{family}: no config below {LIMIT_MIB} MiB in {MAX_ATTEMPTS} attempts")
+
+
+@cache
+def _space(family: str) -> Mapping[str, Any]:
+    """name -> a constant, a sequence of choices, or {low, high, step}."""
+    import yaml
+
+    text = (importlib.resources.files("conf") / "arch" / f"{family}.yaml").read_text(encoding="utf-8")
+    space = yaml.safe_load(text)["space"]
+    return {name: _WIDER.get(name, spec) for name, spec in space.items()}
+
+
+def _value(spec: Any, u: float, *, log: bool):
+    if isinstance(spec, list | tuple):
+        return spec[int(u * len(spec))]
+    if not isinstance(spec, Mapping):
+        return spec
+    low, high = spec["low"], spec["high"]
+    whole = isinstance(low, int) and isinstance(high, int)
+    top = high + 1 if whole else high
+    value = low * (top / low) ** u if log else low + (top - low) * u
+    if step := spec.get("step"):
+        value = low + (value - low) // step * step
+    return min(int(value), high) if whole else value
