@@ -1,7 +1,7 @@
 """`python -m learn.benchmark`: every estimator on the same rows, of the warehouse or of published files, in one table.
 
-Start reading at `benchmark`. `learn.benchmark_rows` chooses the rows, `learn.splits` who is fitted on what,
-`learn.benchmark_answers` asks, `learn.benchmark_figures` counts, `learn.benchmark_view` prints.
+Start reading at `benchmark`. In `learn.evaluation`, `benchmark_rows` chooses the rows, `splits` who is fitted on what,
+`benchmark_answers` asks, `benchmark_figures` counts, `benchmark_view` prints.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.cli import command
-from learn.benchmark_settings import BenchmarkSettings
+from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.targets import Bins, Target, get_target
 
 if TYPE_CHECKING:
-    from learn.benchmark_answers import Learned, Tally
-    from learn.benchmark_figures import Figures, Given, Scored
-    from learn.benchmark_rows import Selection
-    from learn.published_figures import PublishedFigure
-    from learn.splits import Part
+    from learn.evaluation.benchmark_answers import Learned, Tally
+    from learn.evaluation.benchmark_figures import Figures, Given, Scored
+    from learn.evaluation.benchmark_rows import Selection
+    from learn.evaluation.published_figures import PublishedFigure
+    from learn.evaluation.splits import Part
     from warehouse.folder import DataFolder
 
 PUBLISHED = "(published)"
@@ -61,10 +61,10 @@ def benchmark(
     settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows. `progress(done,
     of)` hears of every traced step that is computed, every fit and every answer.
     """
-    from learn.benchmark_answers import Tally, ask_free, ask_learned, needs_trace
-    from learn.benchmark_rows import of_published, of_runs
     from learn.estimators import TRAINING_FREE
-    from learn.published_figures import published_figures
+    from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned, needs_trace
+    from learn.evaluation.benchmark_rows import of_published, of_runs
+    from learn.evaluation.published_figures import published_figures
 
     names = settings.names
     free = [name for name in names if name in TRAINING_FREE]
@@ -105,8 +105,8 @@ def benchmark(
 
 
 def _parts(settings: BenchmarkSettings, selection: Selection, bins: Mapping) -> tuple[Part, ...]:
-    from learn.evaluate import classes_of
-    from learn.splits import parts_of
+    from learn.evaluation.evaluate import classes_of
+    from learn.evaluation.splits import parts_of
     from learn.targets import make_bins
 
     rows = selection.rows
@@ -157,7 +157,7 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
 
 def _published_estimates(selection: Selection, index: np.ndarray) -> dict[str, dict[int, Given]]:
     """Other people's estimates of these very rows, where a file holds them."""
-    from learn.benchmark_figures import Given
+    from learn.evaluation.benchmark_figures import Given
 
     names = sorted({name for i in index for name in selection.estimates[i]})
     found: dict[str, dict[int, Given]] = {}
@@ -205,8 +205,8 @@ def _counted(
     answers: Mapping[str, Mapping[int, Given]],
     fitted: Mapping[str, Learned],
 ) -> tuple[tuple[Figures, ...], dict[tuple[str, str], list[Scored]]]:
-    from learn.benchmark_figures import Scored, figures_of
-    from learn.splits import keys_of
+    from learn.evaluation.benchmark_figures import Scored, figures_of
+    from learn.evaluation.splits import keys_of
 
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
@@ -245,7 +245,7 @@ def entry(cfg) -> int:
     """The command: settings in, tables out, and the files that are asked for."""
     from omegaconf import OmegaConf
 
-    from learn.benchmark_view import Progress, print_benchmark, write_json
+    from learn.evaluation.benchmark_view import Progress, print_benchmark, write_json
 
     settings = BenchmarkSettings(**OmegaConf.to_container(cfg, resolve=True))
     with Progress(f"benchmark of {settings.target}") as progress:
@@ -254,7 +254,7 @@ def entry(cfg) -> int:
     if settings.out is not None:
         write_json(settings.out, done, settings)
     if settings.report is not None:
-        from learn.benchmark_report import write_benchmark_report
+        from learn.evaluation.benchmark_report import write_benchmark_report
 
         write_benchmark_report(settings.report, done, settings)
     return 0

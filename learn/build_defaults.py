@@ -17,7 +17,7 @@ from pathlib import Path
 from conf.cli import command
 from conf.errors import UsageError
 
-TARGETS = ("memory", "smact", "smocc", "gpu_util")
+TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
 _SOURCES = ("gpumemnet", "timm")
 
@@ -77,7 +77,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     from learn.artifacts import environment, features_of_estimator
     from learn.data import load_rows
     from learn.estimators import make_estimator
-    from learn.evaluate import evaluate
+    from learn.evaluation.evaluate import evaluate
     from learn.model_card import write_card
     from learn.step_store import prepare
     from learn.targets import make_bins
@@ -130,8 +130,8 @@ def _distilled(settings: BuildSettings, data: Path, fitted, progress):
 
     from featurize.device_spec import device_names
     from learn.cases import DEFAULT_DEVICE, Case
-    from learn.fast import FastPath, Taught
-    from learn.fast_configs import distillation_configs
+    from learn.fastpath.fast import FastPath, Taught
+    from learn.fastpath.fast_configs import distillation_configs
     from learn.step_store import features_of, prepare
     from learn.targets import get_target
 

@@ -19,8 +19,8 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from featurize.allocator_settings import AllocatorSettings
 from featurize.trial import TrialConfig, config_from_mapping
-from learn.answers import Estimate, answer
-from learn.past_run import known_to, load_run
+from learn.estimation.answers import Estimate, answer
+from learn.estimation.past_run import known_to, load_run
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -97,7 +97,7 @@ def estimate(
     elif allocator is not None and not isinstance(allocator, AllocatorSettings):
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
     if report is not None:
-        from learn.step_report import checked_path, write_step_report
+        from learn.estimation.step_report import checked_path, write_step_report
 
         report = checked_path(report)
     given = {
@@ -147,7 +147,7 @@ def many(
     device = describe_device(device)
     configs = [config_from_mapping(config) if isinstance(config, Mapping) else config for config in configs]
     if method == "fast":
-        from learn.fast_estimates import fast_estimates
+        from learn.estimation.fast_estimates import fast_estimates
 
         if estimator is not None:
             raise UsageError("method=fast is an estimator of its own; leave estimator= out")
@@ -237,7 +237,7 @@ def entry(cfg) -> int:
     from omegaconf import OmegaConf
 
     from featurize.device_spec import device_from_mapping, device_names
-    from learn.estimate_view import print_json, print_table
+    from learn.estimation.estimate_view import print_json, print_table
 
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)
     given = [key for key in ("model", "config", "run", "configs") if values[key] is not None]

@@ -72,8 +72,8 @@ def fit(
     from learn.artifacts import environment, features_of_estimator, save_artifact
     from learn.data import load_rows
     from learn.estimators import get_estimator, make_estimator, require_target
-    from learn.evaluate import evaluate
-    from learn.report import write_report
+    from learn.evaluation.evaluate import evaluate
+    from learn.evaluation.report import write_report
     from learn.step_store import prepare
     from learn.targets import make_bins
 
@@ -155,7 +155,7 @@ def entry(cfg) -> int:
     with screen.status("starting") as status:
         done = fit(settings, progress=lambda step: status.update(f"{settings.target}: {step}"))
 
-    from learn.report import metric_rows
+    from learn.evaluation.report import metric_rows
 
     rows = done.meta["rows"]
     families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from learn.fast import FastPath
+from learn.fastpath.fast import FastPath
 
 _METRICS = {
     "accuracy": "accuracy in the published bins",
@@ -33,7 +33,7 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
         "utilization (`gpu_util`), used by `learn.estimate` where you have fitted none of your own; and a fast path",
         "distilled from them. Written by `python -m learn.build_defaults path=FOLDER`, which makes them anew.",
         "",
-        f"- **Estimator**: `{first['estimator']}` (`learn/hybrid.py`), seed {first['seed']}.",
+        f"- **Estimator**: `{first['estimator']}` (`learn/learned/hybrid.py`), seed {first['seed']}.",
         f"- **Made with**: {environment}.",
         f"- **Features**: version `{first['feature_version']}`.",
         "- **Trained on**: published measurements of one A100-SXM4-40GB of a DGX Station A100, PyTorch 2.4.1,",
@@ -85,7 +85,7 @@ def _of_fast(fast: FastPath) -> list[str]:
         "## Fast path (`method=fast`)",
         "",
         f"Distilled on sampled configurations of {', '.join(fast.families)} for {devices}.",
-        "Error against the models above on held-out configurations, median / 90th / 99th percentile (ratios: absolute).",
+        "Error against the models above on held-out configurations, median / 90th / 99th percentile (ratios absolute).",
         "",
         f"| family | {' | '.join(fast.targets)} |",
         f"|---|{'---|' * len(fast.targets)}",

@@ -279,8 +279,8 @@ def _named(stem: str, number: int, row: Mapping, memory: str, group: str | None,
 
 
 def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
-    """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen in
-    use; so did one whose memory falls with a larger batch, there and at every larger batch.
+    """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen
+    in use; so did one whose memory falls with a larger batch, there and at every larger batch.
 
     Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
     took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).

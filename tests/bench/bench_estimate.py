@@ -15,11 +15,11 @@ DEVICE = "A100-SXM4-40GB"
 
 def fast_path():
     """One distilled from the rough model that it starts from: its figures don't matter here, its size is the same."""
-    from learn import fast_nets
     from learn.cases import Case
-    from learn.fast import FastPath, Taught
-    from learn.fast_configs import distillation_configs
-    from learn.fast_features import step_sketch
+    from learn.fastpath import fast_nets
+    from learn.fastpath.fast import FastPath, Taught
+    from learn.fastpath.fast_configs import distillation_configs
+    from learn.fastpath.fast_features import step_sketch
 
     cases = [Case(config, DEVICE) for config in distillation_configs(150, seed=1)]
     sketches = [step_sketch([case.config], case.spec) for case in cases]
@@ -57,7 +57,7 @@ def run() -> dict[str, float]:
     import torch
 
     from featurize.vision import mend_torchvision
-    from learn.fast_configs import distillation_configs
+    from learn.fastpath.fast_configs import distillation_configs
 
     mend_torchvision()
     threads = torch.get_num_threads()

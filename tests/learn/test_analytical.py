@@ -418,7 +418,7 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
     from learn_rows import labels_of, make_configs
 
     from learn.data import make_rows
-    from learn.evaluate import evaluate
+    from learn.evaluation.evaluate import evaluate
     from learn.targets import make_bins
 
     configs = make_configs(60, families=("mlp",))

@@ -15,7 +15,7 @@ from conf.errors import UsageError
 from learn import benchmark as benchmark_module
 from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
-from learn.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
+from learn.evaluation.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
 from learn.targets import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
@@ -297,7 +297,7 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
-from learn.benchmark_pool import Job, _serve
+from learn.evaluation.benchmark_pool import Job, _serve
 from featurize.families.mlp import Config
 from learn.cases import Case
 from learn.traced import describe_device

@@ -11,7 +11,7 @@ from conf.errors import UsageError
 from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.data import load_rows
-from learn.evaluate import classes_of, hold_out
+from learn.evaluation.evaluate import classes_of, hold_out
 from learn.targets import make_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")

@@ -6,8 +6,8 @@ from learn_rows import make_configs
 
 from conf.errors import UsageError
 from learn.data import make_rows
-from learn.scores import bound_scores, class_scores
-from learn.splits import parts_of
+from learn.evaluation.scores import bound_scores, class_scores
+from learn.evaluation.splits import parts_of
 
 
 def rows_of(n=60, copies=2):

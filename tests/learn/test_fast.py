@@ -12,11 +12,11 @@ from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import get_family
 from featurize.layers import totals
-from learn import fast_nets
 from learn.cases import Case
-from learn.fast import FastPath, Taught
-from learn.fast_configs import FAMILIES, distillation_configs
-from learn.fast_features import step_sketch
+from learn.fastpath import fast_nets
+from learn.fastpath.fast import FastPath, Taught
+from learn.fastpath.fast_configs import FAMILIES, distillation_configs
+from learn.fastpath.fast_features import step_sketch
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
 SPEC = load_device(DEVICES[0])

@@ -10,7 +10,7 @@ from sklearn.ensemble import ExtraTreesRegressor
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import make_estimator
-from learn.forest import TreeArrays
+from learn.learned.forest import TreeArrays
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.families import cnn, get_family, mlp
-from learn.binned import BinnedPrediction
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import get_estimator, make_estimator
-from learn.gpumemnet import MAX_TOKENS, bin_edges, scalars_of, tokens_of
+from learn.learned.binned import BinnedPrediction
+from learn.learned.gpumemnet import MAX_TOKENS, bin_edges, scalars_of, tokens_of
 from learn.workload import of_module
 
 NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")

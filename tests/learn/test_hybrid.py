@@ -8,7 +8,7 @@ import pytest
 from featurize.families import cnn, mlp, transformer
 from learn.cases import Case, of_configs
 from learn.data import make_rows
-from learn.hybrid import HybridEstimator
+from learn.learned.hybrid import HybridEstimator
 from learn.step_store import features_of
 
 CARD = 40_960.0

@@ -15,7 +15,7 @@ from featurize.features import feature_version
 from learn import fit as fit_module
 from learn.artifacts import StaleArtifact, find_latest, load_latest, versions
 from learn.data import load_rows
-from learn.evaluate import classes_of, hold_out, split
+from learn.evaluation.evaluate import classes_of, hold_out, split
 from learn.fit import FitSettings, fit
 from learn.targets import make_bins
 
@@ -151,7 +151,7 @@ def test_no_model_is_said_with_what_there_is(data, fitted):
 
 
 def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
-    from learn import report
+    from learn.evaluation import report
 
     def full(*_args):
         raise OSError(28, "No space left on device")
@@ -195,7 +195,7 @@ def test_no_data_folder_is_one_line(capsys, tmp_path):
 
 def test_importing_learn_loads_neither_torch_nor_lightgbm():
     code = (
-        "import sys, learn; from learn import estimate; import learn.fit, learn.artifacts, learn.report; "
+        "import sys, learn; from learn import estimate; import learn.fit, learn.artifacts, learn.evaluation.report; "
         "print([m for m in ('torch', 'lightgbm', 'sklearn', 'matplotlib') if m in sys.modules], callable(estimate))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

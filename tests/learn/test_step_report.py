@@ -12,8 +12,8 @@ from conf import cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import estimate
-from learn.module_tree import module_tree_html, tree_of
-from learn.step_chart import BANDS, columns_of
+from learn.estimation.module_tree import module_tree_html, tree_of
+from learn.estimation.step_chart import BANDS, columns_of
 from learn.traced import describe_device, step_of
 from learn.workload import of_module
 

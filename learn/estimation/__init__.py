@@ -1,0 +1,4 @@
+"""How one job's estimate is put together and shown.
+
+Start reading at `answers.py`.
+"""

@@ -1,0 +1,293 @@
+"""What is known of one training job before it runs, and who says so: the trace, a training-free method, fitted models.
+
+Start reading at `answer`; `learn.estimate` is the call that users make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import DeviceSpec
+from learn.cases import Case
+from learn.workload import Workload
+
+if TYPE_CHECKING:
+    from learn.traced import TracedStep
+
+TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
+LEVEL = 0.99
+TOP_MODULES = 10
+_OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
+MIB = 2**20
+# Where the trace meets its own limits, these may still answer: what each of them does instead.
+WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One training job on one GPU model. MiB, ms; ratios lie in [0, 1]. None: nobody who was asked knows.
+
+    upper_mib     99 of 100 jobs stay below it; None where no bound is calibrated (the trace alone has none)
+    breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
+                  which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
+                  estimator itself tells apart
+    peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
+    activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
+    answered_by   target -> estimator and version that gave the figure
+    seconds       what the estimate itself took
+    """
+
+    peak_memory_mib: float
+    upper_mib: float | None
+    smact: float | None
+    smocc: float | None
+    drama: float | None
+    step_time_ms: float | None
+    parameters: int | None
+    breakdown: Mapping[str, float]
+    peak_operator: str | None
+    peak_module: str | None
+    peak_phase: str | None
+    activations: Mapping[str, float]
+    trace_memory_mib: float | None
+    device: str
+    warnings: tuple[str, ...]
+    estimator: str
+    answered_by: Mapping[str, str]
+    seconds: float
+
+    def fits(self, mib: float) -> bool:
+        """Whether the job fits into that much free memory: by the bound where there is one, else by the point."""
+        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= mib
+
+    def to_mapping(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Found:
+    """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it. `absent`: targets without a
+    fitted model, in the folder `searched`."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    searched: str = ""
+
+
+def answer(
+    job: Workload,
+    device: DeviceSpec,
+    *,
+    estimator: str | None = None,
+    data=None,
+    allocator: AllocatorSettings | None = None,
+    timeline: bool = False,
+) -> tuple[Estimate, TracedStep | None]:
+    """The estimate of one job, and its trace where there is one (`timeline`: with its allocator's every move).
+
+    `estimator` as in `learn.estimate.estimate`, but checked. `Estimate.seconds` is left at 0. Raises `UsageError` for
+    what has no answer: for peak memory that is, other figures may be missing.
+    """
+    from learn.estimators import TRAINING_FREE, get_estimator
+    from learn.step_store import remember
+    from learn.traced import CannotTrace, step_of
+
+    found = _Found()
+    fitted = estimator is not None and estimator not in TRAINING_FREE
+    case = _case(job, device)
+    if fitted and job.config is None and not getattr(get_estimator(estimator), "needs_trace", False):
+        raise UsageError(f"estimator={estimator} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
+    traced = failure = None
+    try:
+        traced = step_of(job, device, allocator=allocator, timeline=timeline)
+    except UsageError as error:
+        failure = error
+    if traced is not None and allocator is None:
+        remember(case, traced)
+    if estimator in TRAINING_FREE and estimator != "trace":
+        _ask(found, job, device, estimator)
+    elif estimator != "trace":
+        _ask_fitted(found, case, estimator, data)
+    if failure is not None and "peak_memory_mib" not in found.values:
+        advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
+        raise UsageError(f"{failure}{advice}") from failure
+    return _assembled(found, job, device, traced, failure, allocator), traced
+
+
+def _case(job: Workload, device: DeviceSpec) -> Case:
+    if job.config is not None:
+        return Case(job.config, device.name, job.training_loop, described=device)
+    return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
+
+
+def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> None:
+    """Memory by a training-free method. `UsageError` with the method's reason."""
+    from learn.analytical.base import analyse
+    from learn.estimators import get_estimator
+    from learn.traced import wants_values
+
+    known = get_estimator(estimator)
+    said = analyse(known.method(), job, device)
+    if said.mib is None:
+        stuck = wants_values(said.reason) and f"estimator={estimator}" not in WITHOUT_TRACE
+        advice = f"; {WITHOUT_TRACE}" if stuck else ""
+        raise UsageError(f"estimator={estimator} has no answer: {said.reason}{advice}")
+    found.values |= {"peak_memory_mib": said.mib, "breakdown": dict(said.parts)}
+    found.by["memory"] = estimator
+    found.notes.append(known.warning)
+
+
+def _ask_fitted(found: _Found, case: Case, estimator: str | None, data) -> None:
+    """Figures of the newest fitted model of each target that knows the case's family and device: the data folder's,
+    else the one that comes with the project."""
+    from learn.artifacts import StaleArtifact, default_artifact, features_of_estimator, find_latest, load_latest
+    from learn.targets import get_target
+    from warehouse.folder import DataFolder
+
+    folder = DataFolder.resolve(data)
+    if data is not None:
+        folder.open()
+    module = case.config is None
+    family = None if module else case.family
+    wanted = {"estimator": estimator, "family": family, "device": case.described.name, "for_modules": module}
+    shipped = {target: default_artifact(target) for target in TARGETS}
+    shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
+    if estimator is not None and "memory" not in shipped:
+        load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
+    found.searched = str(folder.models)
+    notes = []
+    for target in TARGETS:
+        artifact = None
+        try:
+            artifact = find_latest(folder, target, learnt=True, **wanted)
+        except StaleArtifact as error:
+            if estimator is not None:
+                raise
+            notes.append(str(error))
+        default = artifact is None
+        artifact = artifact or shipped.get(target)
+        if artifact is None:
+            found.absent.append(target)
+            continue
+        prediction = artifact.estimator.predict([case])
+        if prediction.refusals:
+            if target == "memory" and estimator is not None:
+                raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
+            found.absent.append(target)
+            continue
+        name = artifact.meta["estimator"]
+        found.values[get_target(target).column] = float(prediction.point[0])
+        found.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
+        if target == "memory":
+            upper = prediction.upper(LEVEL)
+            found.values["upper_mib"] = None if upper is None else float(upper[0])
+        notes += [f"{target}: {text}" for text in prediction.warnings]
+        notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
+        sources = ", ".join(artifact.meta["rows"]["source"])
+        notes.append(f"{target}: fitted on {sources} rows")
+        if default and artifact.meta["feature_version"] != features_of_estimator(name):
+            notes.append(
+                f"{target}: the model that comes with the project was fitted with features "
+                f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
+            )
+    found.notes += _merged(notes)
+
+
+def _assembled(
+    found: _Found,
+    job: Workload,
+    device: DeviceSpec,
+    traced: TracedStep | None,
+    failure: UsageError | None,
+    allocator: AllocatorSettings | None,
+) -> Estimate:
+    """What was found, and the trace's figures for the rest."""
+    from learn.analytical.trace import NO_BOUND
+    from learn.targets import get_target
+
+    values, by, notes = found.values, found.by, []
+    if traced is not None:
+        for target in TARGETS:
+            column = get_target(target).column
+            if column not in values:
+                values[column], by[target] = getattr(traced.step, column), "trace"
+        memory = traced.memory
+        largest = list(memory.peak_modules.items())[:TOP_MODULES]
+        values |= {
+            "parameters": traced.step.parameters,
+            "breakdown": dict(traced.breakdown),
+            "trace_memory_mib": traced.step.peak_memory_mib,
+            "peak_operator": memory.peak_operator,
+            "peak_module": memory.peak_module,
+            "peak_phase": memory.peak_phase,
+            "activations": {name: nbytes / MIB for name, nbytes in largest},
+        }
+        if not memory.fits and by["memory"] == "trace":
+            notes.append(f"out of memory: the step needs more than {device.name} has")
+        elif not memory.fits:
+            notes.append(f"the trace finds that the step needs more than {device.name} has")
+        elif memory.retries:
+            notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
+    else:
+        missing = [target for target in TARGETS if target not in by]
+        notes.append(f"{', '.join(missing)}: not known, since {failure}")
+        values["parameters"] = _parameters(job)
+    by_trace = by["memory"] == "trace"
+    upper = values.get("upper_mib")
+    if upper is not None and values["peak_memory_mib"] <= device.memory_mib < upper:
+        notes.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
+    if by_trace:
+        notes.append(NO_BOUND)
+    elif values["peak_memory_mib"] > device.memory_mib:
+        notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
+    if allocator is not None and not by_trace:
+        notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
+    if found.absent:
+        instead = ": answered by the trace" if traced is not None else ""
+        family = "modules" if job.config is None else job.config.family
+        notes.append(
+            f"no fitted model for {family} on {device.name} in {found.searched} for "
+            f"{', '.join(found.absent)}{instead} (python -m learn.fit target={found.absent[0]} fits one)"
+        )
+    named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
+    known = dict.fromkeys(
+        ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
+         "trace_memory_mib")
+    )  # fmt: skip
+    return Estimate(
+        **{**known, "breakdown": {}, "activations": {}, **values},
+        device=device.name,
+        warnings=tuple([*notes, *found.notes]),
+        estimator=" + ".join(named),
+        answered_by=by,
+        seconds=0.0,
+    )
+
+
+def times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _parameters(job: Workload) -> int | None:
+    """Counted on a model that is built but not traced; None where it can't be built either."""
+    from featurize.skeleton import build_on_meta
+
+    try:
+        return sum(p.numel() for p in build_on_meta(job.build).parameters())
+    except Exception:  # a model may raise anything, and the trace's reason is told already
+        return None
+
+
+def _merged(notes: list[str]) -> list[str]:
+    """`smact: x`, `drama: x` as one `smact, drama: x`."""
+    by_text: dict[str, list[str]] = {}
+    for note in notes:
+        head, colon, text = note.partition(": ")
+        by_text.setdefault(text if colon and head in TARGETS else note, []).append(head if head in TARGETS else "")
+    return [f"{', '.join(heads)}: {text}" if all(heads) else text for text, heads in by_text.items()]

@@ -1,0 +1,113 @@
+"""How an estimate is printed: a table for people, JSON for programs.
+
+Start reading at `print_table`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from learn.estimation.answers import Estimate
+from learn.estimation.past_run import PastRun
+
+TOP_SHOWN = 5  # modules in the table's last line
+WHOLE = "(the model)"  # which has no path of its own
+
+
+def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
+    """Figures, beside what the run showed if there was one; the breakdown of the traced peak; warnings."""
+    from rich.console import Console
+    from rich.table import Table
+
+    screen = Console()
+    size = "" if done.parameters is None else f", {done.parameters:,} parameters"
+    screen.print(f"{title} on {done.device}{size}", highlight=False, markup=False)
+    table = Table()
+    table.add_column("")
+    table.add_column("estimate", justify="right")
+    if past is not None:
+        table.add_column(f"{past.source} ({past.status})", justify="right")
+        table.add_column("difference", justify="right")
+    table.add_column("by", overflow="fold")
+    for name, value, text, target in figures(done):
+        cells = [name, text(value)]
+        if past is not None:
+            column = _COLUMN[name]
+            found = past.found[column] if column else None
+            cells += [text(found) if column else "", _difference(value, found, target)]
+        table.add_row(*cells, done.answered_by.get(target, ""))
+    screen.print(table)
+
+    if done.breakdown:
+        total = sum(done.breakdown.values())
+        whose = f"the peak by {done.answered_by['memory']}" if done.trace_memory_mib is None else "the traced peak"
+        screen.print(f"{whose}, {total:,.0f} MiB, consists of", highlight=False, markup=False)
+        parts = Table()
+        parts.add_column("part")
+        parts.add_column("MiB", justify="right")
+        parts.add_column("share", justify="right")
+        for name, mib in done.breakdown.items():
+            parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
+        screen.print(parts)
+    if done.peak_operator is not None:
+        screen.print(f"at the peak: {peak_said(done)}", soft_wrap=True, highlight=False, markup=False)
+    if done.activations:
+        most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(done.activations.items())[:TOP_SHOWN]]
+        said = f"most activations (MiB): {', '.join(most)}"
+        screen.print(said, soft_wrap=True, highlight=False, markup=False)
+    for note in done.warnings:
+        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+    screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
+
+
+def peak_said(done: Estimate) -> str:
+    """`aten::mm of layer4.1.conv2, in the backward pass`."""
+    operator = done.peak_operator or "what the step begins with"
+    where = f" of {done.peak_module}" if done.peak_module else ""
+    when = {"setup": "before the first step", "optimizer": "in the optimizer's step"}
+    return f"{operator}{where}, {when.get(done.peak_phase, f'in the {done.peak_phase} pass')}"
+
+
+def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
+    """The estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
+    mapping: dict[str, object] = {"subject": title, **done.to_mapping()}
+    if past is not None:
+        mapping["run"] = {"run_id": past.run_id, "status": past.status, "source": past.source, **past.found}
+    print(json.dumps(mapping, indent=1))
+
+
+_COLUMN: Mapping[str, str | None] = {
+    "peak memory": "peak_memory_mib",
+    "99 % bound": None,
+    "smact (SM activity)": "smact",
+    "smocc (SM occupancy)": "smocc",
+    "drama (DRAM activity)": "drama",
+    "step time": "step_time_ms",
+}
+
+
+def figures(done: Estimate):
+    def mib(value) -> str:
+        return "–" if value is None else f"{value:,.0f} MiB"
+
+    def ratio(value) -> str:
+        return "–" if value is None else f"{value:.3f}"
+
+    def ms(value) -> str:
+        return "–" if value is None else f"{value:,.3f} ms"
+
+    yield "peak memory", done.peak_memory_mib, mib, "memory"
+    yield "99 % bound", done.upper_mib, (lambda v: "not calibrated" if v is None else mib(v)), "bound"
+    yield "smact (SM activity)", done.smact, ratio, "smact"
+    yield "smocc (SM occupancy)", done.smocc, ratio, "smocc"
+    yield "drama (DRAM activity)", done.drama, ratio, "drama"
+    yield "step time", done.step_time_ms, ms, "step_time"
+
+
+def _difference(value: float | None, found: float | None, target: str) -> str:
+    if value is None or found is None:
+        return ""
+    if target in ("smact", "smocc", "drama"):
+        return f"{value - found:+.3f}"
+    return f"{value / found - 1:+.1%}" if found > 0 else ""

@@ -1,0 +1,75 @@
+"""Estimates from trial configs alone, by the fast path that comes with the project.
+
+Start reading at `fast_estimates`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from conf.errors import UsageError
+from featurize.device_spec import DeviceSpec
+from featurize.trial import TrialConfig
+from learn.artifacts import DEFAULT_MODELS
+from learn.estimation.answers import Estimate
+from learn.fastpath.fast import FastPath
+from learn.targets import get_target
+
+NAME = "fast (default)"
+
+
+def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[Estimate]:
+    """One estimate a config, in order, without tracing: no breakdown, and `seconds` is each one's share of the time.
+
+    Raises `UsageError` for a family that the fast path does not know, or where it has not been built.
+    """
+    began = time.perf_counter_ns()
+    path = _loaded(DEFAULT_MODELS / "fast")
+    found = path.answer(configs, device)
+    columns = {get_target(name).column: figures.tolist() for name, figures in found.figures.items()}
+    upper = [None] * len(configs) if found.upper_mib is None else found.upper_mib.tolist()
+    by = dict.fromkeys(path.targets, NAME)
+    memory = columns["peak_memory_mib"]
+    seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
+    return [
+        Estimate(
+            peak_memory_mib=memory[i],
+            upper_mib=upper[i],
+            **{
+                name: columns[name][i] if name in columns else None
+                for name in ("smact", "smocc", "drama", "step_time_ms")
+            },
+            parameters=None,
+            breakdown={},
+            peak_operator=None,
+            peak_module=None,
+            peak_phase=None,
+            activations={},
+            trace_memory_mib=None,
+            device=device.name,
+            warnings=_warnings(memory[i], upper[i], found.unlike[i], device),
+            estimator="fast",
+            answered_by=by,
+            seconds=seconds,
+        )
+        for i in range(len(configs))
+    ]
+
+
+def _warnings(mib: float, upper: float | None, unlike: Sequence[str], device: DeviceSpec) -> tuple[str, ...]:
+    said = [f"unlike what the fast path was distilled on: {reason}" for reason in unlike]
+    if mib > device.memory_mib:
+        said.append(f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB")
+    elif upper is not None and upper > device.memory_mib:
+        said.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
+    return tuple(said)
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path) -> FastPath:
+    if not (folder / "fast.json").is_file():
+        raise UsageError("there is no fast path here: python -m learn.build_defaults path=FOLDER makes it")
+    return FastPath.load(folder)

@@ -1,0 +1,59 @@
+"""A run of the warehouse, to be shown beside its estimate.
+
+Start reading at `load_run`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from conf.errors import UsageError
+from featurize.trial import TrialConfig, config_from_mapping
+from learn.estimation.answers import Estimate
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run of the warehouse: its config and what was found then (column -> figure, missing ones None)."""
+
+    run_id: str
+    config: TrialConfig
+    status: str
+    source: str
+    device: str | None
+    found: Mapping[str, float | None]
+
+
+def load_run(data, run_id: str) -> PastRun:
+    """One run by its id. An unknown one raises `UsageError`."""
+    import warehouse
+
+    columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
+    connection = warehouse.connect(data)
+    try:
+        row = connection.execute(
+            f"SELECT config, status, source, device_name, {', '.join(columns)} FROM runs WHERE run_id = ?",
+            [str(run_id)],
+        ).fetchone()
+    finally:
+        connection.close()
+    if row is None:
+        raise UsageError(f"no run {run_id!r} in the warehouse; python -m warehouse.query lists them")
+    config = config_from_mapping(json.loads(row[0] or "{}"))
+    return PastRun(str(run_id), config, row[1], row[2], row[3], dict(zip(columns, row[4:], strict=True)))
+
+
+def known_to(past: PastRun, done: Estimate, data) -> list[str]:
+    """That fitted models knew the run's own label, so that agreeing with it proves little."""
+    from learn.artifacts import versions
+
+    knew = []
+    for target, by in done.answered_by.items():
+        version = by.partition(" ")[2]
+        for artifact in versions(data, target) if version else ():
+            report = json.loads((artifact.path / "report.json").read_text())
+            if artifact.version == version and past.run_id in report["test_run_ids"] + report["train_run_ids"]:
+                knew.append(target)
+    return [f"{', '.join(knew)}: the model has been fitted on this very run"] if knew else []

@@ -1,0 +1,179 @@
+"""The answers behind a benchmark: what learns nothing is asked once a row, what learns is fitted part by part.
+
+Start reading at `ask_learned`; `ask_free` spreads the others over processes (`learn.evaluation.benchmark_pool`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from conf.errors import UsageError
+from featurize.device_spec import DeviceSpec
+from learn.cases import Case
+from learn.data import Rows
+from learn.estimators import Estimator, Prediction, get_estimator, make_estimator
+from learn.evaluation.benchmark_figures import RELIABILITY, Given
+from learn.evaluation.benchmark_rows import Selection
+from learn.evaluation.benchmark_settings import BenchmarkSettings
+from learn.evaluation.scores import LEVEL, median
+from learn.evaluation.splits import Part
+from learn.targets import Bins
+
+TIMED_CASES = 20  # of a file, after one that warms up
+
+
+class Tally:
+    """How many of how many steps are done; whoever begins something adds its steps first."""
+
+    def __init__(self, progress: Callable[[int, int], None]) -> None:
+        self._progress = progress
+        self.done = self.of = 0
+
+    def add(self, steps: int) -> None:
+        self.of += steps
+        self._progress(self.done, self.of)
+
+    def step(self, steps: int = 1) -> None:
+        self.done += steps
+        self._progress(self.done, self.of)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one learned estimator gave: answers by row, seconds of one answer by file, median of `fits` fits."""
+
+    answers: Mapping[int, Given]
+    latency: Mapping[str, float]
+    fit_seconds: float | None
+    fits: int
+    warnings: tuple[str, ...]
+
+
+def needs_trace(name: str) -> bool:
+    """Whether the estimator reads the features of traced steps, which are then prepared first."""
+    return getattr(get_estimator(name), "needs_trace", False)
+
+
+def ask_free(
+    selection: Selection, index: Sequence[int], names: Sequence[str], settings: BenchmarkSettings, tally: Tally
+) -> dict[str, dict[int, Given]]:
+    """estimator -> row -> answer, of estimators that learn nothing."""
+    from learn.estimators import ESTIMATORS
+    from learn.evaluation.benchmark_pool import Job, run_all
+    from learn.traced import describe_device
+
+    specs: dict[str, DeviceSpec] = {}
+    jobs = []
+    for i in index:
+        device = str(selection.rows.device[i])
+        spec = specs.setdefault(device, specs.get(device) or describe_device(device))
+        subject = selection.subjects[i]
+        if isinstance(subject, Case):
+            subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
+        for name in names:
+            jobs.append(Job(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
+    workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
+    found = run_all(
+        jobs, workers=workers, limit_s=settings.limit_s, memory_gib=settings.memory_gib, landed=tally.step
+    )  # fmt: skip
+    answers: dict[str, dict[int, Given]] = {name: {} for name in names}
+    for place, i in enumerate(index):
+        for k, name in enumerate(names):
+            answer = found[place * len(names) + k]
+            answers[name][i] = Given(estimate=answer.mib, reason=answer.reason, seconds=answer.seconds)
+    return answers
+
+
+def ask_learned(
+    name: str, selection: Selection, parts: Sequence[Part], bins: Mapping[str, Mapping[str, Bins]], seed: int,
+    tally: Tally,
+) -> Learned:  # fmt: skip
+    """Fit on the inside of each part and ask the rows outside. A part that it cannot be fitted to is refused whole."""
+    answers: dict[int, Given] = {}
+    warnings: dict[str, None] = {}
+    seconds, latency = [], {}
+    for part in parts:
+        began = time.monotonic_ns()
+        try:
+            fitted = make_estimator(name, seed).fit(selection.rows.subset(part.inside))
+        except UsageError as error:
+            refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
+            answers |= dict.fromkeys(part.outside.tolist(), refusal)
+            tally.step(1 + len(part.outside))
+            continue
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        tally.step()
+        for file in dict.fromkeys(selection.file[part.outside].tolist()):
+            index = part.outside[selection.file[part.outside] == file]
+            rows = selection.rows.subset(index)
+            given, said = _ask(fitted, rows, bins[file])
+            answers |= dict(zip(index.tolist(), given, strict=True))
+            warnings |= dict.fromkeys(said)
+            tally.step(len(index))
+            if file not in latency:
+                timed = [case for case, answer in zip(rows.cases, given, strict=True) if answer.estimate is not None]
+                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], needs_trace(name))
+    known = {file: value for file, value in latency.items() if value is not None}
+    # The first fit of all also computes features that later ones, also of other estimators, find remembered.
+    return Learned(answers, known, median(np.array(seconds)), len(seconds), tuple(warnings))
+
+
+def _ask(fitted: Estimator, rows: Rows, bins: Mapping[str, Bins]) -> tuple[list[Given], tuple[str, ...]]:
+    try:
+        prediction = fitted.predict(rows.cases)
+    except UsageError:  # at one of them: who is asked one by one refuses that one only
+        given, warnings = [], {}
+        for i in range(len(rows)):
+            one = rows.subset([i])
+            try:
+                prediction = fitted.predict(one.cases)
+            except UsageError as error:
+                given.append(Given(estimate=None, reason=str(error)))
+                continue
+            given += _given(prediction, one, bins)
+            warnings |= dict.fromkeys(prediction.warnings)
+        return given, tuple(warnings)
+    return _given(prediction, rows, bins), prediction.warnings
+
+
+def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list[Given]:
+    point, upper = prediction.point, prediction.upper(LEVEL)
+    quantiles = None if upper is None else np.stack([prediction.quantile(q) for q in RELIABILITY], axis=1)
+    classes = {
+        name: prediction.bin_probabilities(b.edges_of(rows.family)).argmax(axis=1).tolist() for name, b in bins.items()
+    }
+    found = []
+    for i in range(len(rows)):
+        if i in prediction.refusals or not math.isfinite(point[i]):
+            found.append(Given(estimate=None, reason=prediction.refusals.get(i, "no finite figure")))
+            continue
+        found.append(
+            Given(
+                estimate=float(point[i]),
+                upper=None if upper is None else float(upper[i]),
+                quantiles=() if quantiles is None else tuple(quantiles[i].tolist()),
+                classes={name: of_row[i] for name, of_row in classes.items()},
+            )
+        )
+    return found
+
+
+def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool) -> float | None:
+    """Median seconds of a single case's answer, its features not remembered; the first one warms up."""
+    from learn.learned.features import config_features
+    from learn.step_store import features_of
+
+    found = []
+    for case in cases:
+        config_features.cache_clear()
+        record = features_of(case) if traced else None
+        began = time.monotonic_ns()
+        fitted.predict([case])
+        found.append((time.monotonic_ns() - began) / 1e9 + (record.seconds if record is not None else 0.0))
+    return float(np.median(found[1:] or found)) if found else None

@@ -1,0 +1,270 @@
+"""How far answers lie from labels: the figures of one file and one estimator.
+
+Start reading at `Scored`, then `figures_of`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from learn.evaluation.scores import (
+    RELATIVE_FLOOR,
+    BoundScores,
+    ClassScores,
+    bound_scores,
+    class_scores,
+    has_relative,
+    mean,
+    median,
+    p90,
+)
+from learn.targets import Bins
+
+RELIABILITY = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # quantiles that are checked against the labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One estimator's answer on one row; no `estimate` has a `reason`.
+
+    seconds    what this answer took, where each was timed
+    upper      the bound that 99 of 100 labels should stay under; quantiles: those of `RELIABILITY`; where calibrated
+    classes    name of the bins -> index of the class it is told to be in; where absent, that of the estimate
+    """
+
+    estimate: float | None
+    reason: str | None = None
+    seconds: float | None = None
+    upper: float | None = None
+    quantiles: tuple[float, ...] = ()
+    classes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Given):
+    """One row and one estimator's answer. `label` None: out of memory, the job needs more than the card.
+
+    group   what errors are told apart by; card: the device's memory in the label's unit, where the target is memory
+    """
+
+    name: str
+    group: str
+    label: float | None
+    doubt: str | None = None
+    family: str = ""
+    batch_size: int = 0
+    card: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Of the errors, and the share of labels above their estimate; None without rows."""
+
+    mean: float | None
+    median: float | None
+    p90: float | None
+    under: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One estimator on one file's rows.
+
+    ok, oom        rows asked, by what happened to them; answered_ok and answered_oom of those have an estimate
+    refusals       reason -> rows
+    raw            of the estimates as they are, over the ok rows; relative, for ratios absolute
+    constant       median of label - estimate over the same rows, in the target's unit: the one thing that is fitted of
+                   what learns nothing; None for learned estimators
+    shifted        with the constant added to every estimate
+    classes        name of the bins -> scores over the ok and oom rows, oom in the top class; classes_shifted with the
+                   constant added
+    bound          of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
+    fit_right      share of the ok and oom rows told right whether they need more than the card, constant added;
+                   fit_right_raw without it; fit_right_oom of the oom rows alone; fit_right_bound by the bound. None
+                   without a card
+    median_seconds of one answer; fit_seconds: of one fit, the median over `fits` of them
+    """
+
+    file: str
+    estimator: str
+    ok: int
+    oom: int
+    answered_ok: int
+    answered_oom: int
+    refusals: dict[str, int]
+    raw: Errors
+    constant: float | None
+    shifted: Errors
+    classes: dict[str, ClassScores]
+    classes_shifted: dict[str, ClassScores]
+    bound: BoundScores | None
+    reliability: dict[str, float]
+    fit_right: float | None
+    fit_right_raw: float | None
+    fit_right_oom: float | None
+    fit_right_bound: float | None
+    median_seconds: float | None
+    fit_seconds: float | None
+    fits: int
+
+    def to_mapping(self) -> dict:
+        return asdict(self)
+
+
+def figures_of(
+    file: str,
+    estimator: str,
+    rows: Sequence[Scored],
+    *,
+    bins: Mapping[str, Bins] | None = None,
+    space: str = "log",
+    learned: bool = False,
+    median_seconds: float | None = None,
+    fit_seconds: float | None = None,
+    fits: int = 0,
+) -> Figures:
+    """The figures of rows that were all asked of one estimator. `median_seconds` None: of the rows' own.
+
+    `space` is the target's: `ratio` has absolute errors. `learned`: no constant is fitted.
+    """
+    ok = [row for row in rows if row.label is not None]
+    label, estimate = _answered(ok)
+    constant = float(np.median(label - estimate)) if label.size and not learned else None
+    shift = constant or 0.0
+    answered = [row for row in rows if row.estimate is not None]
+    oom = [row for row in answered if row.label is None]
+    seconds = np.array([row.seconds for row in answered if row.seconds is not None])
+    bounded = [row for row in answered if row.upper is not None]
+    sure = [row for row in bounded if row.label is not None]
+    none = Errors(mean=None, median=None, p90=None, under=None)
+    known = bins or {}
+    return Figures(
+        file=file,
+        estimator=estimator,
+        ok=len(ok),
+        oom=len(rows) - len(ok),
+        answered_ok=int(label.size),
+        answered_oom=len(oom),
+        refusals=dict(Counter(row.reason or "no answer" for row in rows if row.estimate is None).most_common()),
+        raw=_errors(label, estimate, space),
+        constant=constant,
+        shifted=none if learned else _errors(label, estimate + shift, space),
+        classes={name: s for name, b in known.items() if (s := _classes(answered, name, b, None))},
+        classes_shifted={
+            name: s for name, b in known.items() if not learned and (s := _classes(answered, name, b, shift))
+        },
+        bound=bound_scores(np.array([row.label for row in sure]), np.array([row.upper for row in sure]), space),
+        reliability=_reliability(sure),
+        fit_right=_right(answered, [row.estimate + shift for row in answered]),
+        fit_right_raw=_right(answered, [row.estimate for row in answered]),
+        fit_right_oom=_right(oom, [row.estimate + shift for row in oom]),
+        fit_right_bound=_right(bounded, [row.upper for row in bounded]),
+        median_seconds=median(seconds) if median_seconds is None else median_seconds,
+        fit_seconds=fit_seconds,
+        fits=fits,
+    )
+
+
+def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> dict[str, tuple[int, Errors]]:
+    """group -> (ok rows answered, errors with the whole file's constant added), groups in alphabetical order."""
+    groups: dict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        if row.label is not None and row.estimate is not None:
+            groups[row.group].append(row)
+    found = {}
+    for group, members in sorted(groups.items()):
+        label, estimate = _answered(members)
+        found[group] = len(members), _errors(label, estimate + (constant or 0.0), space)
+    return found
+
+
+def worst_of(
+    rows: Sequence[Scored], constant: float | None, n: int, *, space: str = "log"
+) -> list[tuple[Scored, float]]:
+    """The `n` ok rows furthest off, constant added: (row, signed error), the furthest first."""
+    pairs = signed_errors(rows, constant, space=space)
+    return sorted(pairs, key=lambda pair: -abs(pair[1]))[:n]
+
+
+def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> list[tuple[Scored, float]]:
+    """(row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
+    found = []
+    for row in rows:
+        if row.label is None or row.estimate is None:
+            continue
+        gap = row.estimate + (constant or 0.0) - row.label
+        if space == "ratio":
+            found.append((row, gap))
+        elif row.label >= RELATIVE_FLOOR:
+            found.append((row, gap / row.label))
+    return found
+
+
+def class_labels(rows: Sequence[Scored], bins: Bins) -> np.ndarray:
+    """(n,) int: the class of each row; those out of memory are in the top one."""
+    top = len(bins.labels) - 1
+    label = np.array([np.nan if row.label is None else row.label for row in rows], dtype=float)
+    classes = bins.classify(label, [row.family for row in rows])
+    classes[np.isnan(label)] = top
+    return classes
+
+
+def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
+    """`n` positions, ascending, each group in proportion to its size; all for None. The same seed, the same choice; a
+    larger `n` only adds to it."""
+    if n is None or n >= len(groups):
+        return list(range(len(groups)))
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    ranked = []
+    for group in sorted(members):
+        order = members[group]
+        draw = random.Random(f"{seed}/{group}")
+        draw.shuffle(order)
+        # A random place between equal steps, so that of many groups of a few rows each some are in, not all or none.
+        ranked += [((rank + draw.random()) / len(order), index) for rank, index in enumerate(order)]
+    return sorted(index for _, index in sorted(ranked)[:n])
+
+
+def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None) -> ClassScores | None:
+    """`shift` None: the classes as told; else those of the estimates with it added."""
+    if not rows:
+        return None
+    said = bins.classify([row.estimate + (shift or 0.0) for row in rows], [row.family for row in rows])
+    if shift is None:
+        said = np.array([row.classes.get(name, k) for row, k in zip(rows, said.tolist(), strict=True)])
+    return class_scores(class_labels(rows, bins), said, bins.labels)
+
+
+def _right(rows: Sequence[Scored], needs: Sequence[float]) -> float | None:
+    told = [(need > row.card) == (row.label is None) for row, need in zip(rows, needs, strict=True) if row.card]
+    return float(np.mean(told)) if told else None
+
+
+def _reliability(rows: Sequence[Scored]) -> dict[str, float]:
+    rows = [row for row in rows if row.quantiles]
+    if not rows:
+        return {}
+    label = np.array([row.label for row in rows])
+    table = np.array([row.quantiles for row in rows])
+    return {f"{q:g}": float((label <= table[:, k]).mean()) for k, q in enumerate(RELIABILITY)}
+
+
+def _answered(rows: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [(row.label, row.estimate) for row in rows if row.estimate is not None]
+    table = np.array(pairs, dtype=float).reshape(len(pairs), 2)
+    return table[:, 0], table[:, 1]
+
+
+def _errors(label: np.ndarray, estimate: np.ndarray, space: str) -> Errors:
+    errors = np.abs(estimate - label)
+    if space != "ratio":
+        usable = has_relative(label, space)
+        errors = errors[usable] / label[usable]
+    return Errors(mean=mean(errors), median=median(errors), p90=p90(errors), under=mean(estimate < label))

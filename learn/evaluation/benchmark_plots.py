@@ -1,0 +1,274 @@
+"""The plots of a benchmark's page, each as SVG: predicted against measured, errors, residuals, recall, reliability.
+
+Start reading at `plots_of`. matplotlib is imported on use; points are drawn as pixels, so that a page stays small.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from learn.evaluation.benchmark_figures import RELIABILITY, Scored, signed_errors
+
+if TYPE_CHECKING:
+    from learn.benchmark import Benchmark
+
+_COLUMNS = 4  # of small panels
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8a6d3b")  # Okabe-Ito
+_DASHES = ("-", "--", ":", "-.")
+_CLASSES = 10  # more bars than that are no picture
+_CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
+
+
+def plots_of(done: Benchmark, file: str) -> list[tuple[str, str]]:
+    """(caption, SVG) of each plot of one file's rows; those without anything to show are left out."""
+    drawn = []
+    for caption, draw in (
+        ("Estimate against label; both axes alike. Triangles, at the card, ran out of memory.", _predicted),
+        ("Share of the rows whose error is at most so large. Rows without an answer keep a line below 100 %.", _cdf),
+        ("Median of the signed error (estimate over label) by group: blue is too low, red too high.", _by_group),
+        ("Median of the signed error by batch size, in steps of two.", _by_batch),
+        ("Recall by class; n is the number of rows that belong to it.", _recall),
+        ("Reliability: share of labels at or under each predicted quantile; the star is the 99 % bound.", _reliable),
+    ):
+        svg = _svg(draw, done, file)
+        if svg is not None:
+            drawn.append((caption, svg))
+    return drawn
+
+
+def _svg(draw: Callable, done: Benchmark, file: str) -> str | None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context({"font.size": 8, "svg.hashsalt": "benchmark", "axes.spines.top": False,
+                         "axes.spines.right": False, "axes.axisbelow": True}):  # fmt: skip
+        figure = draw(plt, done, file)
+        if figure is None:
+            return None
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", dpi=130, metadata={"Date": None})
+        plt.close(figure)
+    return buffer.getvalue().decode()
+
+
+def _own(done: Benchmark, file: str) -> dict[str, Sequence[Scored]]:
+    """Estimator -> its rows of the file, those with no answer at all left out."""
+    found = {f.estimator: done.scored[file, f.estimator] for f in done.figures if f.file == file}
+    return {name: rows for name, rows in found.items() if any(row.estimate is not None for row in rows)}
+
+
+def _styles(names: Sequence[str]) -> dict[str, dict]:
+    return {
+        name: {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i // len(_COLOURS) % len(_DASHES)]}
+        for i, name in enumerate(names)
+    }
+
+
+def _panels(plt, n: int, width: float, height: float):
+    columns = min(_COLUMNS, n)
+    lines = math.ceil(n / columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False
+    )
+    flat = list(axes.flat)
+    for spare in flat[n:]:
+        spare.set_visible(False)
+    return figure, flat[:n]
+
+
+def _predicted(plt, done: Benchmark, file: str):
+    own = _own(done, file)
+    labels = [row.label for rows in own.values() for row in rows if row.label is not None]
+    if not own or not labels:
+        return None
+    relative = done.relative
+    card = next((row.card for rows in own.values() for row in rows if row.card), None)
+    ooms = any(row.label is None for rows in own.values() for row in rows)
+    low, high = (min(labels) / 1.5, max([*labels, card or 0] if ooms else labels) * 1.5) if relative else (-0.03, 1.03)
+    unit = "" if done.target.unit == "ratio" else f" [{done.target.unit}]"
+    figure, panels = _panels(plt, len(own), 2.7, 2.7)
+    for axes, (name, rows) in zip(panels, own.items(), strict=True):
+        answered = [row for row in rows if row.estimate is not None]
+        ok = [row for row in answered if row.label is not None]
+        oom = [row for row in answered if row.label is None]
+        size = float(np.clip(1500 / max(len(ok), 1), 2, 10))
+        shown = np.clip([row.estimate for row in ok], low, high)
+        axes.plot([low, high], [low, high], color="0.4", linewidth=0.8, linestyle="--")
+        axes.scatter([r.label for r in ok], shown, s=size, color="#0072B2", alpha=0.5, linewidths=0, rasterized=True)
+        if oom and card:
+            shown = np.clip([row.estimate for row in oom], low, high)
+            axes.scatter([card] * len(oom), shown, s=12, marker=">", color="#D55E00", alpha=0.5, linewidths=0,
+                         rasterized=True)  # fmt: skip
+        if relative:
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            _plain_ticks(axes, low, high)
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.set_aspect("equal")
+        axes.grid(color="0.93", linewidth=0.6)
+        axes.set_title(name, fontsize=9)
+    figure.supxlabel(f"label{unit}", fontsize=9)
+    figure.supylabel(f"estimate{unit}", fontsize=9)
+    return figure
+
+
+def _plain_ticks(axes, low: float, high: float) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    steps = (1.0, 2.0, 5.0) if high / low < 60 else (1.0, 3.0) if high / low < 600 else (1.0,)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=steps))
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1000:g}k" if v >= 1000 else f"{v:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _cdf(plt, done: Benchmark, file: str):
+    own = _own(done, file)
+    curves = {}
+    for name, rows in own.items():
+        errors = np.sort([abs(error) for _, error in signed_errors(rows, None, space=done.target.space)])
+        if len(errors):
+            curves[name] = errors, sum(row.label is not None for row in rows)
+    if not curves:
+        return None
+    figure, axes = plt.subplots(figsize=(7.6, 3.9), layout="constrained")
+    low, high = (1e-3, 10.0) if done.relative else (1e-3, 1.0)
+    for (name, (errors, n)), style in zip(curves.items(), _styles(list(curves)).values(), strict=True):
+        share = np.arange(1, len(errors) + 1) / n
+        axes.step([low, *np.clip(errors, low, high), high], [0, *share, share[-1]], where="post", label=name,
+                  linewidth=1.3, **style)  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(0, 1.01)
+    ticks = [tick for tick in (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 10) if low <= tick <= high]
+    axes.set_xticks(ticks, [_error(done, tick) for tick in ticks])
+    axes.set_yticks(np.linspace(0, 1, 6), [f"{share:.0%}" for share in np.linspace(0, 1, 6)])
+    axes.minorticks_off()
+    axes.set_xlabel("error")
+    axes.set_ylabel("share of the rows")
+    axes.grid(color="0.92", linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def _by_group(plt, done: Benchmark, file: str):
+    own = _own(done, file)
+    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for name, rows in own.items():
+        for row, error in signed_errors(rows, None, space=done.target.space):
+            cells[row.group][name].append(error)
+    if not cells:
+        return None
+    groups, names = sorted(cells), list(own)
+    table = np.array([[np.median(cells[g][n]) if cells[g][n] else np.nan for n in names] for g in groups])
+    clip = _CLIP[done.target.space]
+    figure, axes = plt.subplots(
+        figsize=(max(3.2, 1.6 + 0.62 * len(names)), 1.3 + 0.2 * len(groups)), layout="constrained"
+    )
+    axes.set_facecolor("0.93")  # of cells without rows
+    axes.imshow(table, cmap="RdBu_r", vmin=-clip, vmax=clip, aspect="auto")
+    for (line, column), value in np.ndenumerate(table):
+        if not math.isnan(value):
+            colour = "white" if abs(value) > 0.75 * clip else "black"
+            axes.text(column, line, _signed(done, value), ha="center", va="center", color=colour, fontsize=6.5)
+    counts = {g: max(len(cells[g][name]) for name in names) for g in groups}
+    axes.set_yticks(range(len(groups)), [f"{group} (n={counts[group]})" for group in groups])
+    axes.set_xticks(range(len(names)), names, rotation=35, ha="left", rotation_mode="anchor")
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return figure
+
+
+def _by_batch(plt, done: Benchmark, file: str):
+    own = _own(done, file)
+    lines = {}
+    for name, rows in own.items():
+        steps: dict[int, list[float]] = defaultdict(list)
+        for row, error in signed_errors(rows, None, space=done.target.space):
+            steps[int(math.log2(max(row.batch_size, 1)))].append(error)
+        if steps:
+            lines[name] = {step: float(np.median(errors)) for step, errors in sorted(steps.items())}
+    if not lines:
+        return None
+    figure, axes = plt.subplots(figsize=(7.6, 3.3), layout="constrained")
+    most = 2 * _CLIP[done.target.space]
+    limit = float(np.clip(1.2 * max(abs(error) for points in lines.values() for error in points.values()), 0.1, most))
+    for (name, points), style in zip(lines.items(), _styles(list(lines)).values(), strict=True):
+        axes.plot(
+            list(points), np.clip(list(points.values()), -limit, limit), marker="o", markersize=3, linewidth=1.2,
+            label=name, **style,
+        )  # fmt: skip
+    axes.axhline(0, color="0.4", linewidth=0.8)
+    steps = sorted({step for points in lines.values() for step in points})
+    axes.set_xticks(steps, [f"{2**step:,}" for step in steps])
+    ticks = np.linspace(-limit, limit, 5)
+    axes.set_yticks(ticks, [_signed(done, t) + (" or more" if abs(t) == most else "") for t in ticks])
+    axes.set_ylim(-1.06 * limit, 1.06 * limit)
+    axes.set_xlabel("batch size, from")
+    axes.set_ylabel("signed error, median")
+    axes.grid(color="0.92", linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def _recall(plt, done: Benchmark, file: str):
+    scores = {f.estimator: f.classes["published"] for f in done.figures if f.file == file and "published" in f.classes}
+    known = done.bins[file]["published"].labels
+    names = [label for label in known if any(label in s.recall for s in scores.values())]
+    if not scores or len(names) > _CLASSES:
+        return None
+    figure, panels = _panels(plt, len(scores), 2.7, 0.75 + 0.24 * len(names))
+    for k, (axes, (name, of)) in enumerate(zip(panels, scores.items(), strict=True)):
+        places = range(len(names))
+        axes.barh(places, [of.recall.get(label, 0.0) for label in names], color="#56B4E9", height=0.7)
+        for place, label in zip(places, names, strict=True):
+            text = f"{of.recall[label]:.0%}, n={of.support[label]}" if label in of.recall else "no answers"
+            axes.text(0.02, place, text, va="center", fontsize=7)
+        axes.set_yticks(places, names if k % _COLUMNS == 0 else [""] * len(names))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1)
+        axes.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+        axes.set_title(f"{name}: accuracy {of.accuracy:.0%}", fontsize=8)
+    return figure
+
+
+def _reliable(plt, done: Benchmark, file: str):
+    figures = [f for f in done.figures if f.file == file and f.reliability]
+    if not figures:
+        return None
+    figure, axes = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
+    axes.plot([0, 1], [0, 1], color="0.4", linewidth=0.8, linestyle="--")
+    for own, style in zip(figures, _styles([f.estimator for f in figures]).values(), strict=True):
+        shares = [own.reliability[f"{q:g}"] for q in RELIABILITY]
+        axes.plot(RELIABILITY, shares, marker="o", markersize=3, linewidth=1.2, label=own.estimator, **style)
+        axes.plot([0.99], [own.bound.coverage], marker="*", markersize=9, color=style["color"])
+    percents = np.linspace(0, 1, 6)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(percents, [f"{share:.0%}" for share in percents])
+    axes.set_xlim(0, 1.02)
+    axes.set_ylim(0, 1.02)
+    axes.set_aspect("equal")
+    axes.set_xlabel("predicted quantile")
+    axes.set_ylabel("share of labels under it")
+    axes.grid(color="0.92", linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def _error(done: Benchmark, value: float) -> str:
+    return f"{100 * value:g} %" if done.relative else f"{value:g}"
+
+
+def _signed(done: Benchmark, value: float) -> str:
+    return f"{100 * value:+.0f} %" if done.relative else f"{value:+.2f}"

@@ -1,0 +1,281 @@
+"""Which rows a benchmark is about: of the warehouse's runs, or of published files, as labelled `Rows`.
+
+Start reading at `Selection`, then `of_published` and `of_runs`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from conf.errors import UsageError
+from learn.cases import Case
+from learn.data import Rows
+from learn.evaluation.benchmark_settings import BenchmarkSettings
+from learn.targets import Bins, Target, get_target, make_bins, memory_bins
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from warehouse.published import PublishedFile, PublishedRow
+
+NEVER_FITTED_ON = "models"  # form of the published comparison's files
+OURS_GB = 1  # width of our own memory classes
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Everything that is asked or fitted on; each array has one entry a row.
+
+    file       what figures are told apart by: the published file, the warehouse's family
+    name       for people
+    asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
+    subjects   what a training-free estimator is asked about: the published row, or the case
+    estimates  other people's estimates of the row, name -> value
+    """
+
+    rows: Rows
+    file: np.ndarray
+    name: np.ndarray
+    asked: np.ndarray
+    fitted_on: np.ndarray
+    subjects: tuple
+    estimates: tuple[Mapping[str, float], ...]
+    notes: tuple[str, ...]
+
+    def bins(self, file: str) -> dict[str, Bins]:
+        """The classes that a file's rows are judged by: `published`, and for memory `ours`."""
+        rows = self.rows.subset(self.file == file)
+        target = rows.target
+        # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
+        exact = rows.exact if len(rows.exact) else rows
+        card = _card(rows)
+        found = {"published": make_bins(target, exact.label, exact.family, ceiling_mib=card)}
+        if target.is_memory:
+            found["ours"] = memory_bins(exact.label, OURS_GB, card)
+        return found
+
+
+def _card(rows: Rows) -> float | None:
+    """Where the open class begins: the card's memory; of several cards, the least that a row did not fit."""
+    if not rows.target.is_memory:
+        return None
+    known = set(rows.device_memory_mib[np.isfinite(rows.device_memory_mib)].tolist())
+    if len(known) > 1 and rows.ceiling_mib is not None:
+        return rows.ceiling_mib
+    return max(known, default=None)
+
+
+# ---- the warehouse
+
+
+def of_runs(settings: BenchmarkSettings) -> Selection:
+    """The usable runs, sampled. Raises `UsageError` as `learn.data.load_rows` does."""
+    from learn.data import load_rows
+
+    notes: list[str] = []
+    rows = load_rows(settings.data, settings.target, settings.family, settings.source, settings.device_name)
+    if settings.doubtful == "drop":
+        rows = rows.trusted
+    chosen: list[int] = []
+    for family in sorted(set(rows.family)):
+        members = np.flatnonzero(rows.family == family)
+        chosen += members[sample(rows.module[members].tolist(), settings, family)].tolist()
+    rows = rows.subset(sorted(chosen))
+    if unreadable := rows.counts.get("unreadable"):
+        notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
+    for family in sorted(set(rows.family)):
+        notes += _doubts(family, rows.doubt[rows.family == family].tolist())
+    if "simulated" in rows.count("source"):
+        notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
+    n = len(rows)
+    everything = np.ones(n, dtype=bool)
+    return Selection(
+        rows, rows.family, rows.run_ids, everything, everything, rows.cases, ({},) * n, tuple(notes)
+    )  # fmt: skip
+
+
+# ---- published files
+
+
+def of_published(settings: BenchmarkSettings, *, learned: bool) -> Selection:
+    """The rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
+
+    Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
+    Raises `UsageError` where nothing is left to ask, or nothing to fit on.
+    """
+    from learn.traced import describe_device
+    from warehouse.published import DEVICE_NAME, read_published
+
+    target = get_target(settings.target)
+    spec = describe_device(settings.device_name or DEVICE_NAME)
+    found = read_published(settings.published, settings.files or ())
+    notes = [f"{path.name} has no known header and is left out" for path in found.others]
+    asked_of = {file.path.stem for file in found.files}
+    files = list(found.files)
+    never = [file.path.stem for file in files if file.form == NEVER_FITTED_ON]
+    if learned and len(never) == len(files):
+        others = read_published(settings.published).files
+        files += [file for file in others if file.form != NEVER_FITTED_ON]
+
+    rows: list[tuple[PublishedFile, PublishedRow]] = []
+    for file in files:
+        usable = _usable(file, target, settings, notes if file.path.stem in asked_of else [])
+        kept = sample([row.module for row in usable], settings, file.path.stem)
+        rows += [(file, usable[i]) for i in kept]
+        if file.path.stem in asked_of and kept:
+            notes += _doubts(file.path.stem, [usable[i].doubt or "" for i in kept])
+    if not any(file.path.stem in asked_of for file, _ in rows):
+        where = f"published={settings.published}: no rows are left with family={settings.family}"
+        said = "; ".join(notes)
+        raise UsageError(f"{where}, target={target.name}{f' ({said})' if said else ''}")
+
+    cases, able = zip(*(_case(row, spec) for _, row in rows), strict=True)
+    fitted_on = np.array([ok and file.form != NEVER_FITTED_ON for (file, _), ok in zip(rows, able, strict=True)])
+    asked = np.array([file.path.stem in asked_of for file, _ in rows])
+    if learned and not fitted_on.any():
+        raise UsageError(
+            f"published={settings.published}: no file here that an estimator may be fitted on; name the folder, with "
+            f"other files in it, or estimators that learn nothing"
+        )
+    never = [stem for stem in never if any(file.path.stem == stem for file, _ in rows)]
+    if learned and never:
+        names = ", ".join(dict.fromkeys(file.path.stem for file, _ in rows if file.form != NEVER_FITTED_ON))
+        notes.append(
+            f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
+            "those of models of the same names"
+        )
+    return Selection(
+        _pack([row for _, row in rows], cases, target, spec),
+        np.array([file.path.stem for file, _ in rows], dtype=object),
+        np.array([_named(row) for _, row in rows], dtype=object),
+        asked,
+        fitted_on,
+        tuple(row for _, row in rows),
+        tuple(row.estimates if target.is_memory else {} for _, row in rows),
+        tuple(notes),
+    )
+
+
+def _usable(file: PublishedFile, target: Target, settings: BenchmarkSettings, notes: list[str]) -> list[PublishedRow]:
+    stem = file.path.stem
+    rows = [row for row in file.rows if row.status != "invalid"]
+    if reasons := Counter(row.reason for row in file.rows if row.status == "invalid"):
+        said = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common())
+        notes.append(f"{stem}: {len(file.rows) - len(rows)} rows make no sense and are left out ({said})")
+    if settings.family != "all":
+        rows = [row for row in rows if _family(row) == settings.family]
+    if settings.doubtful == "drop":
+        rows = [row for row in rows if row.doubt is None]
+    if not target.is_memory:
+        why = [_unlabelled(row, target.column) for row in rows]
+        if counts := Counter(filter(None, why)):
+            said = ", ".join(f"{n} {reason}" for reason, n in counts.most_common())
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({said})")
+        rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
+    return rows
+
+
+def _unlabelled(row: PublishedRow, column: str) -> str | None:
+    if row.status == "oom":
+        return "out of memory"
+    if column not in row.utilization:
+        return "in a file without it"
+    value = row.utilization[column]
+    if value is None:
+        return "not measured"
+    return None if value > 0 else "0 beside a model that trained: a sensor that gave nothing"
+
+
+def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
+    """(case, whether there is such a job). A row without one is asked all the same: its refusal says why."""
+    from learn.published import config_of, workload_of
+    from warehouse.published import TORCH_VERSION
+
+    try:
+        return Case(config_of(row), spec.name, True, TORCH_VERSION), True
+    except UsageError:
+        pass
+    try:
+        return Case(None, spec.name, True, TORCH_VERSION, module=workload_of(row)), True
+    except UsageError as error:
+        return Case(None, spec.name, True, TORCH_VERSION, module=_no_job(row, str(error))), False
+
+
+def _no_job(row: PublishedRow, reason: str):
+    from featurize.training import Training
+    from learn.workload import Workload
+
+    def build(*_):
+        raise UsageError(reason)
+
+    return Workload(name=row.name, build=build, batch=build, settings=Training(), batch_size=row.batch_size or 1)
+
+
+def _family(row: PublishedRow) -> str:
+    from learn.cases import MODULE
+    from learn.published import config_of
+
+    if row.family is not None:
+        return row.family
+    try:
+        return config_of(row).family
+    except UsageError:
+        return MODULE
+
+
+def _pack(rows: Sequence[PublishedRow], cases: Sequence[Case], target: Target, spec: DeviceSpec) -> Rows:
+    oom = [target.is_memory and row.status == "oom" for row in rows]
+    if target.is_memory:
+        label = [spec.memory_mib if out else row.memory_mib for row, out in zip(rows, oom, strict=True)]
+    else:
+        label = [row.utilization[target.column] for row in rows]
+    n = len(rows)
+    return Rows(
+        target=target,
+        run_ids=np.array([row.name for row in rows], dtype=object),
+        cases=tuple(cases),
+        label=np.array(label, dtype=float),
+        censored=np.array(oom, dtype=bool),
+        family=np.array([row.family or case.family for row, case in zip(rows, cases, strict=True)], dtype=object),
+        source=np.full(n, "imported", dtype=object),
+        device=np.full(n, spec.name, dtype=object),
+        device_memory_mib=np.full(n, spec.memory_mib, dtype=float),
+        group=np.array([_group(row, case) for row, case in zip(rows, cases, strict=True)], dtype=object),
+        module=np.array([row.module for row in rows], dtype=object),
+        doubt=np.array([row.doubt or "" for row in rows], dtype=object),
+        counts=dict(sorted(Counter(row.status for row in rows).items())),
+    )
+
+
+def _group(row: PublishedRow, case: Case) -> str:
+    """One model at several batch sizes is one group, in whichever file and spelling."""
+    if row.model is not None:
+        return f"model-{row.model.lower()}"
+    if case.config is None:
+        return f"row-{row.name}"
+    from featurize.features import group_key
+
+    return group_key(case.config)
+
+
+def _named(row: PublishedRow) -> str:
+    return f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name
+
+
+def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
+    counts = Counter(filter(None, doubts))
+    if not counts:
+        return []
+    said = "; ".join(f"{n} {doubt}" for doubt, n in counts.most_common())
+    return [f"{file}: {counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on): {said}"]
+
+
+def sample(groups: Sequence[str], settings: BenchmarkSettings, file: str) -> list[int]:
+    """Positions of the rows that `rows=` takes of one file."""
+    from learn.evaluation.benchmark_figures import sample as drawn
+
+    return drawn(groups, settings.rows, f"{settings.seed}/{file}")

@@ -1,0 +1,284 @@
+"""How a benchmark is shown: a bar while it runs, tables for people, JSON for programs.
+
+Start reading at `print_benchmark`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conf.bars import start_bar
+from learn.evaluation.benchmark_figures import by_group, worst_of
+from learn.targets import LEVELS, MIB_PER_GB
+
+if TYPE_CHECKING:
+    from learn.benchmark import Benchmark, BenchmarkSettings
+
+_PLAIN_EVERY_S = 10.0
+_PLAIN_WIDTH = 200
+_CLASSES = 8  # more recalls than that are told in the files only
+_REASONS = 5  # of an estimator's refusals on a file are told; `out=` holds all
+
+
+class Progress:
+    """A context manager on stderr: a bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+
+        self._label, self._clock = label, clock
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = self._task = None
+        self._began = self._said = clock()
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            from rich.progress import TimeRemainingColumn
+
+            self._bar, self._task = start_bar(self._console, self._label, TimeRemainingColumn())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, of: int) -> None:
+        """`done` of `of` steps are taken."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=of)
+        elif done and (self._clock() - self._said >= _PLAIN_EVERY_S or done == of):
+            self._said = self._clock()
+            left = (self._said - self._began) / done * (of - done)
+            self._console.print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", markup=False)
+
+
+def print_benchmark(done: Benchmark, *, by: str | None = None, worst: int = 0) -> None:
+    """Tables of errors and of classes and bounds, the published figures set apart; with `by`, errors by group; the
+    `worst` rows an estimator; refusals and notes."""
+    from rich.console import Console
+
+    screen = Console()
+    if not screen.is_terminal:  # a file or a pipe has no width; rich would take 80 columns and fold the figures
+        screen = Console(width=_PLAIN_WIDTH)
+    screen.print(headline(done), highlight=False, markup=False)
+    for title, columns, rows in (errors_table(done), classes_table(done)):
+        _print_table(screen, title, columns, rows)
+    if done.published:
+        _print_table(screen, *published_table(done))
+    if by is not None:
+        _print_groups(screen, done, by)
+    if worst:
+        _print_worst(screen, done, worst)
+    for text in refusals(done):
+        screen.print(text, soft_wrap=True, highlight=False, markup=False)
+    for note in done.notes:
+        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+
+
+def headline(done: Benchmark) -> str:
+    card = f", card {done.card_mib:,.0f} MiB" if done.card_mib is not None else ""
+    return f"{done.target.name} on {done.device}{card}"
+
+
+# A table is (title, names of its columns, rows of text); its first columns are words, the others figures.
+TableText = tuple[str, list[str], list[list[str]]]
+
+
+def errors_table(done: Benchmark) -> TableText:
+    """How far off, by file and estimator."""
+    fits = done.target.is_memory
+    columns = ["rows", "estimator", "answered", "median", "mean", "p90", "under"]
+    columns += [f"constant [{done.target.unit}]", "median +c", "p90 +c"]
+    columns += ["fit told right", "by bound"] if fits else []
+    rows = []
+    for figures in done.figures:
+        asked = f"{figures.answered_ok:,}/{figures.ok:,}"
+        if figures.oom:
+            asked += f" + {figures.answered_oom}/{figures.oom} oom"
+        raw, shifted = figures.raw, figures.shifted
+        row = [figures.file, figures.estimator, asked]
+        row += [error_text(done, value) for value in (raw.median, raw.mean, raw.p90)]
+        row += [_share(raw.under), "–" if figures.constant is None else f"{figures.constant:+,.4g}"]
+        row += [error_text(done, value) for value in (shifted.median, shifted.p90)]
+        row += [_share(figures.fit_right), _share(figures.fit_right_bound)] if fits else []
+        rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
+    error = "relative" if done.relative else "absolute"
+    return f"{error} errors; +c: with one constant per file added", [*columns, "s each", "s a fit"], rows
+
+
+def classes_table(done: Benchmark) -> TableText:
+    """Classes and bounds, by file and estimator."""
+    ours = done.target.is_memory
+    columns = ["rows", "estimator", "accuracy", "macro F1", "macro recall"]
+    columns += ["accuracy 1 GB", "macro F1 1 GB"] if ours else []
+    columns += ["under bound", "above it", "bound over label", "recall by class"]
+    rows = []
+    for figures in done.figures:
+        published, fine = figures.classes.get("published"), figures.classes.get("ours")
+        row = [figures.file, figures.estimator]
+        row += [_share(getattr(published, name, None)) for name in ("accuracy", "macro_f1", "macro_recall")]
+        row += [_share(getattr(fine, name, None)) for name in ("accuracy", "macro_f1")] if ours else []
+        row += [_share(getattr(figures.bound, name, None)) for name in ("coverage", "above", "excess")]
+        rows.append([*row, _recalls(published)])
+    widths = {file: bins["published"] for file, bins in done.bins.items()}
+    said = "; ".join(f"{file}: {_rule(bins)}" for file, bins in widths.items())
+    if len(rules := {_rule(bins) for bins in widths.values()}) == 1:
+        (said,) = rules
+    return f"classes as published ({said}), and the 99 % bound", columns, rows
+
+
+def published_table(done: Benchmark) -> TableText:
+    """What others published, on their own rows: not measured here."""
+    rows = [[f"{f.estimator} (published)", f.rows, f.measure, f.text, f.source] for f in done.published]
+    columns = ["estimator", "rows", "figure", "value", "source"]
+    return "published by others, on their own rows and splits; nothing of it is measured here", columns, rows
+
+
+def _rule(bins) -> str:
+    if bins.by_family or len(bins.labels) == len(LEVELS):
+        return bins.rule
+    return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
+
+
+def _recalls(scores) -> str:
+    """Percent by class, in the order of the classes."""
+    if scores is None:
+        return "–"
+    values = [f"{100 * value:.0f}" for value in scores.recall.values()]
+    return " ".join(values) if len(values) <= _CLASSES else f"{len(values)} classes"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"
+
+
+def _print_table(screen, title: str, columns: list[str], rows: list[list[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    words = ("rows", "estimator", "figure", "source")
+    # titles hold brackets, which are no markup
+    table = Table(title=Text(title), title_justify="left")
+    for name in columns:
+        whole = name in ("rows", "estimator", "answered")
+        table.add_column(Text(name), justify="left" if name in words else "right", overflow="fold", no_wrap=whole)
+    previous = None
+    sections = columns[0] == "rows"
+    for row in rows:
+        if sections and previous not in (None, row[0]):
+            table.add_section()
+        first = "" if sections and row[0] == previous else row[0]
+        previous = row[0]
+        table.add_row(*map(Text, [first, *row[1:]]))
+    screen.print(table)
+
+
+def error_text(done: Benchmark, value: float | None) -> str:
+    """An error as the target's are read: relative ones in percent."""
+    if value is None:
+        return "–"
+    return f"{value:.1%}" if done.relative else f"{value:.4f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _print_groups(screen, done: Benchmark, by: str) -> None:
+    from rich.table import Table
+
+    for file in dict.fromkeys(figures.file for figures in done.figures):
+        own = [figures for figures in done.figures if figures.file == file]
+        groups = {
+            f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in own
+        }  # fmt: skip
+        table = Table(title=f"{file} by {by}: median / p90 error, constant added", title_justify="left")
+        table.add_column(by, overflow="fold")
+        table.add_column("n", justify="right")
+        for figures in own:
+            table.add_column(figures.estimator, justify="right")
+        for group in sorted({name for found in groups.values() for name in found}):
+            n = max(found[group][0] for found in groups.values() if group in found)
+            cells = []
+            for figures in own:
+                _, errors = groups[figures.estimator].get(group, (0, None))
+                both = (errors.median, errors.p90) if errors else (None, None)
+                cells.append(" / ".join(error_text(done, value) for value in both))
+            table.add_row(group, f"{n}", *cells)
+        screen.print(table)
+
+
+def _print_worst(screen, done: Benchmark, n: int) -> None:
+    from rich.table import Table
+
+    unit = done.target.unit
+    for figures in done.figures:
+        rows = worst_of(done.scored[figures.file, figures.estimator], figures.constant, n, space=done.target.space)
+        if not rows:
+            continue
+        table = Table(title=f"{figures.file}, {figures.estimator}: furthest off, constant added", title_justify="left")
+        table.add_column("row", overflow="fold")
+        table.add_column("group", overflow="fold")
+        for name in (f"label [{unit}]", "estimate", "error"):
+            table.add_column(name, justify="right")
+        table.add_column("in doubt", overflow="fold")
+        for row, error in rows:
+            estimate = row.estimate + (figures.constant or 0.0)
+            said = f"{error:+.1%}" if done.relative else f"{error:+.4f}"
+            table.add_row(row.name, row.group, f"{row.label:,.5g}", f"{estimate:,.5g}", said, row.doubt or "")
+        screen.print(table)
+
+
+def refusals(done: Benchmark) -> list[str]:
+    """Why rows have no answer, the commonest reasons of each estimator and file."""
+    said = []
+    for figures in done.figures:
+        reasons = list(figures.refusals.items())
+        where = f"{figures.file}, {figures.estimator}: no answer for"
+        said += [f"{where} {count}: {reason}" for reason, count in reasons[:_REASONS]]
+        if more := reasons[_REASONS:]:
+            said.append(f"{where} {sum(n for _, n in more)} for other reasons")
+    return said
+
+
+def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
+    """Settings, figures, notes and every row with its estimates, replacing `path` in one step."""
+    rows: dict[tuple[str, str], dict] = {}
+    for (file, estimator), scored in done.scored.items():
+        for row in scored:
+            entry = rows.setdefault(
+                (file, row.name),
+                {"file": file, "row": row.name, "group": row.group, "family": row.family, "label": row.label,
+                 "batch_size": row.batch_size, "status": "oom" if row.label is None else "ok", "doubt": row.doubt,
+                 "answers": {}},
+            )  # fmt: skip
+            entry["answers"][estimator] = {
+                "estimate": row.estimate, "upper": row.upper, "reason": row.reason, "seconds": row.seconds
+            }  # fmt: skip
+    report = {
+        "target": done.target.name,
+        "unit": done.target.unit,
+        "errors": "relative" if done.relative else "absolute",
+        "device": done.device,
+        "card_mib": done.card_mib,
+        "settings": asdict(settings),
+        "bins": {
+            file: {name: bins.to_mapping() for name, bins in of_file.items()} for file, of_file in done.bins.items()
+        },
+        "figures": [figures.to_mapping() for figures in done.figures],
+        "published": [figure.to_mapping() for figure in done.published],
+        "notes": list(done.notes),
+        "rows": list(rows.values()),
+    }
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, target)

@@ -1,0 +1,203 @@
+"""How good an estimator is on rows it has not seen: grouped, stratified splits and the figures papers report.
+
+Start reading at `evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from conf.errors import UsageError
+from learn.data import MIN_GROUPS, Rows
+from learn.estimators import Estimator, make_estimator
+from learn.evaluation.scores import LEVEL, bound_scores, class_scores, has_relative, mean, median, p90
+from learn.evaluation.splits import hold_out, split
+from learn.targets import Bins
+
+CV_FOLDS = 3
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One split's figures. Classes come from all rows, out-of-memory ones included, in the top bin; errors, the
+    bound and underestimates only from rows with an exact label. None: could not be computed.
+
+    macro_f1 is the mean over the classes that occur in the labels; recall and support are by those classes.
+    Relative errors are |point - label| / label, over rows whose label is at least 0.01 for ratios (`n_relative`
+    of them); absolute errors, in the target's unit, are over all exact rows. `coverage` is the share of labels at
+    or under the 99 % bound, `bound_excess` the median of upper / label - 1, its price.
+    """
+
+    n: int
+    n_censored: int
+    accuracy: float
+    macro_f1: float
+    recall: dict[str, float]
+    support: dict[str, int]
+    n_relative: int
+    mean_relative_error: float | None
+    median_relative_error: float | None
+    p90_relative_error: float | None
+    mean_absolute_error: float | None
+    p90_absolute_error: float | None
+    underestimates: float | None
+    coverage: float | None
+    bound_excess: float | None
+
+    def to_mapping(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Cross-validation inside the training rows, and the held-out test rows that took no part in it. Rows that the
+    estimator refused are in neither, and in `warnings`."""
+
+    cv: tuple[Metrics, ...]
+    test: Metrics
+    train_rows: Rows
+    test_rows: Rows
+    point: np.ndarray  # on test_rows, (n,)
+    upper: np.ndarray | None
+    true_class: np.ndarray  # (n,) int
+    predicted_class: np.ndarray
+    bins: Bins
+    warnings: tuple[str, ...]
+
+    def summary(self) -> dict:
+        """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
+        table = {}
+        for name, value in self.test.to_mapping().items():
+            if isinstance(value, dict) or name.startswith("n_") or name == "n":
+                continue
+            folds = [getattr(m, name) for m in self.cv if getattr(m, name) is not None]
+            table[name] = {
+                "cv_mean": float(np.mean(folds)) if folds else None,
+                "cv_std": float(np.std(folds, ddof=1)) if len(folds) > 1 else None,
+                "test": value,
+            }
+        return table
+
+
+def evaluate(
+    estimator: str,
+    rows: Rows,
+    bins: Bins,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _step: None,
+) -> Evaluation:
+    """Fit `estimator` by name on splits of `rows`: 30 % held out, 3-fold cross-validation on the other 70 %.
+
+    Raises `UsageError` where all rows fall into one class, or where there are too few groups to split.
+    `progress` hears the name of each step before it starts.
+    """
+    classes = classes_of(rows, bins)
+    require_classes(rows, bins, classes)
+    train, test = hold_out(rows, classes, seed)
+    train_rows, test_rows = rows.subset(train), rows.subset(test)
+
+    folds = []
+    for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed)):
+        progress(f"cross-validation {k + 1}/{CV_FOLDS}")
+        fitted = make_estimator(estimator, seed).fit(train_rows.subset(inside))
+        held, _ = answered(fitted, train_rows.subset(outside))
+        if len(held):
+            folds.append(measure(fitted, held, bins)[0])
+    progress("held-out test")
+    fitted = make_estimator(estimator, seed).fit(train_rows)
+    asked = len(test_rows)
+    test_rows, refused = answered(fitted, test_rows)
+    reasons = "; ".join(dict.fromkeys(refused))
+    if not len(test_rows):
+        raise UsageError(f"estimator={estimator} has no answer for any of the {asked} held-out rows: {reasons}")
+    metrics, prediction, predicted = measure(fitted, test_rows, bins)
+    notes = list(prediction.warnings)
+    if refused:
+        notes.append(f"{len(refused)} of {asked} rows have no answer and are in no figure: {reasons}")
+    return Evaluation(
+        cv=tuple(folds),
+        test=metrics,
+        train_rows=train_rows,
+        test_rows=test_rows,
+        point=prediction.point,
+        upper=prediction.upper(LEVEL),
+        true_class=classes_of(test_rows, bins),
+        predicted_class=predicted,
+        bins=bins,
+        warnings=tuple(notes),
+    )
+
+
+def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
+    """Class of each row, (n,) int; out-of-memory rows are members of the top bin."""
+    classes = bins.classify(rows.label, rows.family)
+    classes[rows.censored] = len(bins.labels) - 1
+    return classes
+
+
+def require_classes(rows: Rows, bins: Bins, classes: np.ndarray) -> None:
+    """Nothing can be learnt from one class, and nothing be held out of a handful of groups: `UsageError`."""
+    present = np.unique(classes)
+    if len(present) < 2:
+        exact = rows.exact.label
+        span = f"{exact.min():.4g} to {exact.max():.4g} {rows.target.unit}" if exact.size else "out of memory"
+        mend = "more varied runs"
+        if rows.target.is_memory:
+            mend = f"a smaller bin_gb (1 is the least) or {mend}"
+        raise UsageError(
+            f"all {len(rows)} rows of target={rows.target.name} fall into one class, "
+            f"{bins.labels[present[0]]} ({span}); it takes {mend}"
+        )
+    groups = len(np.unique(rows.group.astype(str)))
+    if groups < MIN_GROUPS:
+        raise UsageError(
+            f"the {len(rows)} rows of target={rows.target.name} are near-copies of {groups} configurations; at least "
+            f"{MIN_GROUPS} different ones are needed to hold some out"
+        )
+
+
+def measure(fitted: Estimator, rows: Rows, bins: Bins):
+    """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen and has answers for."""
+    prediction = fitted.predict(rows.cases)
+    predicted = prediction.bin_probabilities(bins.edges_of(rows.family)).argmax(axis=1)
+    metrics = score(rows, bins, prediction.point, prediction.upper(LEVEL), predicted)
+    return metrics, prediction, predicted
+
+
+def answered(fitted: Estimator, rows: Rows) -> tuple[Rows, list[str]]:
+    """(the rows that the estimator has an answer for, the reason of each of the others)."""
+    refusals = fitted.predict(rows.cases).refusals
+    if not refusals:
+        return rows, []
+    return rows.subset(np.setdiff1d(np.arange(len(rows)), list(refusals))), list(refusals.values())
+
+
+def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, predicted: np.ndarray) -> Metrics:
+    """The figures of one split; see `Metrics`. `point`, `upper`: (n,) in the target's unit; `predicted`: (n,) int."""
+    classes = class_scores(classes_of(rows, bins), predicted, bins.labels)
+    exact = ~rows.censored
+    label, guess = rows.label[exact], point[exact]
+    usable = has_relative(label, rows.target.space)
+    absolute = np.abs(guess - label)
+    relative = absolute[usable] / label[usable]
+    bound = None if upper is None else bound_scores(label, upper[exact], rows.target.space)
+    return Metrics(
+        n=len(rows),
+        n_censored=int(rows.censored.sum()),
+        accuracy=classes.accuracy,
+        macro_f1=classes.macro_f1,
+        recall=classes.recall,
+        support=classes.support,
+        n_relative=int(usable.sum()),
+        mean_relative_error=mean(relative),
+        median_relative_error=median(relative),
+        p90_relative_error=p90(relative),
+        mean_absolute_error=mean(absolute),
+        p90_absolute_error=p90(absolute),
+        underestimates=mean(guess < label),
+        coverage=None if bound is None else bound.coverage,
+        bound_excess=None if bound is None else bound.excess,
+    )

@@ -1,0 +1,89 @@
+"""How good answers are, as papers report it: classes, errors and bounds, of plain arrays.
+
+Start reading at `class_scores`; `learn.evaluation.evaluate` and `learn.evaluation.benchmark_figures` count with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+LEVEL = 0.99
+RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is no 100 % mistake
+_P90 = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassScores:
+    """Of a classifier: the means are over the classes that occur in the labels; recall and support are by those."""
+
+    accuracy: float
+    macro_f1: float
+    macro_recall: float
+    recall: dict[str, float]
+    support: dict[str, int]
+
+    def to_mapping(self) -> dict:
+        return asdict(self)
+
+
+def class_scores(true: np.ndarray, said: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
+    """Of the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
+    if not len(true):
+        return None
+    recall, support, f1 = {}, {}, []
+    for index in np.unique(true):
+        hits = int(((true == index) & (said == index)).sum())
+        of_class, told = int((true == index).sum()), int((said == index).sum())
+        recall[labels[index]], support[labels[index]] = hits / of_class, of_class
+        f1.append(2 * hits / (of_class + told))
+    return ClassScores(
+        accuracy=float((true == said).mean()),
+        macro_f1=float(np.mean(f1)),
+        macro_recall=float(np.mean(list(recall.values()))),
+        recall=recall,
+        support=support,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundScores:
+    """Of an upper bound: share of labels at or under it, share above it, and the median of upper / label - 1."""
+
+    n: int
+    coverage: float
+    above: float
+    excess: float | None
+
+
+def bound_scores(label: np.ndarray, upper: np.ndarray, space: str) -> BoundScores | None:
+    """Of labels that are exact and their bounds, (n,) each; None without rows."""
+    if not len(label):
+        return None
+    coverage = float((label <= upper).mean())
+    usable = has_relative(label, space)
+    return BoundScores(
+        n=len(label),
+        coverage=coverage,
+        above=float((label > upper).mean()),
+        excess=median(upper[usable] / label[usable] - 1),
+    )
+
+
+def has_relative(label: np.ndarray, space: str) -> np.ndarray:
+    """(n,) bool: the labels that are large enough for a relative error."""
+    return label >= RELATIVE_FLOOR if space == "ratio" else label > 0
+
+
+def mean(values: np.ndarray) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def median(values: np.ndarray) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def p90(values: np.ndarray) -> float | None:
+    return float(np.quantile(values, _P90)) if len(values) else None

@@ -1,0 +1,309 @@
+"""The fast path: answers from trial configs alone, distilled from an estimator that traces each job.
+
+Start reading at `FastPath.distil` and `FastPath.answer`; `learn.fastpath.fast_features` is what it sees of a config.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from conf.errors import UsageError, unknown_name
+from featurize.device_spec import DeviceSpec, device_features
+from featurize.trial import TrialConfig
+from learn.cases import Case
+from learn.data import plain_device
+from learn.estimators import conformal_rank, from_space, to_space
+from learn.fastpath.fast_features import Sketch, feature_version, step_sketch
+from learn.fastpath.fast_nets import Nets, train_nets
+from learn.targets import get_target
+
+LEVEL = 0.99
+HELD_OUT = 0.15  # of each family's cases: not trained on, they say how far off it is
+LEAST_CASES = 40  # of a family, with an answer
+AT_ONCE = 256  # configs worked on together
+_SLACK = 0.05  # of a range's width, beyond which a value is outside
+_UPPER = "memory_upper"  # the column of log(bound / point)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What the teacher says of n cases, in the target's unit: `point` (n,), `upper` (n,) or None. NaN: no answer."""
+
+    point: np.ndarray
+    upper: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class FastAnswers:
+    """Of n configs. figures: target -> (n,) in the target's unit; upper_mib (n,), None where the teacher had no bound;
+    unlike (n,): why a config is unlike all that the fast path was distilled on, no reasons where it is not."""
+
+    figures: Mapping[str, np.ndarray]
+    upper_mib: np.ndarray | None
+    unlike: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """How a family's configs are read: the range of each number and the words of each other field."""
+
+    numbers: Mapping[str, tuple[float, float]]
+    words: Mapping[str, tuple]
+
+    @classmethod
+    def learn(cls, configs: Sequence[TrialConfig]) -> Self:
+        numbers, words = {}, {}
+        for name in sorted(configs[0].to_mapping().keys() - {"family"}):
+            found = [getattr(config, name) for config in configs]
+            if all(isinstance(value, int | float) and not isinstance(value, bool) for value in found):
+                numbers[name] = (float(min(found)), float(max(found)))
+            else:
+                words[name] = tuple(sorted(set(found), key=str))
+        return cls(numbers, words)
+
+    def matrix(self, configs: Sequence[TrialConfig]) -> np.ndarray:
+        """(n, columns): logarithms of the numbers, and a 1 for the field's own word (none for an unknown one)."""
+        numbers = np.array([[getattr(config, name) for name in self.numbers] for config in configs], dtype=float)
+        parts = [np.log(numbers + 0.1)]
+        for name, known in self.words.items():
+            if len(known) > 1:
+                place = {word: row for row, word in enumerate(known)}
+                rows = [place.get(getattr(config, name), len(known)) for config in configs]
+                parts.append(np.eye(len(known) + 1)[rows][:, :-1])
+        return np.hstack(parts)
+
+    def unlike(self, config: TrialConfig) -> list[str]:
+        """The fields outside what was distilled on."""
+        said = []
+        for name, (low, high) in self.numbers.items():
+            value = getattr(config, name)
+            slack = _SLACK * (high - low)
+            if value is None or not low - slack <= value <= high + slack:
+                said.append(f"{name} {_plain(value)}: distilled on {_plain(low)} to {_plain(high)}")
+        for name, known in self.words.items():
+            if getattr(config, name) not in known:
+                said.append(f"{name} {_plain(getattr(config, name))}: distilled on {', '.join(map(_plain, known))}")
+        return said
+
+
+@dataclass(frozen=True)
+class _OfFamily:
+    """What was learned of one family. margin: added to the logarithm of the memory bound. memory_mib: the range of the
+    rough figure. errors: column -> median, 90th and 99th percentile of the error on held-out cases."""
+
+    fields: _Fields
+    nets: Nets
+    margin: float
+    memory_mib: tuple[float, float]
+    errors: Mapping[str, Mapping[str, float]]
+
+
+class FastPath:
+    """Small networks, a few for each family, that know what a teacher says of a config's job without tracing it.
+
+    They learn by which factor (ratios: by which term) the teacher's figures differ from a rough model of the step, so
+    that they extrapolate with it. The memory bound is learned too, and widened until it lies above the teacher's own in
+    99 % of held-out cases of the family. Memory is no smaller than weights and context; unlike the teacher's, it is not
+    made to grow with the batch size: small steps back are possible.
+    """
+
+    def __init__(
+        self, targets: Sequence[str], bounded: bool, devices: Mapping[str, str], families: Mapping[str, _OfFamily]
+    ) -> None:
+        self.targets, self.bounded = tuple(targets), bounded
+        self.devices = dict(devices)  # names without the vendor -> as they were given
+        self._families = dict(families)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(sorted(self._families))
+
+    @property
+    def errors(self) -> dict[str, dict]:
+        """family -> target -> `median`, `p90`, `p99` of the error against the teacher on held-out cases: relative where
+        the target is judged by its logarithm, absolute for ratios. `memory_upper`: bound over point."""
+        return {name: {k: dict(v) for k, v in found.errors.items()} for name, found in sorted(self._families.items())}
+
+    @classmethod
+    def distil(cls, cases: Sequence[Case], taught: Mapping[str, Taught], seed: int = 0) -> Self:
+        """Learn to say of `cases` (of trial configs) what `taught` (target -> the teacher's answers, in their order)
+        says. The order of the cases changes nothing. Raises `UsageError` for a family with fewer than 40 answers."""
+        if any(case.config is None or case.spec is None for case in cases):
+            raise ValueError("the fast path is distilled on trial configs and described devices")
+        targets = sorted(taught)
+        memory = taught.get("memory")
+        bounded = memory is not None and memory.upper is not None
+        order = sorted(range(len(cases)), key=lambda i: cases[i].key)
+        families = {}
+        for family in sorted({case.family for case in cases}):
+            mine = np.array([i for i in order if cases[i].family == family])
+            for name, said in taught.items():
+                if (found := int(np.isfinite(said.point[mine]).sum())) < LEAST_CASES:
+                    raise UsageError(
+                        f"target={name}, family {family}: {found} answers to distil, {LEAST_CASES} are needed"
+                    )
+            own = {
+                name: Taught(t.point[mine], None if t.upper is None else t.upper[mine]) for name, t in taught.items()
+            }
+            families[family] = _learn_family([cases[i] for i in mine], own, targets, bounded, seed)
+        names = sorted({(case.spec.name) for case in cases})
+        return cls(targets, bounded, {plain_device(name): name for name in names}, families)
+
+    def answer(self, configs: Sequence[TrialConfig], device: str | DeviceSpec) -> FastAnswers:
+        """Figures of each config on one GPU model, in order. Raises `UsageError` for a family or device unknown."""
+        spec = _described(device)
+        for config in configs:
+            if config.family not in self._families:
+                raise unknown_name("family of the fast path", config.family, self.families)
+        n = len(configs)
+        figures = {name: np.full(n, np.nan) for name in self.targets}
+        upper = np.full(n, np.nan) if self.bounded else None
+        unlike: list[tuple[str, ...]] = [()] * n
+        of_device = []
+        if plain_device(spec.name) not in self.devices:
+            of_device = [f"device {spec.name}: distilled on {', '.join(sorted(self.devices.values()))}"]
+        for rows in _parts(configs):
+            known = self._families[configs[rows[0]].family]
+            asked = [configs[i] for i in rows]
+            sketch = step_sketch(asked, spec)
+            said = known.nets.predict(_inputs(known.fields, asked, sketch, spec))
+            place = np.array(rows)
+            for column, name in enumerate(self.targets):
+                space = get_target(name).space
+                figures[name][place] = from_space(to_space(sketch.base[name], space) + said[:, column], space)
+            rough = sketch.base["memory"]
+            if "memory" in figures:
+                figures["memory"][place] = np.maximum(figures["memory"][place], sketch.least_mib)
+            if upper is not None:
+                upper[place] = figures["memory"][place] * np.exp(np.maximum(said[:, -1], 0.0) + known.margin)
+            low, high = known.memory_mib
+            for i, config, mib in zip(rows, asked, rough, strict=True):
+                reasons = known.fields.unlike(config)
+                if not low * (1 - _SLACK) <= mib <= high * (1 + _SLACK):
+                    reasons.append(f"about {mib:,.0f} MiB: distilled on {low:,.0f} to {high:,.0f} MiB")
+                unlike[i] = (*of_device, *reasons)
+        return FastAnswers(figures, upper, tuple(unlike))
+
+    # ---- on disk
+
+    def save(self, folder: Path) -> None:
+        """`fast.json` and `fast-FAMILY.npz` in an existing folder."""
+        folder = Path(folder)
+        families = {}
+        for name, known in self._families.items():
+            known.nets.save(folder / f"fast-{name}.npz")
+            families[name] = {
+                "numbers": {k: list(v) for k, v in known.fields.numbers.items()},
+                "words": {k: list(v) for k, v in known.fields.words.items()},
+                "margin": known.margin,
+                "memory_mib": list(known.memory_mib),
+                "errors": known.errors,
+            }
+        state = {
+            "features": feature_version(),
+            "targets": list(self.targets),
+            "bounded": self.bounded,
+            "devices": self.devices,
+            "families": families,
+        }
+        (folder / "fast.json").write_text(json.dumps(state, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """What `save` wrote, answering the same. `UsageError` where it was distilled with other code's features."""
+        folder = Path(folder)
+        state = json.loads((folder / "fast.json").read_text())
+        if state["features"] != feature_version():
+            raise UsageError(f"{folder}: distilled with other features than this code computes; distil it again")
+        families = {
+            name: _OfFamily(
+                fields=_Fields(
+                    {k: tuple(v) for k, v in found["numbers"].items()},
+                    {k: tuple(v) for k, v in found["words"].items()},
+                ),
+                nets=Nets.load(folder / f"fast-{name}.npz"),
+                margin=found["margin"],
+                memory_mib=tuple(found["memory_mib"]),
+                errors=found["errors"],
+            )
+            for name, found in state["families"].items()
+        }
+        return cls(state["targets"], state["bounded"], state["devices"], families)
+
+
+def _learn_family(
+    cases: Sequence[Case], taught: Mapping[str, Taught], targets: Sequence[str], bounded: bool, seed: int
+) -> _OfFamily:
+    configs = [case.config for case in cases]
+    fields = _Fields.learn(configs)
+    sketches = [step_sketch([case.config], case.spec) for case in cases]
+    inputs = np.vstack([_inputs(fields, [c.config], s, c.spec) for c, s in zip(cases, sketches, strict=True)])
+    rough = {name: np.array([sketch.base[name][0] for sketch in sketches]) for name in sketches[0].base}
+    wanted = {
+        name: to_space(taught[name].point, get_target(name).space) - to_space(rough[name], get_target(name).space)
+        for name in targets
+    }
+    if bounded:
+        wanted[_UPPER] = np.log(taught["memory"].upper / taught["memory"].point)
+    labels = np.stack(list(wanted.values()), axis=1)
+    draw = np.random.default_rng(seed).permutation(len(cases))
+    held_out = np.sort(draw[: max(int(HELD_OUT * len(cases)), 1)])
+    inside = np.setdiff1d(np.arange(len(cases)), held_out)
+    nets = train_nets(inputs[inside], labels[inside], seed)
+    said = nets.predict(inputs[held_out])
+    errors = {
+        name: _error(said[:, i] - labels[held_out, i], relative=name == _UPPER or get_target(name).space == "log")
+        for i, name in enumerate(wanted)
+    }
+    margin = 0.0
+    if bounded:
+        point = said[:, targets.index("memory")] + np.maximum(said[:, -1], 0.0)
+        short = labels[held_out, targets.index("memory")] + labels[held_out, -1] - point
+        short = np.sort(short[np.isfinite(short)])
+        margin = max(float(short[min(conformal_rank(len(short), LEVEL), len(short)) - 1]), 0.0) if len(short) else 0.0
+    return _OfFamily(fields, nets, margin, (float(rough["memory"].min()), float(rough["memory"].max())), errors)
+
+
+def _error(gap: np.ndarray, *, relative: bool) -> dict[str, float]:
+    gap = gap[np.isfinite(gap)]
+    off = np.abs(np.expm1(gap)) if relative else np.abs(gap)
+    names = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+    return {name: float(np.quantile(off, q)) if len(off) else float("nan") for name, q in names.items()}
+
+
+def _inputs(fields: _Fields, configs: Sequence[TrialConfig], sketch: Sketch, spec: DeviceSpec) -> np.ndarray:
+    of_device = np.broadcast_to(_of_device(spec), (len(configs), len(_of_device(spec))))
+    return np.hstack([sketch.values, fields.matrix(configs), of_device])
+
+
+@lru_cache(maxsize=256)
+def _of_device(spec: DeviceSpec) -> np.ndarray:
+    return np.log(np.array(list({**device_features(spec), "overhead": spec.launch_overhead_us}.values())))
+
+
+@lru_cache(maxsize=256)
+def _described(device: str | DeviceSpec) -> DeviceSpec:
+    from learn.traced import describe_device
+
+    return describe_device(device)
+
+
+def _parts(configs: Sequence[TrialConfig]) -> Iterable[list[int]]:
+    """Places of configs of one family, at most `AT_ONCE` together."""
+    of_family: dict[str, list[int]] = {}
+    for i, config in enumerate(configs):
+        of_family.setdefault(config.family, []).append(i)
+    for rows in of_family.values():
+        for start in range(0, len(rows), AT_ONCE):
+            yield rows[start : start + AT_ONCE]
+
+
+def _plain(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,278 @@
+"""The default estimator: what the trace says, corrected by what was measured, and how far off that can be.
+
+Start reading at `HybridEstimator.fit`. `learn.learned.familiarity` tells cases that are unlike anything fitted on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+
+from conf.errors import UsageError
+from learn.cases import Case
+from learn.data import Rows, plain_device
+from learn.estimators import to_space, too_few_for
+from learn.learned.familiarity import Familiarity
+from learn.learned.hybrid_boosting import Boosted, Settings
+from learn.learned.scaled_prediction import ScaledPrediction
+from learn.learned.tabular import group_folds
+from learn.step_store import StepRecord, features_of
+from learn.targets import Target, get_target
+
+FOLDS = 5
+LEVEL = 0.99
+LEAST_ROWS = 10
+OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
+MANY_MODULES = 10  # a family of so many is held out by module: new ones are what it will be asked about
+KNOTS_PER_DOUBLING = 4
+# The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
+# is not, must not stretch everybody's bound.
+_SCALE_SHARE = 0.1
+_BASES = {
+    "memory": "job_memory_mib",
+    "step_time": "job_step_time_ms",
+    "power": "job_roofline_power_w",
+}
+_MEMORY = Settings(rounds=80, leaves=8, least=30, l2=10.0, share=0.3)
+_OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
+_SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
+_LOG_MEMORY = "job_log_memory"
+
+
+class HybridEstimator:
+    """The trace's figure times a learned factor (ratios: plus a learned term); gradient-boosted trees learn it.
+
+    Memory only ever grows with the trace's own: the factor is learned from what a network is, whatever its batch size,
+    and from the trace's memory, and the curve from traced to estimated memory is made monotone for each network. It
+    never falls below weights and context. Rows that ran out of memory count as "at least the device's memory".
+
+    The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
+    a conformal bound is taken over the scaled ones, by family and device where there are enough of them. A case unlike
+    anything that was fitted on gets a wider one, and a warning that says why.
+    """
+
+    name: ClassVar[str] = "hybrid"
+    targets: ClassVar[tuple[str, ...] | None] = None
+    needs_trace: ClassVar[bool] = True
+    uses_out_of_memory: ClassVar[bool] = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = int(seed)
+        self.target: Target | None = None
+        self._columns: tuple[str, ...] = ()
+        self._correction: Boosted | None = None
+        self._scale: Boosted | None = None
+        self._kinds: dict[str, int] = {}
+        self._scores: list[np.ndarray] = []
+        self._floor = 0.0
+        self._familiarity: Familiarity | None = None
+        self._knots = np.empty(0)
+
+    def fit(self, rows: Rows) -> Self:
+        """Fit on the trusted rows whose step can be traced; `UsageError` for fewer than 10 of them or a single group.
+
+        For memory, out-of-memory rows take part; for other targets only rows with a figure."""
+        rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
+        rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
+        records = [features_of(case) for case in rows.cases]
+        traced = np.array([record.error is None for record in records], dtype=bool)
+        if int((traced & ~rows.censored).sum()) < LEAST_ROWS:
+            reasons = sorted({record.error for record in records if record.error is not None})
+            said = f"; not traced: {reasons[0]}" if reasons else ""
+            raise UsageError(
+                f"target={rows.target.name}: {int((traced & ~rows.censored).sum())} traced rows with an exact label to "
+                f"fit on, {LEAST_ROWS} are needed{said}"
+            )
+        rows = rows.subset(traced)
+        records = [record for record, good in zip(records, traced, strict=True) if good]
+        self.target = rows.target
+        self._columns = self._choose(records)
+        table, base = self._table(records), self._base(records)
+        label = to_space(rows.label, self.target.space)
+        if self.target.space == "ratio":
+            label = np.clip(label, 0.0, 1.0)
+        weight = _balanced(rows.module)
+        if self.target.is_memory:
+            traced_memory = table[:, self._columns.index(_LOG_MEMORY)]
+            low, high = math.floor(traced_memory.min()), math.ceil(traced_memory.max())
+            self._knots = np.linspace(low, high, (high - low) * KNOTS_PER_DOUBLING + 1)
+        held_out = self._held_out(rows, table, label - base, weight, base)
+        self._correction = self._boosted().fit(table, label - base, rows.censored, weight)
+
+        exact = ~rows.censored
+        residual = (label - held_out)[exact]
+        self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
+        self._scale = Boosted(_SCALE, self.seed).fit(
+            self._of_network(table)[exact], np.abs(residual), None, weight[exact]
+        )
+        self._kinds, self._scores = self._calibrated(rows, table, residual)
+        self._familiarity = Familiarity.learn(rows, records)
+        return self
+
+    def predict(self, cases: Sequence[Case]) -> ScaledPrediction:
+        if self._correction is None:
+            raise RuntimeError("fit or load the estimator before predicting")
+        records = [features_of(case) for case in cases]
+        refusals = {i: record.error for i, record in enumerate(records) if record.error is not None}
+        known = [i for i in range(len(cases)) if i not in refusals]
+        n = len(cases)
+        centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
+        unfamiliar: dict[int, tuple[str, ...]] = {}
+        if known:
+            kept = [records[i] for i in known]
+            table, base = self._table(kept), self._base(kept)
+            centre[known] = self._centre(self._correction, table, base)
+            scale[known] = self._scale_of(table)
+            if self.target.is_memory:
+                least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
+            for i, record in zip(known, kept, strict=True):
+                if reasons := self._familiarity.judge(cases[i], record):
+                    unfamiliar[i] = reasons.said
+                    scale[i] *= reasons.widening
+        kind = np.array([self._kind(case) for case in cases], dtype=int)
+        warning = too_few_for(LEVEL, len(self._scores[0]))
+        return ScaledPrediction(
+            centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
+            unfamiliar,
+        )  # fmt: skip
+
+    def _kind(self, case: Case) -> int:
+        family, device = _place(case)
+        return self._kinds.get(f"{family} on {device}", self._kinds.get(family, 0))
+
+    # ---- parts of it
+
+    def _choose(self, records: Sequence[StepRecord]) -> tuple[str, ...]:
+        names = sorted(records[0].values)
+        if self.target.is_memory:
+            return (*(name for name in names if name.startswith(("net_", "gpu_"))), _LOG_MEMORY)
+        return tuple(names)
+
+    def _table(self, records: Sequence[StepRecord]) -> np.ndarray:
+        return np.array([[record.values[name] for name in self._columns] for record in records], dtype=float)
+
+    def _of_network(self, table: np.ndarray) -> np.ndarray:
+        """What the scale is learned from: for memory nothing that the batch size changes, so that bounds grow too."""
+        return table[:, :-1] if self.target.is_memory else table
+
+    def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
+        name = _BASES.get(self.target.name, f"job_roofline_{self.target.name}")
+        return to_space(np.array([record.values[name] for record in records]), self.target.space)
+
+    def _boosted(self) -> Boosted:
+        return Boosted(_MEMORY if self.target.is_memory else _OTHERS, self.seed)
+
+    def _centre(self, boosted: Boosted, table: np.ndarray, base: np.ndarray) -> np.ndarray:
+        if not self.target.is_memory:
+            raw = base + boosted.predict(table)
+            return np.clip(raw, 0.0, 1.0) if self.target.space == "ratio" else raw
+        # From traced to estimated memory, network by network: a curve through knots that never falls.
+        knots, count = self._knots, len(self._knots)
+        at_knots = np.repeat(table, count, axis=0)
+        at_knots[:, -1] = np.tile(knots, len(table))
+        curve = knots * math.log(2) + boosted.predict(at_knots).reshape(len(table), count)
+        curve = np.maximum.accumulate(curve, axis=1)
+        asked = np.log2(np.exp(base))
+        place = np.clip(asked, knots[0], knots[-1])
+        left = np.clip(np.searchsorted(knots, place, side="right") - 1, 0, count - 2)
+        rows = np.arange(len(table))
+        part = (place - knots[left]) / (knots[left + 1] - knots[left])
+        inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
+        return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
+
+    def _scale_of(self, table: np.ndarray) -> np.ndarray:
+        return np.maximum(self._scale.predict(self._of_network(table)), self._floor)
+
+    def _held_out(self, rows: Rows, table, correction, weight, base) -> np.ndarray:
+        fold = group_folds(_units(rows), FOLDS, self.seed)
+        found = np.empty(len(rows))
+        for k in range(fold.max() + 1):
+            inside = fold != k
+            boosted = self._boosted().fit(table[inside], correction[inside], rows.censored[inside], weight[inside])
+            found[~inside] = self._centre(boosted, table[~inside], base[~inside])
+        return found
+
+    def _calibrated(self, rows: Rows, table, residual) -> tuple[dict[str, int], list[np.ndarray]]:
+        """Scaled residuals of all rows, and of each family, and each on one device, that has enough. The scale of a
+        row comes from a model that has not seen it: one that has would call its own errors small."""
+        exact = rows.subset(~rows.censored)
+        network = self._of_network(table)[~rows.censored]
+        fold = group_folds(_units(exact), FOLDS, self.seed + 1)
+        weight = _balanced(exact.module)
+        scale = np.empty(len(exact))
+        for k in range(fold.max() + 1):
+            inside = fold != k
+            boosted = Boosted(_SCALE, self.seed).fit(network[inside], np.abs(residual[inside]), None, weight[inside])
+            scale[~inside] = np.maximum(boosted.predict(network[~inside]), self._floor)
+        score = residual / scale
+        kinds, scores = {}, [np.sort(score)]
+        places = list(map(_place, exact.cases))
+        for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
+            for name in sorted(set(names)):
+                mine = np.array([one == name for one in names])
+                if mine.sum() >= OWN_SCORES:
+                    kinds[name] = len(scores)
+                    scores.append(np.sort(score[mine]))
+        return kinds, scores
+
+    # ---- on disk
+
+    def save(self, folder: Path) -> None:
+        folder = Path(folder)
+        self._correction.save(folder, "correction")
+        self._scale.save(folder, "scale")
+        state = {
+            "estimator": self.name,
+            "target": self.target.name,
+            "seed": self.seed,
+            "columns": list(self._columns),
+            "knots": self._knots.tolist(),
+            "floor": self._floor,
+            "kinds": self._kinds,
+            "scores": [scores.tolist() for scores in self._scores],
+            "familiarity": self._familiarity.to_mapping(),
+        }
+        (folder / "estimator.json").write_text(json.dumps(state, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        folder = Path(folder)
+        state = json.loads((folder / "estimator.json").read_text())
+        loaded = cls(state["seed"])
+        loaded.target = get_target(state["target"])
+        loaded._columns = tuple(state["columns"])
+        loaded._knots = np.asarray(state["knots"], dtype=float)
+        loaded._floor = float(state["floor"])
+        loaded._kinds = dict(state["kinds"])
+        loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
+        loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
+        loaded._correction = Boosted.load(folder, "correction")
+        loaded._scale = Boosted.load(folder, "scale")
+        return loaded
+
+
+def _place(case: Case) -> tuple[str, str]:
+    """Family and device, as bounds are told apart by them."""
+    return case.family, plain_device(case.device if case.described is None else case.described.name)
+
+
+def _units(rows: Rows) -> np.ndarray:
+    """What is held out together: near-copies; in a family of many modules, a module."""
+    units = rows.group.astype(object).copy()
+    for family in set(map(str, rows.family)):
+        mine = rows.family == family
+        if len(set(map(str, rows.module[mine]))) >= MANY_MODULES:
+            units[mine] = rows.module[mine]
+    return units
+
+
+def _balanced(module: np.ndarray) -> np.ndarray:
+    """A weight for each row: a module of a hundred rows counts as much as four of them with six each."""
+    _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
+    weight = 1 / np.sqrt(sizes[member])
+    return weight / weight.mean()
