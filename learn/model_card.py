@@ -29,9 +29,9 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
     lines = [
         "# Model card: the models that come with the project",
         "",
-        "Estimators of one training job's peak GPU memory, SM activity (`smact`), SM occupancy (`smocc`) and GPU",
-        "utilization (`gpu_util`), used by `learn.estimate` where you have fitted none of your own; and a fast path",
-        "distilled from them. Written by `python -m learn.build_defaults path=FOLDER`, which makes them anew.",
+        "Estimators of one training job's peak GPU memory, SM activity (`smact`) and SM occupancy (`smocc`), used by",
+        "`learn.estimate` where you have fitted none of your own; and a fast path distilled from them. Written by",
+        "`python -m learn.build_defaults path=FOLDER`, which makes them anew.",
         "",
         f"- **Estimator**: `{first['estimator']}` (`learn/learned/hybrid.py`), seed {first['seed']}.",
         f"- **Made with**: {environment}.",

@@ -442,6 +442,6 @@ def test_fit_by_a_training_free_estimator_works_and_is_not_taken_for_a_fitted_mo
     done = fit(FitSettings(target="memory", estimator="horus", bin_gb=1, data=str(tmp_path)))
     assert done.meta["estimator"] == "horus" and done.meta["metrics"]["median_relative_error"]["test"] is not None
     assert any("no bound" in text for text in done.meta["warnings"])
-    assert estimate(configs[0], data=tmp_path).answered_by["memory"] == "trace"
+    assert estimate(configs[0], data=tmp_path).answered_by["memory"] == "hybrid (default)"
     with pytest.raises(UsageError, match="estimator=horus estimates target=memory only, got target=drama"):
         fit(FitSettings(target="drama", estimator="horus", data=str(tmp_path)))

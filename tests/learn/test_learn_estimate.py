@@ -28,6 +28,7 @@ from learn.workload import of_module
 
 DEVICE = "A100-SXM4-40GB"
 ROOT = Path(__file__).resolve().parents[2]
+DEFAULT = "hybrid (default)"  # what comes with the project
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "{family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
 
@@ -127,7 +128,7 @@ class Custom(nn.Module):
 def test_a_module_and_its_config_are_the_same_job(tmp_path):
     family = get_family("mlp")
     inputs, _ = family.batch(CONFIG, "meta")
-    by_module = estimate(family.build(CONFIG), inputs)
+    by_module = estimate(family.build(CONFIG), inputs, estimator="trace")
     by_config = estimate(CONFIG, estimator="trace")
     by_mapping = estimate(CONFIG.to_mapping(), estimator="trace")
     assert by_config.peak_memory_mib == by_mapping.peak_memory_mib
@@ -230,11 +231,11 @@ def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     prediction = artifact.estimator.predict(of_configs([CONFIG]))
     assert done.peak_memory_mib == prediction.point[0] and done.upper_mib == prediction.upper(0.99)[0]
     assert done.answered_by["memory"] == f"lightgbm {artifact.version}" and done.answered_by["drama"] == "trace"
-    assert done.estimator == "lightgbm + trace"
+    assert done.answered_by["smact"] == DEFAULT and done.estimator == "hybrid + lightgbm + trace"
     assert done.fits(done.upper_mib) and not done.fits(done.peak_memory_mib)
     said = " ".join(done.warnings)
-    assert "no fitted model for mlp" in said and "smact, smocc, drama, step_time: answered by the trace" in said
-    assert "memory: fitted on simulated rows" in said
+    assert "no fitted model for mlp" in said and "for drama, step_time: answered by the trace" in said
+    assert "memory: fitted on simulated rows" in said and "smact, smocc: fitted on imported rows" in said
     assert done.trace_memory_mib == estimate(CONFIG, estimator="trace").peak_memory_mib
 
 
@@ -250,8 +251,8 @@ def test_the_trace_kept_as_an_artifact_does_not_displace_a_learnt_model(tmp_path
 
 def test_a_model_of_another_family_or_device_does_not_answer(data):
     (cnn,) = make_configs(1, families=("cnn",))
-    assert estimate(cnn, data=data).answered_by["memory"] == "trace"
-    assert estimate(CONFIG, data=data, device="H200-SXM-141GB").answered_by["memory"] == "trace"
+    assert estimate(cnn, data=data).answered_by["memory"] == DEFAULT
+    assert estimate(CONFIG, data=data, device="H200-SXM-141GB").answered_by["memory"] == DEFAULT
     with pytest.raises(UsageError, match="no fitted model for target=memory with estimator=lightgbm, family=cnn"):
         estimate(cnn, data=data, estimator="lightgbm")
 
@@ -259,11 +260,11 @@ def test_a_model_of_another_family_or_device_does_not_answer(data):
 def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
     folder = tmp_path / "d"
     write_runs(folder, make_configs(60, families=("mlp",)))
-    path = fit(FitSettings(target="memory", bin_gb=1, data=str(folder))).path
+    path = fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder))).path
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps({**meta, "feature_version": "0ld"}))
     done = estimate(CONFIG, data=folder)
-    assert done.answered_by["memory"] == "trace" and any("fitted with features 0ld" in w for w in done.warnings)
+    assert done.answered_by["memory"] == DEFAULT and any("fitted with features 0ld" in w for w in done.warnings)
     with pytest.raises(UsageError, match="fitted with features 0ld"):
         estimate(CONFIG, data=folder, estimator="lightgbm")
 
@@ -279,7 +280,7 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
         (lambda: estimate(nn.Linear(3, 4), (2, 3), optimizer="lion"), "unknown optimizer 'lion'; known: adam"),
         (lambda: estimate(nn.Linear(3, 4), (2, 0)), "sizes must be >= 1"),
         (lambda: estimate(nn.Linear(3, 4), "2,3"), "an input is a tensor or a shape"),
-        (lambda: estimate(nn.Linear(3, 4), (2, 3), estimator="lightgbm"), "modules are answered by deepspeed, dnnmem"),
+        (lambda: estimate(nn.Linear(3, 4), (2, 3), estimator="lightgbm"), "modules are answered by hybrid, gnn, trace, horus"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), cudnn_benchmark="no"), "cudnn_benchmark is true or false"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), allocator="split:1"), "unknown key 'split'; known: .*max_split"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), allocator=128), "allocator is text"),
@@ -317,7 +318,7 @@ def test_mistakes_are_named(call, said):
         ("model=NETS:Tokens", "input_dtype=int64"),
         ("run=no-such-run", "does not exist"),
         ("config={family: mlp}", "missing"),
-        ("format=xml", "give one of model=MODULE:FACTORY, config={...} and run=RUN_ID; got none"),
+        ("format=xml", "give one of model=MODULE:FACTORY, config={...}, run=RUN_ID and configs=FILE; got none"),
     ],
 )
 def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, capsys, argument, said):
@@ -330,7 +331,7 @@ def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, capsys, a
 def test_command_estimates_a_factory_as_a_table(factories, capsys):
     assert run(f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd", "device=H200-SXM-141GB") == 0
     said = capsys.readouterr().out
-    for word in ("H200-SXM-141GB", "peak memory", "not calibrated", "optimizer state", "smact", "at the peak: aten::"):
+    for word in ("H200-SXM-141GB", "peak memory", "99 % bound", "only adam was fitted on", "optimizer state", "smact", "at the peak: aten::"):
         assert word in said
 
 
@@ -466,20 +467,22 @@ def test_what_only_the_trace_knows_is_missing_where_it_fails_and_the_rest_is_ans
     said = " ".join(done.warnings)
     assert "aten::odd of module 'layers.3'" in said and "answered by the trace" not in said
     assert estimate(CONFIG, estimator="horus").answered_by == {"memory": "horus"}
+    new = mlp.Config(**{**vars(CONFIG), "depth": 7})  # no features of it are kept
     for wanted in ({"estimator": "trace"}, {"data": data, "device": "H200-SXM-141GB"}):
         with pytest.raises(UsageError, match=r"aten::odd of module 'layers\.3'"):
-            estimate(CONFIG, **wanted)
+            estimate(new, **wanted)
 
 
 def test_the_allocators_settings_reach_the_trace_and_nobody_else():
     shape = (4500, 256)  # 4.4 MiB a tensor: of a segment of 20 MiB the last 2.4 are lost
-    default = estimate(blocks, shape)
-    expandable = estimate(blocks, shape, allocator="expandable_segments:True")
+    default = estimate(blocks, shape, estimator="trace")
+    expandable = estimate(blocks, shape, estimator="trace", allocator="expandable_segments:True")
     assert expandable.peak_memory_mib < default.peak_memory_mib
     same = estimate(blocks, shape, allocator=AllocatorSettings(expandable_segments=True))
     assert same.breakdown == expandable.breakdown
-    horus = estimate(blocks, shape, estimator="horus", allocator="expandable_segments:True")
-    assert any("allocator= changes the trace's figures only" in text for text in horus.warnings)
+    for other in ("horus", None):
+        done = estimate(blocks, shape, estimator=other, allocator="expandable_segments:True")
+        assert any("allocator= changes the trace's figures only" in text for text in done.warnings)
 
 
 def test_cudnn_benchmark_and_channels_last_are_the_modules_own_settings():

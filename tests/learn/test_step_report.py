@@ -79,7 +79,7 @@ def page_of(path):
 def test_the_page_explains_the_estimate(case, tmp_path):
     path = tmp_path / "a'; echo foo.html"
     if case == "module":
-        done = estimate(net, (64, 3, 64, 64), optimizer="momentum", report=path, name="a small net")
+        done = estimate(net, (64, 3, 64, 64), optimizer="momentum", estimator="trace", report=path, name="a small net")
     else:
         done = estimate(CONFIG, estimator="trace", report=str(path), name="a small net")
     page = page_of(path)
