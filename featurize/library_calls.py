@@ -1,4 +1,4 @@
-"""What CUDA's libraries take for their own use while an operator runs: which calls do, and how much is assumed.
+"""What kernels and CUDA's libraries take for their own use while an operator runs: which do, and how much is assumed.
 
 Start reading at `library_calls` (what a trace notes of an operator) and `workspace_bytes` (what a replay takes for it).
 """
@@ -37,7 +37,7 @@ class LibraryCall(NamedTuple):
     """One call that may take a workspace. Shapes of convolutions: input, weight, output."""
 
     kind: str  # cublas, conv_forward, conv_backward_data, conv_backward_weight, flash_backward,
-    # efficient_backward, recurrent
+    # efficient_backward, recurrent; temporary: a tensor inside one of PyTorch's own kernels
     shapes: tuple[tuple[int, ...], ...] = ()
     element_bytes: int = 4
     channels_last: bool = False
@@ -130,11 +130,41 @@ def _recurrent(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, 
 
 def _efficient_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
-    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed."""
+    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the type is a half one, the gradient times the
+    output (attention_backward.cu: kKernelComputesDelta)."""
     batch, heads, length, width = args[1].shape
     tiles = batch * heads * -(-length // 64) * -(-width // 64)
     nbytes = tiles * (64 * 64 * 4 + 16)
+    if args[0].element_size() >= 4:
+        nbytes = max(nbytes, _nbytes(args[0]))
     return (LibraryCall("efficient_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
+
+
+def _softmax_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """The gradient times the output, before the kernel (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
+    return _temporary(_nbytes(args[1]))
+
+
+def _contiguous_input(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """A contiguous copy of an input that is not (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
+    return _temporary(0 if args[0].is_contiguous() else _nbytes(args[0]))
+
+
+def _layer_norm_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    return _temporary(0 if args[1].is_contiguous() else _nbytes(args[1]))
+
+
+def _roll(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """Rolled dimension by dimension, the first time from a contiguous copy (cuda/TensorTransformations.cu)."""
+    return _temporary(_nbytes(args[0]) if len(args[1]) > 1 or not args[0].is_contiguous() else 0)
+
+
+def _temporary(nbytes: int) -> tuple[LibraryCall, ...]:
+    return (LibraryCall("temporary", nbytes=nbytes),) if nbytes else ()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _cublas(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
@@ -150,6 +180,12 @@ _CALLS: dict[str, Callable] = {
     "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_softmax": _contiguous_input,
+    "aten::_log_softmax": _contiguous_input,
+    "aten::_softmax_backward_data": _softmax_backward,
+    "aten::native_layer_norm": _contiguous_input,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::roll": _roll,
     "aten::_cudnn_rnn": _recurrent,
     "aten::_cudnn_rnn_backward": _recurrent,
 }

@@ -76,8 +76,9 @@ def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> int:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[int, int]:
-    pairs = math.prod(query.shape[:-1]) * key.shape[-2] // (2 if causal else 1)
-    return 2 * pairs * query.shape[-1], 2 * pairs * value.shape[-1]
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    each = 1 if causal else 2  # half of the pairs are masked
+    return each * pairs * query.shape[-1], each * pairs * value.shape[-1]
 
 
 def _attention_forward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]], int]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from featurize.autocast import casting
 from featurize.layers import Layer
 
 _SAMPLES = 2  # batch norm in training refuses a single value a channel
@@ -51,7 +52,7 @@ def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
     reader = _Reader()
     hooks = [hook for module in model.modules() if _is_layer(module) for hook in reader.watch(module)]
     try:
-        with torch.no_grad(), reader:
+        with torch.no_grad(), casting(None), reader:
             model.train()(torch.empty(_SAMPLES, *shape, device="meta"))
     finally:
         for hook in hooks:

@@ -20,7 +20,7 @@ from featurize.accumulation import in_place_overload, references_of_the_last_hol
 from featurize.constants import READ, Constants
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
-from featurize.trace import Block, Event, Operator
+from featurize.trace import BATCH, Block, Event, Operator
 
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
@@ -270,7 +270,7 @@ class Recorder(TorchDispatchMode):
         self._sizes.append(nbytes)
         self._kinds.append(kind)
         self._makers.append(maker)
-        self._made_by.append(-1)
+        self._made_by.append(BATCH if kind == "batch" else -1)
         self.events.append(Event(len(self._sizes) - 1, nbytes, self.step, self.phase))
         return len(self._sizes) - 1
 

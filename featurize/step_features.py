@@ -10,11 +10,11 @@ import math
 from collections import defaultdict
 
 from featurize.device_spec import DeviceSpec, device_features
-from featurize.opgraph import DTYPE_BYTES, VOCABULARY, category, product_dims
+from featurize.opgraph import VOCABULARY, category, product_dims
 from featurize.replay import MIB, MemoryProfile, outside_mib
 from featurize.roofline import features as roofline_features
 from featurize.roofline import price, python_loader_ms
-from featurize.trace import StepTrace
+from featurize.trace import BATCH, StepTrace
 from featurize.training import TrainingSettings
 
 _STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
@@ -60,7 +60,7 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
     largest = widest_in = widest_out = widest_weight = pixels = tokens = head = 0.0
     readers: dict[int, int] = defaultdict(int)
     forward = 0
-    of_batch = _reached_by_batch(trace, batch)
+    of_batch = _reached_by_batch(trace)
     for index, op in enumerate(trace.operators):
         if op.phase != "forward":
             continue
@@ -132,21 +132,12 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _reached_by_batch(trace: StepTrace, batch: int) -> list[bool]:
+def _reached_by_batch(trace: StepTrace) -> list[bool]:
     """Which operators work on samples: those that read the batch, and those that read what these made. The others
     (standardised weights, tables of positions) do the same work for any batch."""
-    sizes = {block.nbytes for block in trace.blocks if block.kind == "batch"}
     reached: list[bool] = []
     for op in trace.operators:
-        width = DTYPE_BYTES.get(op.dtype, 4)
-        found = False
-        for shape, source in zip(op.input_shapes, op.sources, strict=False):
-            if source >= 0:
-                found = found or reached[source]
-            elif shape and shape[0] == batch:
-                elements = math.prod(shape)
-                found = found or elements * width in sizes or elements * 8 in sizes  # token ids are int64
-        reached.append(found)
+        reached.append(any(source == BATCH or (source >= 0 and reached[source]) for source in op.sources))
     return reached
 
 

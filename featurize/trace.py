@@ -35,6 +35,9 @@ BLOCK_KINDS = (
 )  # fmt: skip
 
 
+BATCH = -2  # the source of an input that is the step's batch
+
+
 class Operator(NamedTuple):
     """One operator of the steady step that runs on the GPU. Bytes are of distinct tensors, not of cache misses."""
 
@@ -48,7 +51,7 @@ class Operator(NamedTuple):
     bytes_written: int
     launches: int  # kernels
     module: str = ""  # path of the module that called it, in the backward pass of the one whose operator it derives
-    sources: tuple[int, ...] = ()  # indices of the operators that made its inputs, -1 for what the step began with
+    sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it was there before
 
 
 class Event(NamedTuple):

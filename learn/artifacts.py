@@ -25,7 +25,7 @@ from learn.targets import get_target
 
 FORMAT = 1
 DEFAULT_MODELS = Path(__file__).parent / "default_models"
-_PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric")
+_PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
 
 
 class StaleArtifact(UsageError):
@@ -188,13 +188,15 @@ def models_folder(data) -> Path:
 
 def environment() -> dict[str, str | None]:
     """Versions of what fits and computes features here; read from package metadata, so torch is not imported."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version; None where the package is not here."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _reads_modules(artifact: Artifact) -> bool:

@@ -266,6 +266,48 @@ def test_convolutions_copy_their_tensors_unless_channels_last():
     assert sum(workspace_bytes(call, A100) for call in calls) == 0
 
 
+def temporaries(model, shape):
+    """{operator: bytes} of tensors inside PyTorch's own CUDA kernels, in the second step."""
+
+    def batch(device):
+        return (torch.zeros(*shape, device=device),), torch.zeros(shape[0], dtype=torch.long, device=device)
+
+    trace = trace_step(model, batch)
+    blocks = [trace.blocks[event.block] for event in trace.events if event.step == 2]
+    return {block.operator: block.call.nbytes for block in blocks if block.call and block.call.kind == "temporary"}
+
+
+def test_kernels_that_make_a_tensor_of_their_own_are_known_by_it():
+    class Scores(nn.Module):
+        def forward(self, x):
+            return torch.softmax(x @ x.transpose(1, 2), -1).mean(1)
+
+    scores = 4 * 8 * 32 * 32
+    assert temporaries(lambda: nn.Sequential(nn.Linear(16, 16), Scores()), (8, 32, 16)) == {
+        "aten::_softmax_backward_data": scores
+    }
+
+    class Shifted(nn.Module):
+        def forward(self, x):
+            return torch.roll(x, (1, 2), (1, 2)).mean((1, 2))
+
+    rolled = temporaries(lambda: nn.Sequential(nn.Linear(16, 16), Shifted()), (8, 4, 4, 16))
+    assert rolled == {"aten::roll": 4 * 8 * 4 * 4 * 16}
+
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(32)
+
+        def forward(self, x):
+            return self.norm(x.transpose(1, 2)).mean(2)
+
+    x = 4 * 8 * 32 * 16
+    assert temporaries(lambda: nn.Sequential(nn.Linear(16, 16), Transposed()), (8, 32, 16)) == {
+        "aten::native_layer_norm": x, "aten::native_layer_norm_backward": x,
+    }  # fmt: skip
+
+
 def test_cublas_takes_a_workspace_once_in_each_of_its_two_threads():
     trace = trace_step(mlp, vectors)
     taken = [e for e in trace.events if (call := trace.blocks[e.block].call) and call.kind == "cublas"]
@@ -440,3 +482,31 @@ def test_a_softmax_of_halves_gives_floats_without_a_copy():
     trace = trace_step(lambda: Soft(64, 512), torch.empty(256, 64, device="meta"), precision="fp16")
     soft = next(op for op in trace.operators if op.name == "aten::_softmax")
     assert soft.bytes_read == 2 * 256 * 512 and soft.bytes_written == 4 * 256 * 512
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_a_model_says_of_autocast_itself_holds(precision):
+    class Own(nn.Module):
+        def __init__(self, region):
+            super().__init__()
+            self.region, self.one, self.two = region, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x):
+            x = self.one(x).float()
+            with self.region(x):
+                x = self.two(x)
+            return self.one.weight.sum() + x
+
+    def dtypes(region):
+        trace = trace_step(lambda: Own(region), vectors, settings=Training(precision=precision))
+        return [op.dtype for op in trace.operators if op.name == "aten::addmm" and op.phase == "forward"]
+
+    outside = "float32" if precision == "fp32" else "bfloat16"
+    assert dtypes(lambda x: torch.autocast(x.device.type, enabled=False)) == [outside, "float32"]
+    assert dtypes(lambda x: torch.cuda.amp.autocast(False)) == [outside, "float32"]
+    assert dtypes(lambda x: torch.amp.autocast("cuda", dtype=torch.bfloat16)) == [outside, "bfloat16"]
+    assert dtypes(lambda x: torch.autocast(x.device.type, torch.float16)) == [outside, "float16"]
+    assert dtypes(lambda x: torch.autocast("cpu", enabled=False)) == [outside, outside]
+    before = torch.autocast, torch.cuda.amp.autocast
+    trace_step(lambda: Own(lambda x: torch.autocast("cuda")), vectors)
+    assert (torch.autocast, torch.cuda.amp.autocast) == before

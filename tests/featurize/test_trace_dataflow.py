@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from featurize.trace import trace_step
+from featurize.trace import BATCH, trace_step
 
 N, WIDTH, CLASSES = 4, 8, 3
 
@@ -139,12 +139,12 @@ def test_the_root_module_goes_by_its_class():
 def test_sources_are_the_operators_that_made_the_inputs():
     trace = summed(lambda lin, x: torch.relu(lin(x)))
     assert [(op.name, op.sources) for op in trace.operators] == [
-        ("aten::mm", (-1, -1)),  # 0: the batch and the weight's transpose, a view
+        ("aten::mm", (BATCH, -1)),  # 0: the batch and the weight's transpose, a view
         ("aten::relu", (0,)),
         ("aten::sum", (1,)),
         ("aten::ones_like", (2,)),  # 3: where the backward pass begins
         ("aten::threshold_backward", (3, 1)),  # 4: of an expanded view of 3
-        ("aten::mm", (4, -1)),  # 5: the weight's gradient
+        ("aten::mm", (4, BATCH)),  # 5: the weight's gradient
         ("aten::_foreach_add_", (-1, 5)),
     ]
 
@@ -158,7 +158,7 @@ def test_views_hand_their_source_on_and_an_in_place_operator_becomes_the_source(
 
     trace = summed(forward)
     assert [(op.name, op.sources) for op in trace.operators[:4]] == [
-        ("aten::mm", (-1, -1)),
+        ("aten::mm", (BATCH, -1)),
         ("aten::mul_", (0,)),
         ("aten::add_", (1,)),
         ("aten::mul", (2, 2)),
@@ -169,7 +169,7 @@ def test_every_source_comes_before_its_operator_and_matches_an_input():
     trace = traced(lambda: Net("nested"))
     for index, op in enumerate(trace.operators):
         assert len(op.sources) == len(op.input_shapes)
-        assert all(-1 <= source < index for source in op.sources)
+        assert all(source in (BATCH, -1) or 0 <= source < index for source in op.sources)
 
 
 # What the same nets do on the CPU, which adds gradients up as a GPU does (counted with torch.profiler).
