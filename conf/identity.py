@@ -1,4 +1,4 @@
-"""The text and the hash by which a mapping is known, wherever in the project it is made.
+"""By what a mapping is known, wherever in the project it is made, and by what version a package.
 
 Start reading at `mapping_hash`: the identity of a trial config.
 """
@@ -6,6 +6,7 @@ Start reading at `mapping_hash`: the identity of a trial config.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,3 +20,11 @@ def canonical_json(mapping: Mapping[str, Any]) -> str:
 def mapping_hash(mapping: Mapping[str, Any]) -> str:
     """The identity of a trial config in mapping form: 16 hex digits of the SHA-256 of its canonical JSON."""
     return hashlib.sha256(canonical_json(mapping).encode()).hexdigest()[:16]
+
+
+def version_of(package: str) -> str | None:
+    """The installed version, from the package's metadata; None where it is not here."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -103,6 +103,16 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     return DeviceSpec(**values)
 
 
+def same_device(one: str | None, other: str | None) -> bool:
+    """Drivers say `NVIDIA A100-SXM4-40GB` where data sheets say `A100-SXM4-40GB`."""
+    return plain_device(one) == plain_device(other)
+
+
+def plain_device(name: str | None) -> str:
+    """A device name in lower case, without the vendor."""
+    return (name or "").strip().lower().removeprefix("nvidia ").strip()
+
+
 def device_features(spec: DeviceSpec) -> dict[str, float]:
     """What a learner sees of a GPU model."""
     rates = spec.peak_tflops

@@ -6,7 +6,6 @@ Start reading at `save_artifact` and `load_latest`. A version appears whole or n
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,7 +18,8 @@ from functools import cached_property
 from pathlib import Path
 
 from conf.errors import UsageError
-from learn.data import plain_device, same_device
+from conf.identity import version_of
+from featurize.device_spec import plain_device, same_device
 from learn.estimators import TRAINING_FREE, Estimator, get_estimator
 from learn.targets import get_target
 
@@ -189,14 +189,6 @@ def models_folder(data) -> Path:
 def environment() -> dict[str, str | None]:
     """Versions of what fits and computes features here; read from package metadata, so torch is not imported."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
-
-
-def version_of(package: str) -> str | None:
-    """The installed version; None where the package is not here."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _reads_modules(artifact: Artifact) -> bool:

@@ -9,47 +9,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from conf.cli import command
+from learn.evaluation.benchmark_result import Benchmark
 from learn.evaluation.benchmark_settings import BenchmarkSettings
-from learn.targets import Bins, Target, get_target
+from learn.targets import Bins, get_target
 
 if TYPE_CHECKING:
     from learn.evaluation.benchmark_answers import Learned, Tally
     from learn.evaluation.benchmark_figures import Figures, Given, Scored
     from learn.evaluation.benchmark_rows import Selection
-    from learn.evaluation.published_figures import PublishedFigure
     from learn.evaluation.splits import Part
     from warehouse.folder import DataFolder
 
 PUBLISHED = "(published)"
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """The figures of every file and estimator, the answers behind them in the same order of rows, and what to know.
-
-    bins       file -> name -> the classes that its rows were judged by
-    published  what others published for this target, on their own rows
-    """
-
-    target: Target
-    device: str
-    card_mib: float | None
-    bins: Mapping[str, Mapping[str, Bins]]
-    figures: tuple[Figures, ...]
-    scored: Mapping[tuple[str, str], Sequence[Scored]]
-    published: tuple[PublishedFigure, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def relative(self) -> bool:
-        return self.target.space == "log"
 
 
 def benchmark(

@@ -5,11 +5,14 @@ Start reading at `build`. What it writes is `learn/default_models/`: one artifac
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +23,8 @@ from conf.errors import UsageError
 TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
 _SOURCES = ("gpumemnet", "timm")
+_CARD = "MODEL_CARD.md"  # what a folder of models is known by
+_PATHS = ("path", "out", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,36 +46,142 @@ class BuildSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 found.append(f"{name} must be an integer >= {least}, got {value!r}")
-        if not Path(self.path).exists():
+        wrong = [name for name in _PATHS if not _names_a_path(getattr(self, name), needed=name == "path")]
+        found += [f"{name} must be a path, got {getattr(self, name)!r}" for name in wrong]
+        if "path" not in wrong and not Path(self.path).exists():
             found.append(f"path={self.path}: there is no such file or folder")
+        if "out" not in wrong:
+            found += _problems_of_home(self.home)
+            found += [
+                f"{name}={getattr(self, name)} is inside {self.home}, which is written anew: name another out="
+                for name in ("path", "data")
+                if name not in wrong and getattr(self, name) and _real(getattr(self, name)).is_relative_to(self.home)
+            ]
         if found:
             raise UsageError("; ".join(found))
+
+    @property
+    def home(self) -> Path:
+        """The folder that is written: absolute, links followed, so that a link to it stays one."""
+        from learn.artifacts import DEFAULT_MODELS
+
+        return _real(DEFAULT_MODELS if self.out is None else self.out)
+
+
+def _names_a_path(value, needed: bool) -> bool:
+    return not needed if value is None else isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
+
+def _real(path: str | os.PathLike) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _problems_of_home(home: Path) -> list[str]:
+    """Why this folder may not be written anew: it is somebody's, or there can't be one."""
+    there = next(path for path in (home, *home.parents) if path.exists())
+    if not there.is_dir():
+        return [f"out={home}: {there} is a file; name a folder"]
+    if there != home:
+        return []
+    if os.path.ismount(home):
+        return [f"out={home} is a mount point; name a folder in it"]
+    if any(home.iterdir()) and not (home / _CARD).is_file():
+        return [f"out={home} holds other files than models (no {_CARD}); name a folder that is new, empty or of models"]
+    return []
 
 
 def build(settings: BuildSettings, *, progress: Callable[[str, int, int], None]) -> Path:
     """Ingest, compute features, fit every target and distil the fast path; the folder that was written.
 
-    `progress(step, done, of)` hears of what takes long. The folder appears whole, in place of the one before.
+    `progress(step, done, of)` hears of what takes long. The folder appears whole, in place of the one before; where
+    the build fails, that one stays, and nothing else is left.
     """
-    from learn.artifacts import DEFAULT_MODELS
-
-    home = Path(settings.out) if settings.out is not None else DEFAULT_MODELS
-    home.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+    home = settings.home
+    made = [folder for folder in home.parents if not folder.exists()]
+    building = None
     try:
-        with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch:
-            _fit_all(settings, Path(settings.data or scratch), building, progress)
-        size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
-        if size_mib > LIMIT_MIB:
-            raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that come along")
-        os.chmod(building, 0o755)
-        if home.exists():
-            shutil.rmtree(home)
-        os.replace(building, home)
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as held:
+            with _held(home.parent):
+                _sweep(home)
+                building = Path(tempfile.mkdtemp(prefix=_prefix(home, "build"), dir=home.parent))
+                held.enter_context(_held(building))
+            with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch:
+                _fit_all(settings, Path(settings.data or scratch), building, progress)
+            size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
+            if size_mib > LIMIT_MIB:
+                raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that come along")
+            os.chmod(building, 0o755)
+            _put_in_place(building, home)
     except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
+        if building is not None:
+            shutil.rmtree(building, ignore_errors=True)
+        for folder in made:  # innermost first; one that holds something by now stays
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         raise
-    return home
+    return home if settings.out is None else Path(settings.out)
+
+
+def _prefix(home: Path, what: str) -> str:
+    """Of the hidden folders beside `home`: `build`, models that are being made; `old`, those that they replace."""
+    return f".{home.name}-{what}-"
+
+
+@contextlib.contextmanager
+def _held(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a folder against other builds; False: another holds it, or it can't be held here. The kernel lets go of it
+    however this process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = True
+        except OSError:  # also a file system without locks
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(home: Path) -> None:
+    """Remove what killed builds left beside `home`; models that one had put aside come back if there are no others."""
+    prefixes = _prefix(home, "build"), _prefix(home, "old")
+    for left in sorted(path for path in home.parent.iterdir() if path.name.startswith(prefixes)):
+        if left.is_symlink() or not left.is_dir() or not os.access(left, os.R_OK | os.W_OK):
+            continue
+        with _held(left, wait=False) as dead:
+            if dead and left.name.startswith(prefixes[1]) and not home.exists():
+                os.replace(left, home)
+            elif dead:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _put_in_place(building: Path, home: Path) -> None:
+    """`building` becomes `home`. The models before it are moved aside, and back again where that fails."""
+    aside = home.parent / building.name.replace(_prefix(home, "build"), _prefix(home, "old"), 1)
+    with _held(home.parent):
+        if found := _problems_of_home(home):  # the build took its time
+            raise UsageError("; ".join(found))
+        try:
+            if home.exists():
+                _move(home, aside)
+            os.replace(building, home)
+        except BaseException:
+            if aside.exists() and not home.exists():
+                os.replace(aside, home)
+            raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _move(folder: Path, to: Path) -> None:
+    try:
+        os.replace(folder, to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copytree(folder, to)  # a container's file system renames no folder that its image has
+        shutil.rmtree(folder)
 
 
 def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
@@ -121,7 +232,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     fast = _distilled(settings, data, fitted, progress)
     (folder / "fast").mkdir()
     fast.save(folder / "fast")
-    write_card(folder / "MODEL_CARD.md", metas, fast)
+    write_card(folder / _CARD, metas, fast)
 
 
 def _distilled(settings: BuildSettings, data: Path, fitted, progress):
@@ -160,7 +271,9 @@ def entry(cfg) -> int:
 
     from conf.bars import start_bar
 
-    settings = BuildSettings(**OmegaConf.to_container(cfg, resolve=True))
+    values = OmegaConf.to_container(cfg, resolve=True)
+    values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
+    settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)
     bar, task = start_bar(console, "default models", TimeRemainingColumn())
     try:
@@ -176,7 +289,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("build_defaults", entry)
+    command("build_defaults", entry, text=_PATHS)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from conf.errors import UsageError
+from featurize.device_spec import plain_device, same_device
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import Case
 from learn.targets import Target, get_target
@@ -175,16 +176,6 @@ def load_rows(
     return _pack(wanted, configs, kept, counts)
 
 
-def same_device(one: str | None, other: str | None) -> bool:
-    """Drivers say `NVIDIA A100-SXM4-40GB` where data sheets say `A100-SXM4-40GB`."""
-    return plain_device(one) == plain_device(other)
-
-
-def plain_device(name: str | None) -> str:
-    """A device name in lower case, without the vendor."""
-    return (name or "").strip().lower().removeprefix("nvidia ").strip()
-
-
 def _read(data, target: Target) -> list[dict]:
     import warehouse
 
@@ -299,9 +290,7 @@ def _pack(target: Target, configs: list[TrialConfig], kept: list[dict], counts: 
         device_memory_mib=np.array([row["device_memory_mib"] or np.nan for row in kept], dtype=float),
         group=np.array([group_key(config) for config in configs], dtype=object),
         module=np.array([module_of(config) for config in configs], dtype=object),
-        doubt=np.array(
-            [row["error"] or "in doubt" if row["error_type"] == "doubt" else "" for row in kept], dtype=object
-        ),
+        doubt=np.array([_doubt(row) for row in kept], dtype=object),
         counts=dict(sorted(counts.items())),
     )
 

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,8 @@ DEFAULT_DEVICE = "A100-SXM4-40GB"
 FORMATS = ("table", "json")
 METHODS = ("full", "fast")
 SETTINGS = ("optimizer", "precision", "cudnn_benchmark", "channels_last")  # a trial config has its own
+PATHS = ("configs", "report", "data")  # of the command's keys
+TEXT = ("allocator", *PATHS)  # taken as they stand, whatever commas and brackets they hold
 
 
 def estimate(
@@ -77,21 +79,19 @@ def estimate(
     Raises `UsageError` for what cannot be estimated: unknown names, a model that can't be built or traced (naming the
     operator and the module), a named estimator that is not fitted or refuses, a report that can't be written.
     """
-    from featurize.device_spec import DeviceSpec, device_names
-    from learn.estimators import ESTIMATORS
-    from learn.traced import describe_device
-
     began = time.monotonic_ns()
-    if estimator is not None and estimator not in ESTIMATORS:
-        raise unknown_name("estimator", estimator, ESTIMATORS)
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
-    if not isinstance(device, str | DeviceSpec):
-        raise unknown_name("device", device, device_names())
-    device = describe_device(device)
+    device = _checked(estimator, method, device)
+    given = {
+        "optimizer": optimizer,
+        "precision": precision,
+        "cudnn_benchmark": cudnn_benchmark,
+        "channels_last": channels_last,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
-        given = {"estimator": estimator, "allocator": allocator, "report": report, "inputs": inputs}
-        return many([_config_for_fast(model, given)], device=device, method="fast")[0]
+        traced_only = {"estimator": estimator, "allocator": allocator, "report": report, **of_modules}
+        return many([_config_for_fast(model, given, traced_only)], device=device, method="fast")[0]
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
     elif allocator is not None and not isinstance(allocator, AllocatorSettings):
@@ -100,17 +100,10 @@ def estimate(
         from learn.estimation.step_report import checked_path, write_step_report
 
         report = checked_path(report)
-    given = {
-        "optimizer": optimizer,
-        "precision": precision,
-        "cudnn_benchmark": cudnn_benchmark,
-        "channels_last": channels_last,
-    }
-    given = {key: value for key, value in given.items() if value is not None}
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
     if isinstance(model, TrialConfig):
-        job = _job_of_config(model, inputs, given, name)
+        job = _job_of_config(model, of_modules, given, name)
     elif callable(model):
         job = _job_of_module(model, inputs, given, input_dtype=input_dtype, target=target, loss=loss, name=name)
     else:
@@ -139,13 +132,10 @@ def many(
     """An estimate of each trial config (or its mapping), in order; see `estimate`.
 
     `method="fast"` answers thousands a second; `full` traces one after the other. `progress(done, of)` hears of it.
+    `UsageError` names what is no config by its place: `configs[3]: ...`.
     """
-    from learn.traced import describe_device
-
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
-    device = describe_device(device)
-    configs = [config_from_mapping(config) if isinstance(config, Mapping) else config for config in configs]
+    device = _checked(estimator, method, device)
+    configs = _configs(configs)
     if method == "fast":
         from learn.estimation.fast_estimates import fast_estimates
 
@@ -159,14 +149,54 @@ def many(
     return found
 
 
-def _config_for_fast(model, given: Mapping[str, Any]) -> TrialConfig:
-    if found := [name for name, value in given.items() if value is not None]:
+def _checked(estimator, method, device) -> DeviceSpec:
+    """The device's description. Unknown names of any of the three raise `UsageError` listing the known."""
+    from featurize.device_spec import DeviceSpec, device_names
+    from learn.estimators import ESTIMATORS
+    from learn.traced import describe_device
+
+    if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
+        raise unknown_name("estimator", estimator, ESTIMATORS)
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    if not isinstance(device, str | DeviceSpec):
+        raise unknown_name("device", device, device_names())
+    return describe_device(device)
+
+
+def _configs(given) -> list[TrialConfig]:
+    if isinstance(given, TrialConfig | Mapping | str | bytes) or not isinstance(given, Iterable):
+        advice = "; estimate(config) answers one" if isinstance(given, TrialConfig | Mapping) else ""
+        said = f"got {type(given).__name__}{advice}"
+        raise UsageError(f"configs is a sequence of trial configs or their mappings, {said}")
+    found = []
+    for at, config in enumerate(given):
+        if isinstance(config, Mapping):
+            try:
+                config = config_from_mapping(config)
+            except UsageError as error:
+                raise UsageError(f"configs[{at}]: {error}") from error
+        if not isinstance(config, TrialConfig):
+            raise UsageError(f"configs[{at}]: a trial config or its mapping is wanted, got {type(config).__name__}")
+        found.append(config)
+    return found
+
+
+def _config_for_fast(model, given: Mapping[str, Any], traced_only: Mapping[str, Any]) -> TrialConfig:
+    if found := [name for name, value in traced_only.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(found)} out")
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
     if not isinstance(model, TrialConfig):
         raise UsageError("method=fast answers from a trial config alone; modules take method=full")
+    _require_same(model, given)
     return model
+
+
+def _require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if value != getattr(config, key):
+            raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
 
 
 @contextlib.contextmanager
@@ -178,14 +208,14 @@ def _as_a_training_script() -> Iterator[None]:
         yield
 
 
-def _job_of_config(config: TrialConfig, inputs, given: Mapping[str, Any], name: str | None) -> Workload:
+def _job_of_config(
+    config: TrialConfig, of_modules: Mapping[str, Any], given: Mapping[str, Any], name: str | None
+) -> Workload:
     from learn.workload import of_config
 
-    for key, value in given.items():
-        if value != getattr(config, key):
-            raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
-    if inputs is not None:
-        raise UsageError("a trial config has its own inputs; leave inputs out")
+    _require_same(config, given)
+    if found := [key for key, value in of_modules.items() if value is not None]:
+        raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(found)} out")
     job = of_config(config)
     return job if name is None else replace(job, name=name)
 
@@ -240,6 +270,7 @@ def entry(cfg) -> int:
     from learn.estimation.estimate_view import print_json, print_table
 
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)
+    values |= {key: str(values[key]) for key in PATHS if values[key] is not None}  # a file may be called 5
     given = [key for key in ("model", "config", "run", "configs") if values[key] is not None]
     if len(given) != 1:
         said = f"got {' and '.join(given)}" if given else "got none"
@@ -288,12 +319,8 @@ def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if form != "json":
         raise UsageError("configs=FILE prints one JSON object a line: give format=json with it")
-    try:
-        lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise UsageError(f"configs={path}: {error.strerror}") from error
     configs = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in _lines(path):
         try:
             configs.append(config_from_mapping(_mapping(line)))
         except UsageError as error:
@@ -304,12 +331,27 @@ def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
     return 0
 
 
+def _lines(path: str) -> list[tuple[int, str]]:
+    """The lines that hold something, each with its number in the file; `-` is standard input."""
+    try:
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"configs={path}: {error.strerror}") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"configs={path}, line {number}: this is no UTF-8 text") from error
+    # Not splitlines(): a JSON string may hold what Unicode calls a line's end.
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     """A config as Hydra parsed it, or as the JSON text that `runs.config` holds."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, and endless brackets
             raise UsageError(f"config is neither a mapping nor JSON: {error}") from error
     if not isinstance(value, Mapping):
         raise UsageError(f"config is a mapping, as in config='{{family: cnn, ...}}', got {value!r}")
@@ -325,7 +367,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 
 def main() -> None:
-    command("estimate", entry, text=("allocator",))
+    command("estimate", entry, text=TEXT)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ _KEPT = 100_000
 _MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
 _memory: dict[str, StepRecord] = {}
 _of_module: dict[int, tuple[Workload, DeviceSpec | None, StepRecord]] = {}
+_told: set[Path] = set()  # damaged parts that have been warned of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,9 @@ def prepare(
     """Have every case's record at hand, and in the data folder; returns how many had to be computed.
 
     Known ones are read from `data` (None: the default folder, if it is there); the others are computed on `workers`
-    processes of Ray (None: as many as there are CPUs; 0: here), and each finished part is written at once, so that an
-    interrupted call goes on where it was. `progress(done, of)` hears of every computed case.
+    processes of Ray (None: as many as there are CPUs; 0: here), and what is finished is written every 20 s and however
+    the call ends, so that an interrupted one goes on where it was. A damaged part is left out with a warning, and what
+    it held is computed again. `progress(done, of)` hears of every computed case.
     """
     from warehouse.folder import DataFolder
 
@@ -144,14 +147,16 @@ def prepare(
     waiting: list[tuple[str, StepRecord]] = []
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     written = time.monotonic()
-    for done, (case, record) in enumerate(_computed(missing, workers), start=1):
-        _memory[case.key] = record
-        waiting.append((case.key, record))
-        progress(done, len(missing))
-        if time.monotonic() - written > 20:
-            _write(kept, waiting)
-            waiting, written = [], time.monotonic()
-    _write(kept, waiting)
+    try:
+        for done, (case, record) in enumerate(_computed(missing, workers), start=1):
+            _memory[case.key] = record
+            waiting.append((case.key, record))
+            progress(done, len(missing))
+            if time.monotonic() - written > 20:
+                _write(kept, waiting)
+                waiting, written = [], time.monotonic()
+    finally:
+        _write(kept, waiting)
     return len(missing)
 
 
@@ -186,13 +191,12 @@ def step_feature_version() -> str:
 
 @cache
 def record_version() -> str:
-    """12 hex digits: as `step_feature_version`, and families and torch's version besides, which records depend on."""
-    import importlib.metadata
-
+    """12 hex digits: as `step_feature_version`, and what records depend on besides: families, torch, timm's models."""
     import featurize.families
+    from conf.identity import version_of
 
     digest = _digest(sorted(Path(featurize.families.__file__).parent.glob("*.py")))
-    digest.update(f"{step_feature_version()} torch {importlib.metadata.version('torch')}".encode())
+    digest.update(f"{step_feature_version()} torch {version_of('torch')} timm {version_of('timm')}".encode())
     return digest.hexdigest()[:12]
 
 
@@ -228,22 +232,36 @@ def _write(folder: Path, records: list[tuple[str, StepRecord]]) -> None:
     write_parquet(folder / f"part-{uuid.uuid4().hex[:12]}.parquet", table)
 
 
-def _read(folder: Path, wanted: set[str]):
-    import pyarrow.parquet as pq
+def _read(folder: Path, wanted: set[str]) -> Iterator[tuple[str, StepRecord]]:
+    import pyarrow as pa
 
     for path in sorted(folder.glob("*.parquet")):
-        table = pq.read_table(path).to_pylist()
-        for row in table:
-            if row["key"] in wanted:
-                yield (
-                    row["key"],
-                    StepRecord(
-                        values=json.loads(row["features"]),
-                        graph=row["graph"],
-                        error=row["error"],
-                        seconds=row["seconds"],
-                    ),
+        try:
+            found = _records(path, wanted)
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            if path not in _told:
+                _told.add(path)
+                warnings.warn(
+                    f"{path} holds no features that can be read ({type(error).__name__}); what is missing is computed "
+                    "again, and the file may be deleted",
+                    stacklevel=3,  # who called prepare
                 )
+            continue
+        yield from found
+
+
+def _records(path: Path, wanted: set[str]) -> list[tuple[str, StepRecord]]:
+    import pyarrow.parquet as pq
+
+    found = []
+    for row in pq.read_table(path).to_pylist():
+        if row["key"] not in wanted:
+            continue
+        values, graph, error = json.loads(row["features"]), row["graph"], row["error"]
+        if not isinstance(values, dict) or not isinstance(graph, bytes) or (error is None and not (values and graph)):
+            raise ValueError(f"no record of a step: key {row['key']}")
+        found.append((row["key"], StepRecord(values=values, graph=graph, error=error, seconds=row["seconds"])))
+    return found
 
 
 def _packed(graph) -> bytes:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from conf.errors import UsageError, unknown_name
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, device_names, load_device
-from learn.data import plain_device
+from featurize.device_spec import DeviceSpec, device_names, load_device, plain_device
 from learn.workload import Workload
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 from learn.evaluation.benchmark_figures import RELIABILITY, Scored, signed_errors
 
 if TYPE_CHECKING:
-    from learn.benchmark import Benchmark
+    from learn.evaluation.benchmark_result import Benchmark
 
 _COLUMNS = 4  # of small panels
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8a6d3b")  # Okabe-Ito

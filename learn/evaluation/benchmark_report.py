@@ -17,7 +17,7 @@ from learn.evaluation.benchmark_plots import plots_of
 from learn.evaluation.benchmark_view import TableText, classes_table, errors_table, headline, published_table, refusals
 
 if TYPE_CHECKING:
-    from learn.benchmark import Benchmark
+    from learn.evaluation.benchmark_result import Benchmark
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
 _WORDS = ("rows", "estimator", "figure", "source", "key", "value set")

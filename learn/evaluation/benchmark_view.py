@@ -18,7 +18,8 @@ from learn.evaluation.benchmark_figures import by_group, worst_of
 from learn.targets import LEVELS, MIB_PER_GB
 
 if TYPE_CHECKING:
-    from learn.benchmark import Benchmark, BenchmarkSettings
+    from learn.evaluation.benchmark_result import Benchmark
+    from learn.evaluation.benchmark_settings import BenchmarkSettings
 
 _PLAIN_EVERY_S = 10.0
 _PLAIN_WIDTH = 200
@@ -104,7 +105,7 @@ def errors_table(done: Benchmark) -> TableText:
         raw, shifted = figures.raw, figures.shifted
         row = [figures.file, figures.estimator, asked]
         row += [error_text(done, value) for value in (raw.median, raw.mean, raw.p90)]
-        row += [_share(raw.under), "–" if figures.constant is None else f"{figures.constant:+,.4g}"]
+        row += [_share(raw.under), "–" if figures.constant is None else _constant(figures.constant)]
         row += [error_text(done, value) for value in (shifted.median, shifted.p90)]
         row += [_share(figures.fit_right), _share(figures.fit_right_bound)] if fits else []
         rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
@@ -186,6 +187,10 @@ def error_text(done: Benchmark, value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.1%}" if done.relative else f"{value:.4f}"
+
+
+def _constant(value: float) -> str:
+    return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.4g}"
 
 
 def _share(value: float | None) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from conf.errors import UsageError
-from learn.data import Rows, plain_device
+from featurize.device_spec import plain_device
+from learn.data import Rows
 
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device")

@@ -15,10 +15,9 @@ from typing import Self
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
-from featurize.device_spec import DeviceSpec, device_features
+from featurize.device_spec import DeviceSpec, device_features, plain_device
 from featurize.trial import TrialConfig
 from learn.cases import Case
-from learn.data import plain_device
 from learn.estimators import conformal_rank, from_space, to_space
 from learn.fastpath.fast_features import Sketch, feature_version, step_sketch
 from learn.fastpath.fast_nets import Nets, train_nets

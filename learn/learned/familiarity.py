@@ -11,9 +11,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from featurize.device_spec import plain_device
 from featurize.opgraph import VOCABULARY
 from learn.cases import Case
-from learn.data import Rows, plain_device
+from learn.data import Rows
 from learn.step_store import StepRecord
 
 # What a person can be told of: feature, in words, and how its value is written.
@@ -71,6 +72,8 @@ class Familiarity:
         values, said, narrow = record.values, [], 0
         for name, (words, write) in _RANGES.items():
             low, high = self.ranges[name]
+            if name == "net_log_tokens" and high == 0:  # no fitted network had attention, which is said below
+                continue
             slack = _SLACK * max(high - low, 1.0)
             if not low - slack <= values[name] <= high + slack:
                 said.append(f"{words} {write(values[name])}, fitted on {write(low)} to {write(high)}")

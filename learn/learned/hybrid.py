@@ -14,8 +14,9 @@ from typing import ClassVar, Self
 import numpy as np
 
 from conf.errors import UsageError
+from featurize.device_spec import plain_device
 from learn.cases import Case
-from learn.data import Rows, plain_device
+from learn.data import Rows
 from learn.estimators import to_space, too_few_for
 from learn.learned.familiarity import Familiarity
 from learn.learned.hybrid_boosting import Boosted, Settings

@@ -91,3 +91,52 @@ def test_fingerprint_is_of_the_data_and_not_of_its_order(data):
         rows.fingerprint() == rows.subset(np.arange(40)[::-1]).fingerprint() == load_rows(data, "memory").fingerprint()
     )
     assert rows.fingerprint() != rows.subset(np.arange(39)).fingerprint() != load_rows(data, "drama").fingerprint()
+
+
+def test_an_imported_activity_of_nothing_is_no_label_and_a_farm_runs_is_and_a_memory_never(data):
+    configs = make_configs(33)
+    for source in ("imported", "measured"):
+        write_runs(data / source, configs[:30], statuses=["ok"] * 30, source=source)
+        write_runs(
+            data / source, configs[30:], statuses=["ok"] * 3, source=source, job="zero", smact=0.0, peak_memory_mib=0.0
+        )
+    theirs, ours = load_rows(data / "imported", "smact"), load_rows(data / "measured", "smact")
+    assert len(theirs) == 30 and (theirs.label > 0).all() and not any("zero" in run for run in theirs.run_ids)
+    assert len(ours) == 33 and ours.label.tolist()[30:] == [0.0] * 3
+    assert len(load_rows(data / "imported", "smocc")) == 33
+    assert len(load_rows(data / "imported", "memory")) == len(load_rows(data / "measured", "memory")) == 30
+
+
+def test_described_devices_are_learnt_from_together(data):
+    configs = make_configs(61)
+    write_runs(data, configs[:16], statuses=["ok"] * 16)
+    write_runs(data, configs[16:31], statuses=["ok"] * 15, job="h", device="NVIDIA H200-SXM-141GB")
+    rows = load_rows(data, "memory")
+    assert rows.count("device") == {"A100-SXM4-40GB": 16, "NVIDIA H200-SXM-141GB": 15}
+    assert [case.device for case in rows.cases] == rows.device.tolist()
+    assert len({case.spec.name for case in rows.cases}) == 2
+
+    write_runs(data, configs[31:], statuses=["ok"] * 30, job="odd", device="GTX 9000")
+    with pytest.raises(UsageError, match=r"several device names \(.*GTX 9000: 30.*which are not mixed.*device_name="):
+        load_rows(data, "memory")
+    with pytest.raises(UsageError, match="at least 30 usable rows, and there are 16"):
+        load_rows(data, "memory", device_name="A100-SXM4-40GB")
+    chosen = load_rows(data, "memory", device_name="GTX 9000")
+    assert len(chosen) == 30 and {case.spec for case in chosen.cases} == {None}
+
+
+def test_rows_in_doubt_are_told_apart_and_not_trusted(data):
+    configs = make_configs(35)
+    write_runs(data, configs[:25], statuses=["ok"] * 25, source="imported")
+    doubtful = {"statuses": ["ok"] * 3, "source": "imported", "error_type": "doubt"}
+    write_runs(data, configs[25:28], job="said", error="less than the next smaller batch took", **doubtful)
+    write_runs(data, configs[28:31], job="unsaid", **doubtful)
+    write_runs(data, configs[31:], statuses=["ok"] * 4, source="imported", job="other", error_type="late", error="x")
+    rows = load_rows(data, "memory")
+    doubt = dict(zip(rows.run_ids.tolist(), rows.doubt.tolist(), strict=True))
+    assert {doubt[run] for run in doubt if run.startswith("said")} == {"less than the next smaller batch took"}
+    assert {doubt[run] for run in doubt if run.startswith("unsaid")} == {"in doubt"}
+    assert {doubt[run] for run in doubt if run.startswith(("job", "other"))} == {""}
+    assert len(rows) == 35 and len(rows.trusted) == 29 and (rows.trusted.doubt == "").all()
+    assert rows.trusted.run_ids.tolist() == [run for run in rows.run_ids if not doubt[run]]
+    assert rows.subset(rows.doubt != "").fingerprint() != rows.fingerprint() != rows.trusted.fingerprint()

@@ -280,7 +280,7 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
         (lambda: estimate(nn.Linear(3, 4), (2, 3), optimizer="lion"), "unknown optimizer 'lion'; known: adam"),
         (lambda: estimate(nn.Linear(3, 4), (2, 0)), "sizes must be >= 1"),
         (lambda: estimate(nn.Linear(3, 4), "2,3"), "an input is a tensor or a shape"),
-        (lambda: estimate(nn.Linear(3, 4), (2, 3), estimator="lightgbm"), "modules are answered by hybrid, gnn, trace, horus"),
+        (lambda: estimate(nn.Linear(3, 4), (2, 3), estimator="lightgbm"), "modules are answered by hybrid, gnn, trace"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), cudnn_benchmark="no"), "cudnn_benchmark is true or false"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), allocator="split:1"), "unknown key 'split'; known: .*max_split"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), allocator=128), "allocator is text"),
@@ -331,8 +331,9 @@ def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, capsys, a
 def test_command_estimates_a_factory_as_a_table(factories, capsys):
     assert run(f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd", "device=H200-SXM-141GB") == 0
     said = capsys.readouterr().out
-    for word in ("H200-SXM-141GB", "peak memory", "99 % bound", "only adam was fitted on", "optimizer state", "smact", "at the peak: aten::"):
+    for word in ("H200-SXM-141GB", "peak memory", "99 % bound", "optimizer state", "smact", "at the peak: aten::"):
         assert word in said
+    assert "only adam was fitted on" in said
 
 
 def test_what_a_model_prints_does_not_mix_with_the_json(factories, capsys):

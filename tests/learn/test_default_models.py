@@ -1,0 +1,157 @@
+"""The models that come with the project: whole, small, safe to load, of this code's features, true to their card."""
+
+import json
+
+import numpy as np
+import pytest
+
+from featurize.device_spec import device_names
+from featurize.families import cnn, get_family, mlp, transformer
+from featurize.layers import totals
+from learn import estimate
+from learn.artifacts import DEFAULT_MODELS, default_artifact, features_of_estimator
+from learn.build_defaults import LIMIT_MIB, TARGETS
+from learn.cases import of_configs
+from learn.fastpath import fast_features
+from learn.fastpath.fast import FastPath
+from learn.model_card import write_card
+from learn.targets import TARGETS as KNOWN_TARGETS
+
+A100 = "A100-SXM4-40GB"
+FILES = sorted(path for path in DEFAULT_MODELS.rglob("*") if path.is_file())
+CARD = (DEFAULT_MODELS / "MODEL_CARD.md").read_text()
+CONFIGS = (
+    mlp.Config(batch_size=64, input_size=1000, classes=10, depth=3),
+    cnn.Config(batch_size=16, image_size=64, channels=3, classes=10, base_filters=32, depth=6, softmax=True),
+    transformer.Config(
+        batch_size=16, vocabulary_size=60_000, sequence_length=128, embedding_size=256, heads=4, depth=3,
+        feed_forward=512, classes=500,
+    ),
+)  # fmt: skip
+METRICS = {  # as the card calls them
+    "accuracy in the published bins": "accuracy",
+    "macro F1": "macro_f1",
+    "median relative error": "median_relative_error",
+    "share underestimated": "underestimates",
+    "labels under the 99 % bound": "coverage",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_ones_own(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path_factory.getbasetemp() / "none"))
+
+
+def metas():
+    return {target: default_artifact(target).meta for target in TARGETS}
+
+
+def test_there_is_a_model_for_each_target_that_was_measured_and_a_fast_path_and_nothing_else():
+    assert {path.name for path in DEFAULT_MODELS.iterdir()} == {*TARGETS, "fast", "MODEL_CARD.md"}
+    for target in KNOWN_TARGETS:
+        assert (default_artifact(target) is not None) == (target in TARGETS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_model_loads_and_answers_every_family_that_it_was_fitted_on(target):
+    artifact = default_artifact(target)
+    fitted_on = artifact.meta["rows"]["family"]
+    prediction = artifact.estimator.predict(of_configs([c for c in CONFIGS if c.family in fitted_on]))
+    assert not prediction.refusals and np.isfinite(prediction.point).all() and (prediction.point > 0).all()
+    assert (prediction.upper(0.99) > prediction.point).all()
+    assert artifact.meta["target"] == artifact.estimator.target.name == target
+    assert set(artifact.meta["rows"]["source"]) == {"imported"}
+
+
+def test_the_fast_path_loads_and_answers_the_same_targets_and_more():
+    path = FastPath.load(DEFAULT_MODELS / "fast")
+    assert set(path.families) == {config.family for config in CONFIGS}
+    assert set(TARGETS) | {"drama", "step_time"} == set(path.targets)
+    assert set(path.devices.values()) == set(device_names())
+    for name, figures in path.answer(CONFIGS[:1], A100).figures.items():
+        assert np.isfinite(figures).all() and (figures > 0).all(), name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_models_features_are_those_that_this_code_computes(target):
+    meta = default_artifact(target).meta
+    assert meta["feature_version"] == features_of_estimator(meta["estimator"]), (
+        "what features follow from has changed: python -m learn.build_defaults path=FOLDER fits the models anew"
+    )
+
+
+def test_the_fast_paths_features_are_those_that_this_code_computes():
+    state = json.loads((DEFAULT_MODELS / "fast" / "fast.json").read_text())
+    assert state["features"] == fast_features.feature_version()
+
+
+def test_all_of_it_is_small():
+    assert sum(path.stat().st_size for path in FILES) < min(LIMIT_MIB, 10.0) * 2**20
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(DEFAULT_MODELS)))
+def test_nothing_in_it_is_a_pickle(path):
+    content = path.read_bytes()
+    assert content[:2] not in [bytes([0x80, protocol]) for protocol in range(2, 6)]
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:  # raises for a member that is one
+            assert arrays.files and all(np.isfinite(arrays[name]).all() for name in arrays.files)
+    else:
+        assert path.suffix in (".json", ".txt", ".md")
+        text = content.decode()
+        if path.suffix == ".json":
+            json.loads(text)
+
+
+def test_the_card_agrees_with_the_models_beside_it(tmp_path):
+    """What the build would write of these models is what the card says."""
+    write_card(tmp_path / "card.md", metas(), FastPath.load(DEFAULT_MODELS / "fast"))
+    assert (tmp_path / "card.md").read_text() == CARD
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_card_has_each_targets_rows_and_held_out_figures(target):
+    meta = default_artifact(target).meta
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in CARD.splitlines() if line[:1] == "|"]
+    (rows,) = [cells for cells in lines if cells[0] == target]
+    for family, n in meta["rows"]["family"].items():
+        assert f"{family} {n:,}" in rows[1]
+    assert rows[2] == f"{meta['rows']['censored']:,}"
+    (header,) = [cells for cells in lines if cells[0] == "" and target in cells]
+    for name, metric in METRICS.items():
+        (cells,) = [cells for cells in lines if cells[0] == name]
+        found = meta["metrics"][metric]
+        assert cells[header.index(target)] == f"{found['test']:.1%} ({found['cv_mean']:.1%})"
+    assert f"version `{meta['feature_version']}`" in CARD and f"`{meta['estimator']}`" in CARD
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
+def test_a_gpu_never_measured_has_a_warning_and_a_relatively_wider_bound(config):
+    here = estimate(config)
+    assert here.answered_by["memory"] == "hybrid (default)"
+    assert not any("nothing was measured on" in text for text in here.warnings)
+    for device in device_names():
+        if device == A100:
+            continue
+        there = estimate(config, device=device)
+        assert there.answered_by["memory"] == "hybrid (default)"
+        (said,) = [text for text in there.warnings if f"nothing was measured on {device}, only on" in text]
+        assert "memory" in said.partition(":")[0]
+        assert there.upper_mib / there.peak_memory_mib > here.upper_mib / here.peak_memory_mib
+
+
+@pytest.mark.parametrize("device", [A100, "H200-SXM-141GB"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_no_estimate_is_below_what_the_parameters_take(device, optimizer):
+    configs = [
+        *CONFIGS,
+        mlp.Config(batch_size=1, input_size=4, classes=1, depth=1),
+        mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1),
+        cnn.Config(batch_size=2, image_size=8, channels=1, classes=100_000, base_filters=512, depth=10),
+    ]
+    for config in configs:
+        config = type(config)(**{**vars(config), "optimizer": optimizer})
+        parameters = totals(get_family(config.family).layers(config)).parameters
+        done = estimate(config, device=device)
+        assert done.parameters == parameters
+        assert 4 * parameters / 2**20 < done.peak_memory_mib < done.upper_mib

@@ -1,0 +1,352 @@
+"""Estimates of many jobs at once and without tracing: `method="fast"`, `estimate.many`, and `configs=FILE`."""
+
+import dataclasses
+import io
+import json
+import sys
+
+import pytest
+from learn_rows import make_configs, write_runs
+from torch import nn
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.device_spec import load_device
+from featurize.families import cnn, get_family, mlp, timm, transformer
+from featurize.layers import totals
+from learn import estimate
+from learn.fastpath.fast_configs import distillation_configs
+
+A100 = load_device("A100-SXM4-40GB")
+STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights
+CONFIG = mlp.Config(batch_size=256, input_size=2048, classes=10, depth=4)
+CONFIGS = (
+    CONFIG,
+    cnn.Config(batch_size=16, image_size=64, channels=3, classes=10, base_filters=32, depth=5),
+    transformer.Config(
+        batch_size=8, vocabulary_size=60_000, sequence_length=128, embedding_size=256, heads=4, depth=3,
+        feed_forward=512, classes=500,
+    ),
+    mlp.Config(batch_size=32, input_size=64, classes=10, depth=1, optimizer="sgd"),
+)  # fmt: skip
+LARGE = (
+    mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1),
+    transformer.Config(
+        batch_size=1, vocabulary_size=900_000, sequence_length=8, embedding_size=8192, heads=8, depth=2,
+        feed_forward=512, classes=400,
+    ),
+    cnn.Config(batch_size=1, image_size=1, channels=3, classes=10, base_filters=2048, depth=40, topology="uniform"),
+)  # fmt: skip
+NAME = 'a\'; echo foo, [b] {c}: "d".jsonl'
+FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time_ms")
+
+
+def run(*argv):
+    from learn.estimate import TEXT, entry
+
+    return cli.run("estimate", entry, list(argv), text=TEXT)
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_ones_own(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path_factory.getbasetemp() / "none"))
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    """Writes a file of jobs; gives the argument that names it."""
+
+    def written(*lines):
+        path = tmp_path / NAME
+        path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+        return f"configs={path}"
+
+    return written
+
+
+def test_a_config_is_answered_without_tracing_it(monkeypatch):
+    def never(*_args, **_settings):
+        raise AssertionError("traced")
+
+    monkeypatch.setattr("featurize.trace.trace_step", never)
+    done = estimate(CONFIG, method="fast")
+    assert done.estimator == "fast" and set(done.answered_by.values()) == {"fast (default)"}
+    assert set(done.answered_by) == {"memory", "smact", "smocc", "drama", "step_time"}
+    assert A100.context_mib < done.peak_memory_mib < done.upper_mib and done.step_time_ms > 0
+    assert all(0 <= ratio <= 1 for ratio in (done.smact, done.smocc, done.drama))
+    assert done.breakdown == {} and done.trace_memory_mib is done.peak_operator is done.parameters is None
+    assert done.warnings == () and done.device == A100.name and done.seconds > 0
+    assert done.fits(done.upper_mib) and not done.fits(done.peak_memory_mib)
+    json.dumps(done.to_mapping())
+
+
+def test_it_is_near_what_the_full_estimate_says():
+    for config in CONFIGS:
+        fast, full = estimate(config, method="fast"), estimate(config)
+        assert fast.peak_memory_mib == pytest.approx(full.peak_memory_mib, rel=0.25)
+        assert fast.step_time_ms == pytest.approx(full.step_time_ms, rel=0.5)
+        for ratio in ("smact", "smocc", "drama"):
+            assert getattr(fast, ratio) == pytest.approx(getattr(full, ratio), abs=0.15)
+
+
+@pytest.mark.parametrize("device", ["A100-SXM4-40GB", "NVIDIA H200-SXM-141GB"])
+def test_fast_answers_of_many_are_those_of_one_by_one_in_order(device):
+    configs = [*CONFIGS, *distillation_configs(30, seed=8), *CONFIGS[::-1]]
+    given = [config.to_mapping() if i % 2 else config for i, config in enumerate(configs)]
+    together = estimate.many(given, method="fast", device=device)
+    assert len(together) == len(configs)
+    for config, found in zip(configs, together, strict=True):
+        alone = estimate(config, method="fast", device=device)
+        for name in FIGURES:
+            assert getattr(found, name) == pytest.approx(getattr(alone, name), rel=1e-5, abs=1e-6)
+        assert (found.device, found.warnings, found.answered_by) == (alone.device, alone.warnings, alone.answered_by)
+    assert estimate.many([], method="fast") == []
+
+
+def test_full_answers_of_many_are_those_of_one_by_one_in_order():
+    heard = []
+    given = [CONFIGS[0], CONFIGS[3].to_mapping(), CONFIGS[1]]
+    together = estimate.many(given, progress=lambda done, of: heard.append((done, of)))
+    alone = [estimate(config) for config in given]
+    assert [dataclasses.replace(one, seconds=0) for one in together] == [
+        dataclasses.replace(one, seconds=0) for one in alone
+    ]
+    assert heard == [(0, 3), (1, 3), (2, 3)]
+    (by_trace,) = estimate.many(given[:1], estimator="trace", device="H200-SXM-141GB")
+    assert by_trace.estimator == "trace" and by_trace.device == "H200-SXM-141GB"
+    assert estimate.many([]) == []
+
+
+@pytest.mark.parametrize("optimizer", sorted(STATES))
+def test_fast_memory_holds_at_least_the_parameters_and_what_the_optimizer_keeps(optimizer):
+    configs = [
+        dataclasses.replace(config, optimizer=optimizer) for config in (*LARGE, *distillation_configs(90, seed=9))
+    ]
+    for config, found in zip(configs, estimate.many(configs, method="fast"), strict=True):
+        parameters = totals(get_family(config.family).layers(config)).parameters
+        least = 4 * parameters * (1 + STATES[optimizer]) / 2**20
+        assert least < found.peak_memory_mib <= found.upper_mib
+
+
+def test_fast_says_when_a_job_runs_out_of_memory_or_may():
+    done = estimate(LARGE[0], method="fast")
+    assert f"out of memory: A100-SXM4-40GB has {A100.memory_mib:,.0f} MiB" in done.warnings
+    assert not done.fits(A100.memory_mib) and not any("may run out" in text for text in done.warnings)
+    sizes = [mlp.Config(batch_size=1, input_size=size, classes=size, depth=1) for size in range(24_000, 40_000, 250)]
+    between = [e for e in estimate.many(sizes, method="fast") if e.peak_memory_mib <= A100.memory_mib < e.upper_mib]
+    assert between, "the bound passes the card's memory before the point does"
+    for done in between:
+        assert any(text.startswith("it may run out of memory: the bound is above") for text in done.warnings)
+        assert not any(text.startswith("out of memory") for text in done.warnings)
+
+
+def test_fast_says_how_a_job_is_unlike_what_it_was_distilled_on():
+    odd = dataclasses.replace(CONFIG, batch_size=5000, depth=60)
+    said = estimate(odd, method="fast").warnings
+    for text in ("batch_size 5000: distilled on 1 to ", "depth 60: distilled on 1 to "):
+        assert any(one.startswith(f"unlike what the fast path was distilled on: {text}") for one in said)
+    unknown = dataclasses.replace(A100, name="A100-OF-MINE", memory_mib=1000.0)
+    (first, *rest) = estimate(CONFIG, method="fast", device=unknown).warnings
+    assert first.startswith("unlike what the fast path was distilled on: device A100-OF-MINE: distilled on A100")
+    assert rest == ["out of memory: A100-OF-MINE has 1,000 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: estimate(nn.Linear(3, 4), method="fast"), "modules take method=full"),
+        (lambda: estimate(lambda: nn.Linear(3, 4), (2, 3), method="fast"), "leave inputs out"),
+        (lambda: estimate(CONFIG, (2, 3), method="fast"), "leave inputs out"),
+        (lambda: estimate(CONFIG, method="fast", estimator="hybrid"), "leave estimator out"),
+        (
+            lambda: estimate(CONFIG, method="fast", allocator="expandable_segments:True", report="r.html"),
+            "leave allocator, report out",
+        ),
+        (
+            lambda: estimate(CONFIG, method="fast", optimizer="sgd"),
+            "the trial config has optimizer=adam; change it there",
+        ),
+        (
+            lambda: estimate(CONFIG.to_mapping(), method="fast", precision="bf16"),
+            "has precision=fp32; .* not by precision=",
+        ),
+        (lambda: estimate(CONFIG, method="fast", cudnn_benchmark=True), "the trial config has cudnn_benchmark=False"),
+        (lambda: estimate(CONFIG, method="fast", channels_last=True), "the trial config has channels_last=False"),
+        (lambda: estimate(CONFIG, method="fast", target=(3,), loss=print), "leave target, loss out"),
+        (lambda: estimate(CONFIG, target=(3,), loss=print), "its own inputs, target and loss; leave target, loss out"),
+        (lambda: estimate.many([CONFIG], method="fast", estimator="hybrid"), "leave estimator= out"),
+        (
+            lambda: estimate(timm.Config(model="resnet18", batch_size=8), method="fast"),
+            "unknown family of the fast path 'timm'; known: cnn, mlp, transformer",
+        ),
+        (
+            lambda: estimate.many([CONFIG, {"family": "timm", "model": "resnet18", "batch_size": 8}], method="fast"),
+            "unknown family of the fast path 'timm'",
+        ),
+        (lambda: estimate(CONFIG, method="quick"), "unknown method 'quick'; known: fast, full"),
+        (lambda: estimate.many([CONFIG], method="quick"), "unknown method 'quick'; known: fast, full"),
+        (lambda: estimate(CONFIG, method="fast", device="A1000"), "unknown device 'A1000'; known: A100"),
+        (lambda: estimate.many([CONFIG], device="A1000"), "unknown device 'A1000'; known: A100"),
+        (lambda: estimate({"family": "mlp"}, method="fast"), "mlp: missing batch_size, input_size, classes, depth"),
+        (lambda: estimate.many([CONFIG, {"family": "cmm"}]), r"configs\[1\]: unknown family 'cmm'; known: cnn"),
+        (lambda: estimate.many([CONFIG, 5], method="fast"), r"configs\[1\]: a trial config or its mapping .* got int"),
+        (lambda: estimate.many([nn.Linear(3, 4)]), r"configs\[0\]: a trial config or its mapping .* got Linear"),
+        (lambda: estimate.many(CONFIG.to_mapping(), method="fast"), "got dict; estimate.config. answers one"),
+        (lambda: estimate.many(CONFIG), "a sequence of trial configs or their mappings, got Config; estimate"),
+        (lambda: estimate.many("jobs.jsonl"), "a sequence of trial configs or their mappings, got str"),
+        (lambda: estimate.many(None, method="fast"), "a sequence of trial configs or their mappings, got NoneType"),
+        (lambda: estimate.many([CONFIG], device=7), "unknown device 7; known: A100"),
+        (lambda: estimate.many([], estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
+        (lambda: estimate.many([CONFIG], estimator=["trace"]), "unknown estimator .*; known: .*trace"),
+    ],
+)
+def test_mistakes_are_named_by_the_call(call, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_that_are_those_of_the_config_may_be_given():
+    same = estimate(CONFIG, method="fast", optimizer="adam", precision="fp32", channels_last=False)
+    assert same.peak_memory_mib == estimate(CONFIG, method="fast").peak_memory_mib
+    assert estimate.many((config for config in CONFIGS[:1]), method="fast")[0].peak_memory_mib == same.peak_memory_mib
+
+
+def test_the_command_answers_a_file_of_jobs_line_by_line(jobs, capsys):
+    named = jobs(CONFIGS[0].to_mapping(), "", CONFIGS[2].to_mapping(), "   ", CONFIGS[1].to_mapping())
+    assert run(named, "method=fast", "format=json", "device=H200-SXM-141GB") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    for line, config in zip(lines, (CONFIGS[0], CONFIGS[2], CONFIGS[1]), strict=True):
+        found, wanted = json.loads(line), estimate(config, method="fast", device="H200-SXM-141GB").to_mapping()
+        assert found.keys() == wanted.keys() and found["device"] == "H200-SXM-141GB"
+        for name in FIGURES:
+            assert found[name] == pytest.approx(wanted[name], rel=1e-5)
+
+
+def test_the_command_takes_any_estimator_for_a_file_of_jobs(jobs, capsys):
+    assert run(jobs(CONFIGS[3].to_mapping(), CONFIG.to_mapping()), "format=json", "estimator=trace") == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["peak_memory_mib"] for one in found] == [
+        estimate(config, estimator="trace").peak_memory_mib for config in (CONFIGS[3], CONFIG)
+    ]
+    assert run(jobs(), "format=json") == 0 and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"family": "mlp", "depht": 2}', "mlp: unknown depht; known: activation"),
+        ('{"family": "cmm"}', "unknown family 'cmm'"),
+        ('{"family": "mlp"', "config is neither a mapping nor JSON"),
+        ("[1, 2]", "config is a mapping"),
+        pytest.param("1" * 5000, "config is neither a mapping nor JSON", id="a number of 5000 digits"),
+        ('{"family": "c\u2028nn"}', "unknown family 'c\\u2028nn'"),
+    ],
+)
+def test_a_line_that_is_no_job_is_named_by_its_number_before_anything_is_printed(jobs, capsys, line, said):
+    named = jobs("", CONFIG.to_mapping(), "  ", line, CONFIG.to_mapping())
+    assert run(named, "method=fast", "format=json") == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and len(shown.err.splitlines()) == 1
+    assert f"{named}, line 4: " in shown.err and said in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give format=json with it"),
+        (["format=json", "optimizer=sgd", "precision=bf16"], "leave optimizer, precision out"),
+        (["format=json", "report=r.html"], "leave report out"),
+        (["format=json", "allocator=expandable_segments:True"], "leave allocator out"),
+        (["format=json", "input=[2,3]"], "input is for model="),
+        (["format=json", "method=fast", "estimator=hybrid"], "leave estimator= out"),
+        (["format=json", "method=quick"], "unknown method 'quick'; known: fast, full"),
+        (["format=json", "model=torchvision.models:resnet18"], "; got model and configs"),
+        (["format=xml"], "unknown format 'xml'; known: json, table"),
+    ],
+)
+def test_mistakes_beside_a_file_of_jobs_are_one_line(jobs, capsys, arguments, said):
+    assert run(jobs(CONFIG.to_mapping()), *arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "said"), [("none.jsonl", "No such file"), (".", "Is a directory")])
+def test_a_file_of_jobs_that_cannot_be_read_is_named(tmp_path, capsys, name, said):
+    assert run(f"configs={tmp_path / name}", "format=json") == 2
+    error = capsys.readouterr().err
+    assert f"configs={tmp_path / name}" in error and said in error and len(error.splitlines()) == 1
+
+
+def test_a_file_of_jobs_that_is_no_text_is_named_with_the_line(tmp_path, capsys):
+    path = tmp_path / NAME
+    path.write_bytes(json.dumps(CONFIG.to_mapping()).encode() + b"\n\n\xff\xfe{}\n")
+    assert run(f"configs={path}", "method=fast", "format=json") == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == f"error: configs={path}, line 3: this is no UTF-8 text\n"
+
+
+@pytest.mark.parametrize("name", ["5", "1e3", "true", NAME])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_a_file_of_jobs_may_have_any_name_and_be_written_on_any_system(tmp_path, capsys, monkeypatch, name, line_end):
+    monkeypatch.chdir(tmp_path)
+    lines = line_end.join(["\ufeff" + json.dumps(CONFIG.to_mapping()), "", json.dumps(CONFIGS[3].to_mapping())])
+    (tmp_path / name).write_bytes(lines.encode())
+    assert run(f"configs={name}", "method=fast", "format=json") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_jobs_are_read_from_standard_input(monkeypatch, capsys):
+    def given(text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    given(f"{json.dumps(CONFIG.to_mapping())}\n\n{json.dumps(CONFIGS[3].to_mapping())}")
+    assert run("configs=-", "method=fast", "format=json") == 0
+    found = [json.loads(line)["peak_memory_mib"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [e.peak_memory_mib for e in estimate.many([CONFIG, CONFIGS[3]], method="fast")]
+    given("\n{}")
+    assert run("configs=-", "method=fast", "format=json") == 2
+    assert "configs=-, line 2: a trial config needs the key 'family'" in capsys.readouterr().err
+
+
+def test_the_report_and_the_data_folder_may_have_any_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = f"config='{json.dumps(CONFIGS[3].to_mapping())}'"
+    for name in ("5", NAME):
+        assert run(config, "estimator=trace", f"report={name}") == 0
+        assert (tmp_path / name).read_text().startswith("<!doctype html>")
+        assert f"report: {name}" in capsys.readouterr().out
+        assert run(config, f"data={name}-none") == 2
+        assert f"{name}-none does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["optimizer=sgd", "precision=bf16", "cudnn_benchmark=true", "channels_last=true"])
+def test_the_command_refuses_other_settings_than_the_configs(setting, capsys):
+    assert run(f"config='{json.dumps(CONFIG.to_mapping())}'", "method=fast", setting) == 2
+    error = capsys.readouterr().err
+    key = setting.partition("=")[0]
+    assert f"the trial config has {key}=" in error and f"not by {key}=" in error and len(error.splitlines()) == 1
+
+
+def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, capsys):
+    mapping = "config='" + json.dumps(CONFIG.to_mapping()) + "'"
+    assert run(mapping, "method=fast", "format=json") == 0
+    assert json.loads(capsys.readouterr().out)["peak_memory_mib"] == estimate(CONFIG, method="fast").peak_memory_mib
+    assert run(mapping, "method=fast") == 0
+    said = capsys.readouterr().out
+    assert "fast (default)" in said and "consists of" not in said
+
+    (config,) = make_configs(1, families=("mlp",))
+    (run_id,) = write_runs(tmp_path / "d", [config], statuses=["ok"], device="NVIDIA H200-SXM-141GB")
+    assert run(f"run={run_id}", "method=fast", "format=json", f"data={tmp_path / 'd'}") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] == "H200-SXM-141GB" and found["run"]["status"] == "ok"
+    wanted = estimate(config, method="fast", device="H200-SXM-141GB").peak_memory_mib
+    assert found["peak_memory_mib"] == wanted
+
+    assert run("model=torchvision.models:resnet18", "input=[2,3,64,64]", "method=fast") == 2
+    assert "answers from a trial config alone" in capsys.readouterr().err
+    assert run("config={family: timm, model: resnet18, batch_size: 8}", "method=fast") == 2
+    assert "unknown family of the fast path 'timm'" in capsys.readouterr().err

@@ -1,0 +1,267 @@
+"""Features of traced steps: computed once per case, kept in the data folder, resumed, and known by their version."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from featurize.families import cnn, mlp, timm
+from learn import step_store
+from learn.cases import Case, of_configs
+from learn.step_store import features_of, prepare, record_version
+from learn.workload import of_module
+
+ROOT = Path(__file__).resolve().parents[2]
+MLPS = [mlp.Config(batch_size=batch, input_size=30, classes=4, depth=2) for batch in range(2, 8)]
+CASES = of_configs([*MLPS, cnn.Config(batch_size=2, image_size=16, channels=3, classes=4, base_filters=8, depth=2)])
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """A memory of the test's own; calling it is what a new process begins with."""
+
+    def forget():
+        monkeypatch.setattr(step_store, "_memory", {})
+        monkeypatch.setattr(step_store, "_told", set())
+
+    forget()
+    return forget
+
+
+@pytest.fixture
+def data(tmp_path):
+    return tmp_path / "a'; echo foo [b]*?"
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The cases that were traced, in order."""
+    found = []
+    compute = step_store.compute
+
+    def counted(case):
+        found.append(case)
+        return compute(case)
+
+    monkeypatch.setattr(step_store, "compute", counted)
+    return found
+
+
+def parts(data):
+    return sorted((data / "features" / record_version()).iterdir())
+
+
+def kept_keys(data):
+    return sorted(key for path in parts(data) for key in pq.read_table(path)["key"].to_pylist())
+
+
+def test_each_case_is_traced_once_kept_and_read_by_the_next_process(data, traced, fresh):
+    heard = []
+    wanted = [*CASES, CASES[0], *of_configs(MLPS)]
+    assert prepare(wanted, data, workers=0, progress=lambda done, of: heard.append((done, of))) == len(CASES)
+    assert traced == list(CASES) and heard == [(done, len(CASES)) for done in range(len(CASES) + 1)]
+    assert kept_keys(data) == sorted(case.key for case in CASES)
+    first = [features_of(case) for case in CASES]
+    assert prepare(CASES, data, workers=0) == 0, "at hand"
+
+    fresh()
+    before = parts(data)
+    assert prepare(CASES, data, workers=0, progress=lambda *_: pytest.fail("nothing is to be done")) == 0
+    assert [features_of(case) for case in CASES] == first
+    assert len(traced) == len(CASES) and parts(data) == before
+
+
+def test_what_is_read_is_what_was_computed_the_operator_graph_too(data, fresh):
+    prepare(CASES[-2:], data, workers=0)
+    fresh()
+    prepare(CASES[-2:], data, workers=0)
+    for case in CASES[-2:]:
+        kept, anew = features_of(case), step_store.compute(case)
+        assert kept.error is None and kept.seconds > 0
+        assert kept.values == anew.values and all(map(math.isfinite, kept.values.values()))
+        graph, wanted = kept.operator_graph(), anew.operator_graph()
+        assert set(graph) == {"categories", "nodes", "edges", "node_columns"}
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(graph[name], array)
+        assert graph["nodes"].shape == (len(graph["categories"]), len(graph["node_columns"]))
+
+
+def test_only_new_cases_are_traced_and_added(data, traced, fresh):
+    prepare(CASES[:3], data, workers=0)
+    fresh()
+    assert prepare(CASES, data, workers=0) == len(CASES) - 3
+    assert traced == list(CASES) and len(parts(data)) == 2
+    assert kept_keys(data) == sorted(case.key for case in CASES)
+
+
+def test_another_device_or_loop_is_another_case(data, traced):
+    config = MLPS[0]
+    cases = [Case(config), Case(config, "H200-SXM-141GB"), Case(config, training_loop=True)]
+    spelled = Case(config, "NVIDIA A100-SXM4-40GB", torch_version="2.4.1")
+    assert prepare([*cases, spelled], data, workers=0) == 3
+    assert features_of(spelled) == features_of(cases[0]) and len(traced) == 3
+    seen = [features_of(case).values for case in cases]
+    assert seen[0]["job_memory_mib"] != seen[1]["job_memory_mib"], "the H200's context is smaller"
+    assert [values["net_training_loop"] for values in seen] == [0, 0, 1]
+
+
+def test_an_interrupted_call_goes_on_where_it_was(data, traced, fresh, monkeypatch):
+    clock = iter(range(0, 10_000, 30))  # every case takes half a minute
+    monkeypatch.setattr(step_store, "time", SimpleNamespace(monotonic=lambda: next(clock), monotonic_ns=lambda: 0))
+
+    def interrupted(done, _of):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(CASES, data, workers=0, progress=interrupted)
+    assert kept_keys(data) == sorted(case.key for case in CASES[:4])
+    fresh()
+    traced.clear()
+    assert prepare(CASES, data, workers=0) == len(CASES) - 4
+    assert traced == list(CASES[4:]) and kept_keys(data) == sorted(case.key for case in CASES)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, ZeroDivisionError])
+def test_nothing_that_was_computed_is_lost_however_the_call_ends(data, traced, fresh, stop):
+    def interrupted(done, _of):
+        if done == 2:
+            raise stop
+
+    with pytest.raises(stop):
+        prepare(CASES, data, workers=0, progress=interrupted)
+    assert len(parts(data)) == 1 and kept_keys(data) == sorted(case.key for case in CASES[:2])
+    fresh()
+    assert prepare(CASES[:2], data, workers=0) == 0
+
+
+def test_what_a_killed_writer_left_half_written_does_not_count(data, traced, fresh):
+    prepare(CASES[:2], data, workers=0)
+    (whole,) = parts(data)
+    (whole.parent / f".{whole.name}.123-abc.tmp").write_bytes(whole.read_bytes()[:100])
+    fresh()
+    assert prepare(CASES[:2], data, workers=0) == 0 and len(traced) == 2
+
+
+def torn(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def foreign(path):
+    pq.write_table(pa.table({"x": [1]}), path)
+
+
+def of_other_types(path):
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.column_names.index("features"), "features", pa.nulls(len(table))), path)
+
+
+def without_values(path):
+    table = pq.read_table(path)
+    nothing = pa.array(["{}"] * len(table))
+    pq.write_table(table.set_column(table.column_names.index("features"), "features", nothing), path)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+    (path / "notes.txt").write_text("not a table")
+
+
+@pytest.mark.parametrize("harm", [torn, empty, foreign, of_other_types, without_values, a_folder])
+def test_a_damaged_part_is_left_out_with_a_warning_and_computed_again(data, traced, fresh, harm):
+    prepare(CASES[:3], data, workers=0)
+    (damaged,) = parts(data)
+    fresh()
+    prepare(CASES[3:], data, workers=0)
+    harm(damaged)
+    fresh()
+    traced.clear()
+    with pytest.warns(UserWarning) as said:
+        assert prepare(CASES[:5], data, workers=0) == 3
+        assert prepare(CASES, data, workers=0) == 0
+    assert len(said) == 1 and str(said[0].message).startswith(f"{damaged} holds no features that can be read (")
+    assert traced == list(CASES[:3]) and damaged.exists()
+
+    fresh()
+    with pytest.warns(UserWarning, match="holds no features"):
+        assert prepare(CASES, data, workers=0) == 0, "what was computed again is kept"
+    assert all(features_of(case).error is None for case in CASES) and len(traced) == 3
+
+
+def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_again(data, traced, fresh):
+    unknown = Case(timm.Config(model="no_such_net", batch_size=2))
+    undescribed = Case(MLPS[0], "GTX-9000")
+    cases = [CASES[0], unknown, undescribed]
+    assert prepare(cases, data, workers=0) == 3
+    fresh()
+    assert prepare(cases, data, workers=0) == 0
+    assert len(traced) == 3, "not even those that failed"
+    assert features_of(CASES[0]).error is None
+    assert "no_such_net" in features_of(unknown).error
+    assert features_of(undescribed).error == "no description of the device GTX-9000: see conf/device"
+    assert not features_of(unknown).values and not features_of(undescribed).values
+
+
+def test_features_of_another_version_are_kept_in_another_folder(data, traced, fresh, monkeypatch):
+    prepare(CASES[:2], data, workers=0)
+    before, version = parts(data), record_version()
+    fresh()
+    monkeypatch.setattr(step_store, "record_version", lambda: "0123456789ab")
+    assert prepare(CASES[:2], data, workers=0) == 2 and len(traced) == 4
+    assert {path.name for path in (data / "features").iterdir()} == {version, "0123456789ab"}
+    assert parts(data) == before, "what the other code reads is as it was"
+
+
+def test_the_version_is_the_same_in_every_process():
+    code = "from learn import step_store as s; print(s.record_version(), s.step_feature_version())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    assert done.stdout.split() == [record_version(), step_store.step_feature_version()]
+    assert len(set(done.stdout.split())) == 2
+
+
+def test_without_a_folder_to_read_a_case_is_traced_when_it_is_asked_for(traced):
+    record = features_of(CASES[0])
+    assert features_of(Case(MLPS[0])) is record and traced == [CASES[0]]
+
+
+def test_a_modules_features_are_at_hand_and_never_written(data, traced):
+    from torch import nn
+
+    case = Case(module=of_module(nn.Linear(8, 3), (4, 8)))
+    assert prepare([case], data, workers=0) == 0 and not data.exists()
+    assert features_of(case) is features_of(case) and len(traced) == 1
+
+
+def test_no_case_touches_no_folder(data):
+    assert prepare([], data, workers=0) == 0
+    assert not data.exists()
+
+
+def test_rays_processes_compute_the_same(data, fresh):
+    many = of_configs(
+        [
+            mlp.Config(batch_size=batch, input_size=16, classes=4, depth=1)
+            for batch in range(2, 2 + 2 * step_store.BATCH)
+        ]
+    )
+    heard = []
+    assert prepare(many, data, workers=1, progress=lambda done, of: heard.append((done, of))) == len(many)
+    assert heard == [(done, len(many)) for done in range(len(many) + 1)]
+    assert kept_keys(data) == sorted(case.key for case in many)
+    for case in many[:: step_store.BATCH]:
+        assert features_of(case).values == step_store.compute(case).values
