@@ -186,7 +186,9 @@ def _quoted(item: str, text: Sequence[str]) -> str:
     key, equals, value = item.partition("=")
     if not equals or key not in text or value in ("", "null") or value[0] in "'\"":
         return item
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    # In Hydra's quotes a backslash is one, but before a quote; OmegaConf would look for what ${...} names.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    escaped = escaped.replace("${", "\\${")
     return f"{key}='{escaped}'"
 
 

@@ -93,7 +93,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
         raise UsageError("a trial config needs the key 'family'")
     cls = get_family(values.pop("family")).Config
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
+    unknown = sorted(map(str, set(values) - set(fields)))
     if unknown:
         raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
     missing = [

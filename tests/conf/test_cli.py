@@ -66,6 +66,19 @@ def test_what_the_machine_refuses_is_one_line_and_not_a_traceback(number, capsys
     assert capsys.readouterr().err == "error: refused: /some/where\n"
 
 
+@pytest.mark.parametrize("path", ["a, b [c]", r"a\b", "a'b", r"a\'b", "end\\", "${home}", "x{y}=z"])
+def test_a_key_that_holds_text_takes_it_as_it_stands(path):
+    from omegaconf import OmegaConf
+
+    found = []
+
+    def entry(cfg):
+        found.append(OmegaConf.to_container(cfg, resolve=True)["path"])
+
+    assert cli.run("build_defaults", entry, [f"path={path}"], text=("path",)) == 0
+    assert found == [path]
+
+
 def test_our_own_bugs_keep_their_traceback():
     def entry(cfg):
         raise ValueError("not a user's mistake")
