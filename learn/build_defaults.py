@@ -256,7 +256,7 @@ def _distilled(settings: BuildSettings, data: Path, fitted, progress):
     taught = {}
     for target in ("memory", "smact", "smocc"):
         said = fitted[target].predict(cases)
-        taught[target] = Taught(said.point, said.upper() if get_target(target).is_memory else None)
+        taught[target] = Taught.of(said) if get_target(target).is_memory else Taught(said.point)
     for target, name in (("drama", "job_roofline_drama"), ("step_time", "job_step_time_ms")):
         taught[target] = Taught(np.array([features_of(case).values[name] for case in cases]))
     progress("distilling", 0, 1)

@@ -93,4 +93,17 @@ def _of_fast(fast: FastPath) -> list[str]:
     for family, errors in fast.errors.items():
         cells = [" / ".join(f"{errors[target][k]:.3f}" for k in ("median", "p90", "p99")) for target in fast.targets]
         lines.append(f"| {family} | {' | '.join(cells)} |")
+    if fast.bounds:
+        lines += [
+            "",
+            "Its memory bound over its point on the same configurations, median / 90th percentile, beside the models'",
+            "own; of the needs that the models hold possible there, the share below its bound, which is calibrated on",
+            "them; and how often it is above the models' own bound.",
+            "",
+            "| family | bound over point | the models' own | needs below the bound | above the models' bound |",
+            "|---|---|---|---|---|",
+        ]
+    for family, said in fast.bounds.items():
+        ratios = f"{said['median']:.2f} / {said['p90']:.2f} | {said['teacher_median']:.2f} / {said['teacher_p90']:.2f}"
+        lines.append(f"| {family} | {ratios} | {said['covered']:.1%} | {said['above_teacher']:.1%} |")
     return lines

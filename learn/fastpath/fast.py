@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -18,25 +18,16 @@ from conf.errors import UsageError, unknown_name
 from featurize.device_spec import DeviceSpec, device_features, plain_device
 from featurize.trial import TrialConfig
 from learn.cases import Case
-from learn.estimators import conformal_rank, from_space, to_space
+from learn.estimators import from_space, to_space
+from learn.fastpath.fast_bound import Bound, Taught, calibrate
 from learn.fastpath.fast_features import Sketch, feature_version, step_sketch
 from learn.fastpath.fast_nets import Nets, train_nets
 from learn.targets import get_target
 
-LEVEL = 0.99
-HELD_OUT = 0.15  # of each family's cases: not trained on, they say how far off it is
+FOLDS = 4  # of each family's cases: what networks say of the one that they were not trained on tells how far off it is
 LEAST_CASES = 40  # of a family, with an answer
 AT_ONCE = 256  # configs worked on together
 _SLACK = 0.05  # of a range's width, beyond which a value is outside
-_UPPER = "memory_upper"  # the column of log(bound / point)
-
-
-@dataclass(frozen=True)
-class Taught:
-    """What the teacher says of n cases, in the target's unit: `point` (n,), `upper` (n,) or None. NaN: no answer."""
-
-    point: np.ndarray
-    upper: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -94,23 +85,25 @@ class _Fields:
 
 @dataclass(frozen=True)
 class _OfFamily:
-    """What was learned of one family. margin: added to the logarithm of the memory bound. memory_mib: the range of the
-    rough figure. errors: column -> median, 90th and 99th percentile of the error on held-out cases."""
+    """What was learned of one family. bound: of memory, from the nets' last output. memory_mib: the range of the rough
+    figure. errors: target -> median, 90th and 99th percentile of the error on cases held out; bounds: how the bound
+    compares with the teacher's there."""
 
     fields: _Fields
     nets: Nets
-    margin: float
+    bound: Bound | None
     memory_mib: tuple[float, float]
     errors: Mapping[str, Mapping[str, float]]
+    bounds: Mapping[str, float]
 
 
 class FastPath:
     """Small networks, a few for each family, that know what a teacher says of a config's job without tracing it.
 
     They learn by which factor (ratios: by which term) the teacher's figures differ from a rough model of the step, so
-    that they extrapolate with it. The memory bound is learned too, and widened until it lies above the teacher's own in
-    99 % of held-out cases of the family. Memory is no smaller than weights and context; unlike the teacher's, it is not
-    made to grow with the batch size: small steps back are possible.
+    that they extrapolate with it. How far the teacher's memory bound is above its point is learned too, and calibrated:
+    of what the teacher holds possible, 99 % lies below. Memory is no smaller than weights, what the optimizer keeps and
+    context; unlike the teacher's, it is not made to grow with the batch size: small steps back are possible.
     """
 
     def __init__(
@@ -127,8 +120,13 @@ class FastPath:
     @property
     def errors(self) -> dict[str, dict]:
         """family -> target -> `median`, `p90`, `p99` of the error against the teacher on held-out cases: relative where
-        the target is judged by its logarithm, absolute for ratios. `memory_upper`: bound over point."""
+        the target is judged by its logarithm, absolute for ratios."""
         return {name: {k: dict(v) for k, v in found.errors.items()} for name, found in sorted(self._families.items())}
+
+    @property
+    def bounds(self) -> dict[str, dict[str, float]]:
+        """family -> the figures of `learn.fastpath.fast_bound.calibrate`; none where the teacher had no bound."""
+        return {name: dict(found.bounds) for name, found in sorted(self._families.items())} if self.bounded else {}
 
     @classmethod
     def distil(cls, cases: Sequence[Case], taught: Mapping[str, Taught], seed: int = 0) -> Self:
@@ -148,9 +146,7 @@ class FastPath:
                     raise UsageError(
                         f"target={name}, family {family}: {found} answers to distil, {LEAST_CASES} are needed"
                     )
-            own = {
-                name: Taught(t.point[mine], None if t.upper is None else t.upper[mine]) for name, t in taught.items()
-            }
+            own = {name: said.rows(mine) for name, said in taught.items()}
             families[family] = _learn_family([cases[i] for i in mine], own, targets, bounded, seed)
         names = sorted({(case.spec.name) for case in cases})
         return cls(targets, bounded, {plain_device(name): name for name in names}, families)
@@ -180,14 +176,15 @@ class FastPath:
             rough = sketch.base["memory"]
             if "memory" in figures:
                 figures["memory"][place] = np.maximum(figures["memory"][place], sketch.least_mib)
-            if upper is not None:
-                upper[place] = figures["memory"][place] * np.exp(np.maximum(said[:, -1], 0.0) + known.margin)
             low, high = known.memory_mib
             for i, config, mib in zip(rows, asked, rough, strict=True):
                 reasons = known.fields.unlike(config)
                 if not low * (1 - _SLACK) <= mib <= high * (1 + _SLACK):
                     reasons.append(f"about {mib:,.0f} MiB: distilled on {low:,.0f} to {high:,.0f} MiB")
                 unlike[i] = (*of_device, *reasons)
+            if upper is not None:
+                log_ratio = known.bound.log_ratio(said[:, -1], np.array([len(unlike[i]) for i in rows]))
+                upper[place] = figures["memory"][place] * np.exp(log_ratio)
         return FastAnswers(figures, upper, tuple(unlike))
 
     # ---- on disk
@@ -201,9 +198,10 @@ class FastPath:
             families[name] = {
                 "numbers": {k: list(v) for k, v in known.fields.numbers.items()},
                 "words": {k: list(v) for k, v in known.fields.words.items()},
-                "margin": known.margin,
+                "bound": None if known.bound is None else asdict(known.bound),
                 "memory_mib": list(known.memory_mib),
                 "errors": known.errors,
+                "bounds": known.bounds,
             }
         state = {
             "features": feature_version(),
@@ -228,9 +226,10 @@ class FastPath:
                     {k: tuple(v) for k, v in found["words"].items()},
                 ),
                 nets=Nets.load(folder / f"fast-{name}.npz"),
-                margin=found["margin"],
+                bound=None if found["bound"] is None else Bound(**found["bound"]),
                 memory_mib=tuple(found["memory_mib"]),
                 errors=found["errors"],
+                bounds=found["bounds"],
             )
             for name, found in state["families"].items()
         }
@@ -249,25 +248,26 @@ def _learn_family(
         name: to_space(taught[name].point, get_target(name).space) - to_space(rough[name], get_target(name).space)
         for name in targets
     }
+    columns = list(wanted.values())
     if bounded:
-        wanted[_UPPER] = np.log(taught["memory"].upper / taught["memory"].point)
-    labels = np.stack(list(wanted.values()), axis=1)
-    draw = np.random.default_rng(seed).permutation(len(cases))
-    held_out = np.sort(draw[: max(int(HELD_OUT * len(cases)), 1)])
-    inside = np.setdiff1d(np.arange(len(cases)), held_out)
-    nets = train_nets(inputs[inside], labels[inside], seed)
-    said = nets.predict(inputs[held_out])
+        columns.append(taught["memory"].log_ratio)
+    labels = np.stack(columns, axis=1)
+    fold = np.random.default_rng(seed).permutation(len(cases)) % FOLDS
+    held_out = np.empty(labels.shape)
+    for k in range(FOLDS):
+        inside = fold != k
+        held_out[~inside] = train_nets(inputs[inside], labels[inside], seed).predict(inputs[~inside])
     errors = {
-        name: _error(said[:, i] - labels[held_out, i], relative=name == _UPPER or get_target(name).space == "log")
-        for i, name in enumerate(wanted)
+        name: _error(held_out[:, i] - labels[:, i], relative=get_target(name).space == "log")
+        for i, name in enumerate(targets)
     }
-    margin = 0.0
+    bound, bounds = None, {}
     if bounded:
-        point = said[:, targets.index("memory")] + np.maximum(said[:, -1], 0.0)
-        short = labels[held_out, targets.index("memory")] + labels[held_out, -1] - point
-        short = np.sort(short[np.isfinite(short)])
-        margin = max(float(short[min(conformal_rank(len(short), LEVEL), len(short)) - 1]), 0.0) if len(short) else 0.0
-    return _OfFamily(fields, nets, margin, (float(rough["memory"].min()), float(rough["memory"].max())), errors)
+        point = rough["memory"] * np.exp(held_out[:, targets.index("memory")])
+        least = np.array([sketch.least_mib[0] for sketch in sketches])
+        bound, bounds = calibrate(np.maximum(point, least), held_out[:, -1], taught["memory"])
+    range_mib = (float(rough["memory"].min()), float(rough["memory"].max()))
+    return _OfFamily(fields, train_nets(inputs, labels, seed), bound, range_mib, errors, bounds)
 
 
 def _error(gap: np.ndarray, *, relative: bool) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Sketch:
     values     (n, columns) features
     totals     (n, 4) layers, parameters, output elements and FLOPs, as `featurize.layers.totals` has them
     base       target -> (n,) a rough figure in the target's unit
-    least_mib  (n,) weights and context: no job takes less
+    least_mib  (n,) context, weights, and what the optimizer keeps: from the second step on, no job takes less
     """
 
     values: np.ndarray
@@ -90,7 +90,7 @@ def step_sketch(configs: Sequence[TrialConfig], spec: DeviceSpec) -> Sketch:
         values=np.stack(values, axis=1),
         totals=np.stack([flat.lengths, parameters, output, flops], axis=1),
         base={"memory": memory_mib, **rough},
-        least_mib=spec.context_mib + 4 * parameters / MIB,
+        least_mib=spec.context_mib + 4 * parameters * (1 + flat.states) / MIB,
     )
 
 

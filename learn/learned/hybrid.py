@@ -20,7 +20,7 @@ from learn.data import Rows
 from learn.estimators import to_space, too_few_for
 from learn.learned.familiarity import Familiarity
 from learn.learned.hybrid_boosting import Boosted, Settings
-from learn.learned.scaled_prediction import ScaledPrediction
+from learn.learned.scaled_prediction import ScaledPrediction, conformal_score
 from learn.learned.tabular import group_folds
 from learn.step_store import StepRecord, features_of
 from learn.targets import Target, get_target
@@ -43,6 +43,8 @@ _MEMORY = Settings(rounds=80, leaves=8, least=30, l2=10.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"
+# What is unfamiliar does not stretch a bound beyond so many times the point: more would say nothing.
+_STRETCHED_AT_MOST = 4.0
 
 
 class HybridEstimator:
@@ -124,6 +126,7 @@ class HybridEstimator:
         n = len(cases)
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
         unfamiliar: dict[int, tuple[str, ...]] = {}
+        kind = np.array([self._kind(case) for case in cases], dtype=int)
         if known:
             kept = [records[i] for i in known]
             table, base = self._table(kept), self._base(kept)
@@ -134,13 +137,18 @@ class HybridEstimator:
             for i, record in zip(known, kept, strict=True):
                 if reasons := self._familiarity.judge(cases[i], record):
                     unfamiliar[i] = reasons.said
-                    scale[i] *= reasons.widening
-        kind = np.array([self._kind(case) for case in cases], dtype=int)
+                    scale[i] *= self._widening(reasons.widening, scale[i], kind[i])
         warning = too_few_for(LEVEL, len(self._scores[0]))
         return ScaledPrediction(
             centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
             unfamiliar,
         )  # fmt: skip
+
+    def _widening(self, wanted: float, scale: float, kind: int) -> float:
+        if self.target.space != "log":
+            return wanted
+        margin = scale * conformal_score(self._scores[kind], LEVEL)
+        return min(wanted, max(math.log(_STRETCHED_AT_MOST) / max(margin, 1e-9), 1.0))
 
     def _kind(self, case: Case) -> int:
         family, device = _place(case)

@@ -65,14 +65,16 @@ class ScaledPrediction:
         """Split-conformal over scaled residuals (Lei et al. 2018, section 5.2), by kind of case."""
         if not any(scores.size for scores in self.scores):
             return None
-        ranked = []
-        for scores in self.scores:
-            rank = min(conformal_rank(len(scores), level), len(scores))
-            ranked.append(max(float(scores[rank - 1]), 0.0) if scores.size else 0.0)
-        return self._at(ranked)
+        return self._at([conformal_score(scores, level) for scores in self.scores])
 
     def _at(self, score_of_kind: Sequence[float]) -> np.ndarray:
         return self._figure(self.centre + self.scale * np.asarray(score_of_kind, dtype=float)[self.kind])
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))
+
+
+def conformal_score(scores: np.ndarray, level: float) -> float:
+    """What `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
+    rank = min(conformal_rank(len(scores), level), len(scores))
+    return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
