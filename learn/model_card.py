@@ -25,7 +25,7 @@ _METRICS = {
 def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None:
     """Write the card; `metas` are the artifacts' `meta.json` by target."""
     first = next(iter(metas.values()))
-    environment = ", ".join(f"{name} {version}" for name, version in first["environment"].items() if version)
+    environment = ", ".join(f"{name} {version}" for name, version in sorted(first["environment"].items()) if version)
     lines = [
         "# Model card: the models that come with the project",
         "",
