@@ -1,4 +1,4 @@
-"""The documents: generated ones are fresh, commands and links lead somewhere, the README's queries and code run."""
+"""The documents: generated ones are fresh, commands and links lead somewhere, their queries and code run."""
 
 import contextlib
 import importlib.util
@@ -18,14 +18,15 @@ from warehouse.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUN = (ROOT / "README.md", ROOT / "docs" / "queries.md")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
 
 def code_blocks(language):
-    """The fenced blocks of the README in that language: all of them are run here."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    """The fenced blocks in that language of the pages whose code is run here."""
+    found = [re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S) for page in RUN]
+    return [block for blocks in found for block in blocks]
 
 
 def generate(*arguments, script=ROOT / "infra" / "generate_docs.py"):
@@ -128,12 +129,12 @@ def connection(tmp_path_factory):
         yield opened
 
 
-def test_the_readme_has_queries():
+def test_the_documents_have_queries():
     assert len(code_blocks("sql")) >= 6
 
 
 @pytest.mark.parametrize("sql", code_blocks("sql"))
-def test_a_query_of_the_readme_gives_rows(connection, sql):
+def test_a_query_of_the_documents_gives_rows(connection, sql):
     rows = connection.execute(sql).fetchall()
     assert rows
     columns = [column[0] for column in connection.description]
@@ -142,7 +143,7 @@ def test_a_query_of_the_readme_gives_rows(connection, sql):
 
 
 @pytest.mark.parametrize("code", code_blocks("python"))
-def test_code_of_the_readme_runs(code):
+def test_code_of_the_documents_runs(code):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         exec(compile(code, "README.md", "exec"), {})

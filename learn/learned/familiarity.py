@@ -20,11 +20,11 @@ from learn.step_store import StepRecord
 # What a person can be told of: feature, in words, and how its value is written.
 _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_batch": ("a batch of", lambda v: f"{2**v:,.0f}"),
-    "net_log_parameters": ("parameters:", lambda v: f"{2**v:,.0f}"),
-    "net_log_flops": ("FLOPs a sample:", lambda v: f"{2**v:.2g}"),
+    "net_log_parameters": ("parameters:", lambda v: f"{2**v - 1:,.0f}"),
+    "net_log_flops": ("FLOPs a sample:", lambda v: f"{2**v - 1:.2g}"),
     "net_log_tokens": ("a sequence of", lambda v: f"{2**v - 1:,.0f}"),
     "net_operators": ("operators of the forward pass:", lambda v: f"{v:,.0f}"),
-    "job_log_memory": ("MiB traced:", lambda v: f"{2**v:,.0f}"),
+    "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
 _SLACK = 0.05  # of a range's width, beyond which a value is outside
 _BITS = {32: "fp32", 19: "tf32", 16: "half precision"}
