@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,6 +35,7 @@ _AS_FP32 = "sum prod cumsum cumprod"
 # Likewise in fp16 only (ATen/native/cuda/SoftMax.cpp, half_to_float).
 _HALF_TO_FLOAT = {"softmax": torch._softmax, "log_softmax": torch._log_softmax}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_lock = threading.RLock()  # the replacements are the process's: one trace at a time
 
 
 class Autocast:
@@ -153,8 +155,11 @@ class Autocast:
 def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
     """Within, meta tensors are cast as by CUDA's autocast of that type (None: by none), and by what a model itself asks
     of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass."""
-    autocast = Autocast(dtype)
+    with _lock:
+        yield from _casting(Autocast(dtype))
 
+
+def _casting(autocast: Autocast) -> Iterator[Autocast]:
     class OfAModel(torch.autocast):
         """Meta stands for CUDA, which PyTorch's own context refuses or knows to be absent."""
 
@@ -182,7 +187,7 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
             stack.enter_context(replaced(owner, "autocast", OfAModel))
         for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
             stack.enter_context(replaced(owner, "autocast", of_cuda))
-        if dtype is not None:
+        if autocast.dtype is not None:
             stack.enter_context(autocast.installed())
         yield autocast
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,16 +20,14 @@ from featurize import cudnn_rnn
 from featurize.autocast import Autocast, casting, replaced
 from featurize.library_calls import channels_last
 
-_lock = threading.RLock()  # the replacements are the process's: one trace at a time
-
 
 @contextlib.contextmanager
 def as_on_cuda(
     autocast_dtype: torch.dtype | None, compute_capability: tuple[int, int]
 ) -> Iterator[Callable[[str], None]]:
     """Within, meta tensors take CUDA's paths. Yields a function to call with each phase that begins."""
-    with _lock, contextlib.ExitStack() as stack:
-        autocast = stack.enter_context(casting(autocast_dtype))
+    with contextlib.ExitStack() as stack:
+        autocast = stack.enter_context(casting(autocast_dtype))  # holds a lock: one trace at a time
         attention = functools.partial(
             _attention, F.scaled_dot_product_attention, autocast, flash=compute_capability >= (8, 0)
         )

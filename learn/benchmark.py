@@ -184,9 +184,11 @@ def _counted(
 ) -> tuple[tuple[Figures, ...], dict[tuple[str, str], list[Scored]]]:
     from learn.evaluation.benchmark_figures import Scored, figures_of
     from learn.evaluation.splits import keys_of
+    from learn.step_store import main_operator
 
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
+    operators = {i: main_operator(rows.cases[i]) for i in index.tolist()}
     figures, scored = [], {}
     for file in dict.fromkeys(selection.file[index].tolist()):
         members = [i for i in index.tolist() if selection.file[i] == file]
@@ -203,6 +205,7 @@ def _counted(
                     family=str(rows.family[i]),
                     batch_size=rows.cases[i].batch_size,
                     card=float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
+                    operator=operators[i],
                 )
                 for i in members
             ]

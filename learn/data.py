@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -158,6 +159,10 @@ def load_rows(
     if family is not None:
         found = _choose(found, "family", family)
     counts = Counter(row["status"] for row in found)
+    unknown = sum(_is_censored(row, wanted) and row["device_memory_mib"] is None for row in found)
+    if unknown:
+        counts["oom on a device of unknown memory"] = unknown
+        counts["oom"] -= unknown
     usable = [row for row in found if _is_usable(row, wanted)]
     usable = _one_of_a_kind(usable, "source", source)
     usable = _one_of_a_kind(usable, "device_name", device_name)
@@ -202,6 +207,8 @@ def _read(data, target: Target) -> list[dict]:
     found = [dict(zip(names, row, strict=True)) for row in rows]
     for row in found:
         row["device_name"] = row["device_name"] or "unknown"
+        if row["device_memory_mib"] is None:
+            row["device_memory_mib"] = _described_memory(row["device_name"])
     return found
 
 
@@ -248,6 +255,14 @@ def _is_described(name: str) -> bool:
     from featurize.device_spec import device_names
 
     return name in map(plain_device, device_names())
+
+
+@cache
+def _described_memory(name: str) -> float | None:
+    """Of the device in `conf/device`, as far as it is there."""
+    from featurize.device_spec import device_names, load_device
+
+    return next((load_device(known).memory_mib for known in device_names() if same_device(known, name)), None)
 
 
 def _quoted(value: str) -> str:

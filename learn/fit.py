@@ -103,7 +103,7 @@ def fit(
     if "simulated" in rows.count("source"):
         said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
         notes.append(said + "nothing about real GPUs")
-        if settings.estimator == "trace" or needs_trace:
+        if settings.estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
             notes.append("the trace made these very labels, so that errors here are near zero by construction")
     if unreadable := rows.counts.get("unreadable"):
         notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")

@@ -12,8 +12,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ BATCH = 8  # cases a task: small enough that no worker waits long for another's
 # Of featurize, what a traced step's features do not follow from; a device's description is part of each key.
 _NO_PART = ("__init__", "allocator_history", "device_spec", "features", "layers", "plan_of_module", "simulate", "space",
             "trial", "vision")  # fmt: skip
+_SHARE = "net_share_elements_"
 _KEPT = 100_000
 _MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
 _memory: dict[str, StepRecord] = {}
@@ -43,18 +45,19 @@ class StepRecord:
     """What is known of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
 
     values   `featurize.step_features.step_features`
-    graph    the forward pass as `featurize.opgraph.OpGraph` arrays, packed; `operator_graph` unpacks it
+    graph    the forward pass as `featurize.opgraph.OpGraph` arrays, packed, or what packs it; see `operator_graph`
     seconds  what it took to compute
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
-    graph: bytes = b""
+    graph: bytes | Callable[[], bytes] = b""
     error: str | None = None
     seconds: float = 0.0
 
     def operator_graph(self) -> dict[str, np.ndarray]:
         """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
-        with np.load(io.BytesIO(self.graph), allow_pickle=False) as arrays:
+        packed = self.graph() if callable(self.graph) else self.graph
+        with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
         return {**found, "nodes": found["nodes"].astype(np.float32)}
 
@@ -75,6 +78,15 @@ def features_of(case: Case) -> StepRecord:
     return found
 
 
+def main_operator(case: Case) -> str | None:
+    """The kind of operator that makes the largest share of what the forward pass makes; None where the case has no
+    record at hand."""
+    record = _memory.get(case.key)
+    shares = {} if record is None else dict(record.values)
+    shares = {name: share for name, share in shares.items() if name.startswith(_SHARE)}
+    return max(sorted(shares), key=shares.get).removeprefix(_SHARE) if shares else None
+
+
 def _keep_module(case: Case, record: StepRecord) -> tuple:
     while len(_of_module) >= _MODULES_KEPT:
         _of_module.pop(next(iter(_of_module)))
@@ -84,7 +96,6 @@ def _keep_module(case: Case, record: StepRecord) -> tuple:
 
 def compute(case: Case) -> StepRecord:
     """Trace, replay and price one case. A case that can't be traced gives a record that says why."""
-    from featurize.opgraph import opgraph
     from learn.traced import step_of
 
     began = time.monotonic_ns()
@@ -94,19 +105,36 @@ def compute(case: Case) -> StepRecord:
     try:
         job = case.workload
         traced = step_of(job, spec)
-        graph = _packed(opgraph(traced.trace, spec, job.settings))
+        graph = _graph(case, traced)
     except UsageError as error:
         return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9)
     return StepRecord(values=_values(traced, job, spec), graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
 
 
-def remember(case: Case, traced: TracedStep) -> None:
-    """Take the case's record from a trace that is at hand, replayed with the default allocator; without the graph."""
-    record = StepRecord(values=_values(traced, case.workload, case.spec))
-    if case.key is None:
-        _keep_module(case, record)
-    else:
-        _memory.setdefault(case.key, record)
+@contextmanager
+def remembered(case: Case, traced: TracedStep | None) -> Iterator[None]:
+    """Inside, the case's record comes from a trace that is at hand, replayed with the default allocator (None: there is
+    none). Its graph is packed when somebody reads it. Afterwards the trace is let go, and so is a module."""
+    key, lent = case.key, None
+    if traced is not None and (key is None or key not in _memory):
+        lent = StepRecord(values=_values(traced, case.workload, case.spec), graph=cache(partial(_graph, case, traced)))
+        if key is None:
+            _keep_module(case, lent)
+        else:
+            _memory[key] = lent
+    try:
+        yield
+    finally:
+        if key is None:
+            _of_module.pop(id(case.module), None)
+        elif lent is not None and _memory.get(key) is lent:
+            del _memory[key]
+
+
+def _graph(case: Case, traced: TracedStep) -> bytes:
+    from featurize.opgraph import opgraph
+
+    return _packed(opgraph(traced.trace, case.spec, case.workload.settings))
 
 
 def _values(traced: TracedStep, job: Workload, spec: DeviceSpec) -> Mapping[str, float]:

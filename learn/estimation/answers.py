@@ -95,7 +95,7 @@ def answer(
     what has no answer: for peak memory that is, other figures may be missing.
     """
     from learn.estimators import TRAINING_FREE, get_estimator
-    from learn.step_store import remember
+    from learn.step_store import remembered
     from learn.traced import CannotTrace, step_of
 
     found = _Found()
@@ -108,12 +108,11 @@ def answer(
         traced = step_of(job, device, allocator=allocator, timeline=timeline)
     except UsageError as error:
         failure = error
-    if traced is not None and allocator is None:
-        remember(case, traced)
     if estimator in TRAINING_FREE and estimator != "trace":
         _ask(found, job, device, estimator)
     elif estimator != "trace":
-        _ask_fitted(found, case, estimator, data)
+        with remembered(case, traced if allocator is None else None):
+            _ask_fitted(found, case, estimator, data)
     if failure is not None and "peak_memory_mib" not in found.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure

@@ -16,9 +16,11 @@ from featurize.trial import TrialConfig
 from learn.artifacts import DEFAULT_MODELS
 from learn.estimation.answers import Estimate
 from learn.fastpath.fast import FastPath
+from learn.step_store import step_feature_version
 from learn.targets import get_target
 
 NAME = "fast (default)"
+STALE = "the fast path was distilled from traces of other code than this: it may be a little off"
 
 
 def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[Estimate]:
@@ -32,6 +34,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
     columns = {get_target(name).column: figures.tolist() for name, figures in found.figures.items()}
     upper = [None] * len(configs) if found.upper_mib is None else found.upper_mib.tolist()
     by = dict.fromkeys(path.targets, NAME)
+    stale = () if path.teacher == step_feature_version() else (STALE,)
     memory = columns["peak_memory_mib"]
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
     return [
@@ -50,7 +53,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             activations={},
             trace_memory_mib=None,
             device=device.name,
-            warnings=_warnings(memory[i], upper[i], found.unlike[i], device),
+            warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *stale),
             estimator="fast",
             answered_by=by,
             seconds=seconds,

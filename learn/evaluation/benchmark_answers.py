@@ -165,13 +165,16 @@ def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list
 
 
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool) -> float | None:
-    """Median seconds of a single case's answer, its features not remembered; the first one warms up."""
+    """Median seconds of a single case's answer, its features not remembered (but of timm's models, the layers are); the
+    first one warms up."""
     from learn.learned.features import config_features
+    from learn.learned.gpumemnet import tokens_of
     from learn.step_store import features_of
 
     found = []
     for case in cases:
         config_features.cache_clear()
+        tokens_of.cache_clear()
         record = features_of(case) if traced else None
         began = time.monotonic_ns()
         fitted.predict([case])

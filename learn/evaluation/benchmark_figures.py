@@ -50,6 +50,7 @@ class Scored(Given):
     """One row and one estimator's answer. `label` None: out of memory, the job needs more than the card.
 
     group   what errors are told apart by; card: the device's memory in the label's unit, where the target is memory
+    operator  the kind that makes most of what the forward pass makes, where the step is traced
     """
 
     name: str
@@ -59,6 +60,7 @@ class Scored(Given):
     family: str = ""
     batch_size: int = 0
     card: float | None = None
+    operator: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ def figures_of(
         classes_shifted={
             name: s for name, b in known.items() if not learned and (s := _classes(answered, name, b, shift))
         },
-        bound=bound_scores(np.array([row.label for row in sure]), np.array([row.upper for row in sure]), space),
+        bound=_bound([row for row in bounded if row.label is not None or row.card is not None], space),
         reliability=_reliability(sure),
         fit_right=_right(answered, [row.estimate + shift for row in answered]),
         fit_right_raw=_right(answered, [row.estimate for row in answered]),
@@ -168,6 +170,12 @@ def figures_of(
         fit_seconds=fit_seconds,
         fits=fits,
     )
+
+
+def _bound(rows: Sequence[Scored], space: str) -> BoundScores | None:
+    label = np.array([row.card if row.label is None else row.label for row in rows], dtype=float)
+    censored = np.array([row.label is None for row in rows], dtype=bool)
+    return bound_scores(label, np.array([row.upper for row in rows], dtype=float), censored, space)
 
 
 def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> dict[str, tuple[int, Errors]]:

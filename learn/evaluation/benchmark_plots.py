@@ -32,6 +32,7 @@ def plots_of(done: Benchmark, file: str) -> list[tuple[str, str]]:
         ("Estimate against label; both axes alike. Triangles, at the card, ran out of memory.", _predicted),
         ("Share of the rows whose error is at most so large. Rows without an answer keep a line below 100 %.", _cdf),
         ("Median of the signed error (estimate over label) by group: blue is too low, red too high.", _by_group),
+        ("The same by the operator that makes the most of a network's forward pass.", _by_operator),
         ("Median of the signed error by batch size, in steps of two.", _by_batch),
         ("Recall by class; n is the number of rows that belong to it.", _recall),
         ("Reliability: share of labels at or under each predicted quantile; the star is the 99 % bound.", _reliable),
@@ -161,11 +162,20 @@ def _cdf(plt, done: Benchmark, file: str):
 
 
 def _by_group(plt, done: Benchmark, file: str):
+    return _heatmap(plt, done, file, lambda row: row.group)
+
+
+def _by_operator(plt, done: Benchmark, file: str):
+    return _heatmap(plt, done, file, lambda row: row.operator)
+
+
+def _heatmap(plt, done: Benchmark, file: str, key: Callable[[Scored], str | None]):
     own = _own(done, file)
     cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, rows in own.items():
         for row, error in signed_errors(rows, None, space=done.target.space):
-            cells[row.group][name].append(error)
+            if (group := key(row)) is not None:
+                cells[group][name].append(error)
     if not cells:
         return None
     groups, names = sorted(cells), list(own)

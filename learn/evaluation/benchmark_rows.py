@@ -15,6 +15,7 @@ import numpy as np
 from conf.errors import UsageError
 from learn.cases import Case
 from learn.data import Rows
+from learn.evaluation.benchmark_figures import sample
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.targets import Bins, Target, get_target, make_bins, memory_bins
 
@@ -83,7 +84,7 @@ def of_runs(settings: BenchmarkSettings) -> Selection:
     chosen: list[int] = []
     for family in sorted(set(rows.family)):
         members = np.flatnonzero(rows.family == family)
-        chosen += members[sample(rows.module[members].tolist(), settings, family)].tolist()
+        chosen += members[sample(rows.module[members].tolist(), settings.rows, f"{settings.seed}/{family}")].tolist()
     rows = rows.subset(sorted(chosen))
     if unreadable := rows.counts.get("unreadable"):
         notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
@@ -124,7 +125,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> Selection:
     rows: list[tuple[PublishedFile, PublishedRow]] = []
     for file in files:
         usable = _usable(file, target, settings, notes if file.path.stem in asked_of else [])
-        kept = sample([row.module for row in usable], settings, file.path.stem)
+        kept = sample([row.module for row in usable], settings.rows, f"{settings.seed}/{file.path.stem}")
         rows += [(file, usable[i]) for i in kept]
         if file.path.stem in asked_of and kept:
             notes += _doubts(file.path.stem, [usable[i].doubt or "" for i in kept])
@@ -272,10 +273,3 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
         return []
     said = "; ".join(f"{n} {doubt}" for doubt, n in counts.most_common())
     return [f"{file}: {counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on): {said}"]
-
-
-def sample(groups: Sequence[str], settings: BenchmarkSettings, file: str) -> list[int]:
-    """Positions of the rows that `rows=` takes of one file."""
-    from learn.evaluation.benchmark_figures import sample as drawn
-
-    return drawn(groups, settings.rows, f"{settings.seed}/{file}")

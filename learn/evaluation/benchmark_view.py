@@ -6,7 +6,6 @@ Start reading at `print_benchmark`.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.bars import start_bar
+from conf.errors import UsageError
 from learn.evaluation.benchmark_figures import by_group, worst_of
 from learn.targets import LEVELS, MIB_PER_GB
 
@@ -256,6 +256,8 @@ def refusals(done: Benchmark) -> list[str]:
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
     """Settings, figures, notes and every row with its estimates, replacing `path` in one step."""
+    from warehouse.folder import write_bytes
+
     rows: dict[tuple[str, str], dict] = {}
     for (file, estimator), scored in done.scored.items():
         for row in scored:
@@ -283,7 +285,7 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
         "notes": list(done.notes),
         "rows": list(rows.values()),
     }
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, target)
+    try:
+        write_bytes(Path(path), (json.dumps(report, indent=1) + "\n").encode())
+    except OSError as error:
+        raise UsageError(f"out={path} cannot be written: {error.strerror or error}") from error

@@ -183,7 +183,7 @@ def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, p
     usable = has_relative(label, rows.target.space)
     absolute = np.abs(guess - label)
     relative = absolute[usable] / label[usable]
-    bound = None if upper is None else bound_scores(label, upper[exact], rows.target.space)
+    bound = None if upper is None else bound_scores(rows.label, upper, rows.censored, rows.target.space)
     return Metrics(
         n=len(rows),
         n_censored=int(rows.censored.sum()),

@@ -50,7 +50,8 @@ def class_scores(true: np.ndarray, said: np.ndarray, labels: Sequence[str]) -> C
 
 @dataclass(frozen=True, kw_only=True)
 class BoundScores:
-    """Of an upper bound: share of labels at or under it, share above it, and the median of upper / label - 1."""
+    """Of an upper bound: share of labels at or under it, share above it, and the median of upper / label - 1 over exact
+    labels."""
 
     n: int
     coverage: float
@@ -58,12 +59,13 @@ class BoundScores:
     excess: float | None
 
 
-def bound_scores(label: np.ndarray, upper: np.ndarray, space: str) -> BoundScores | None:
-    """Of labels that are exact and their bounds, (n,) each; None without rows."""
-    if not len(label):
+def bound_scores(label: np.ndarray, upper: np.ndarray, censored: np.ndarray, space: str) -> BoundScores | None:
+    """Of labels and their bounds, (n,) each; None without an exact label. A `censored` job needs more than its label:
+    it is above a bound that is below that, and else taken to be under it."""
+    if censored.all():
         return None
     coverage = float((label <= upper).mean())
-    usable = has_relative(label, space)
+    usable = has_relative(label, space) & ~censored
     return BoundScores(
         n=len(label),
         coverage=coverage,

@@ -22,6 +22,7 @@ from learn.estimators import from_space, to_space
 from learn.fastpath.fast_bound import Bound, Taught, calibrate
 from learn.fastpath.fast_features import Sketch, feature_version, step_sketch
 from learn.fastpath.fast_nets import Nets, train_nets
+from learn.step_store import step_feature_version
 from learn.targets import get_target
 
 FOLDS = 4  # of each family's cases: what networks say of the one that they were not trained on tells how far off it is
@@ -107,9 +108,15 @@ class FastPath:
     """
 
     def __init__(
-        self, targets: Sequence[str], bounded: bool, devices: Mapping[str, str], families: Mapping[str, _OfFamily]
+        self,
+        targets: Sequence[str],
+        bounded: bool,
+        devices: Mapping[str, str],
+        families: Mapping[str, _OfFamily],
+        teacher: str,
     ) -> None:
         self.targets, self.bounded = tuple(targets), bounded
+        self.teacher = teacher  # the version of the traced steps' features that the teacher answered from
         self.devices = dict(devices)  # names without the vendor -> as they were given
         self._families = dict(families)
 
@@ -149,7 +156,7 @@ class FastPath:
             own = {name: said.rows(mine) for name, said in taught.items()}
             families[family] = _learn_family([cases[i] for i in mine], own, targets, bounded, seed)
         names = sorted({(case.spec.name) for case in cases})
-        return cls(targets, bounded, {plain_device(name): name for name in names}, families)
+        return cls(targets, bounded, {plain_device(name): name for name in names}, families, step_feature_version())
 
     def answer(self, configs: Sequence[TrialConfig], device: str | DeviceSpec) -> FastAnswers:
         """Figures of each config on one GPU model, in order. Raises `UsageError` for a family or device unknown."""
@@ -205,6 +212,7 @@ class FastPath:
             }
         state = {
             "features": feature_version(),
+            "teacher": self.teacher,
             "targets": list(self.targets),
             "bounded": self.bounded,
             "devices": self.devices,
@@ -233,7 +241,7 @@ class FastPath:
             )
             for name, found in state["families"].items()
         }
-        return cls(state["targets"], state["bounded"], state["devices"], families)
+        return cls(state["targets"], state["bounded"], state["devices"], families, state["teacher"])
 
 
 def _learn_family(

@@ -5,12 +5,14 @@ Start reading at `Familiarity.judge`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
 
+from conf.identity import version_of
 from featurize.device_spec import plain_device
 from featurize.opgraph import VOCABULARY
 from learn.cases import Case
@@ -47,24 +49,29 @@ class Familiarity:
 
     ranges   feature -> (least, most)
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
+    torch    PyTorch's releases, as 2.4
     """
 
     ranges: Mapping[str, tuple[float, float]]
     kinds: frozenset[str]
     devices: frozenset[str]
     settings: Mapping[str, tuple[float, ...]]
+    torch: frozenset[str]
 
     @classmethod
     def learn(cls, rows: Rows, records: Sequence[StepRecord]) -> Self:
         """Of the rows fitted on, and their records in the same order."""
         columns = {name: np.array([record.values[name] for record in records]) for name in _RANGES}
         kinds = {kind for kind in VOCABULARY if any(record.values.get(f"net_count_{kind}") for record in records)}
-        settings = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
+        settings = ["net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark"]
+        if rows.target.space == "ratio":  # the input pipeline keeps a GPU waiting; memory hardly knows it
+            settings.append("net_training_loop")
         return cls(
             ranges={name: (float(values.min()), float(values.max())) for name, values in columns.items()},
             kinds=frozenset(kinds),
             devices=frozenset(plain_device(str(name)) for name in rows.device),
             settings={name: tuple(sorted({float(r.values[name]) for r in records})) for name in settings},
+            torch=frozenset(map(torch_release, rows.cases)),
         )
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
@@ -89,11 +96,16 @@ class Familiarity:
         for name in ("net_channels_last", "net_cudnn_benchmark"):
             if values[name] not in self.settings[name]:
                 said.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
+        if values["net_training_loop"] not in self.settings.get("net_training_loop", (0.0, 1.0)):
+            without = "out" if values["net_training_loop"] == 0 else ""
+            said.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
         widening = _WIDER ** min(len(said) - narrow, 3)
         if plain_device(case.device if case.described is None else case.described.name) not in self.devices:
             device = case.described.name if case.described is not None else case.device
             said.append(f"nothing was measured on {device}, only on {', '.join(sorted(self.devices))}")
             widening *= _WIDER_DEVICE
+        if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
+            said.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
         return Unfamiliar(tuple(said), widening) if said else None
 
     def to_mapping(self) -> dict:
@@ -102,6 +114,7 @@ class Familiarity:
             "kinds": sorted(self.kinds),
             "devices": sorted(self.devices),
             "settings": {name: list(values) for name, values in self.settings.items()},
+            "torch": sorted(self.torch),
         }
 
     @classmethod
@@ -111,4 +124,11 @@ class Familiarity:
             kinds=frozenset(mapping["kinds"]),
             devices=frozenset(mapping["devices"]),
             settings={name: tuple(values) for name, values in mapping["settings"].items()},
+            torch=frozenset(mapping["torch"]),
         )
+
+
+def torch_release(case: Case) -> str:
+    """Of the environment that the case runs in, or the installed one, as 2.4."""
+    found = re.match(r"(\d+)\.(\d+)", case.torch_version or version_of("torch") or "")
+    return f"{found[1]}.{found[2]}" if found else "0.0"

@@ -6,14 +6,15 @@ As published: classifiers over bins of 1 GB for MLPs and 8 GB else, and over low
 ensemble a kind of network; counts of layers, batch size, parameters, activations (alone and times the batch), the
 activation function as sine and cosine of its index; for the transformer also the sequence of (kind, activations,
 parameters), in encoders 6 wide with 3 heads (wider ones told less of a few hundred rows); members of different depth;
-cross entropy; out-of-memory rows as members of the top bin; the upper edge of the likeliest bin as the estimate of
-memory.
+cross entropy; rows that ran out of the largest card as members of the top bin; the upper edge of the likeliest bin as
+the estimate of memory.
 
 Ours: true sizes in place of a summary tool's, as logarithms and standardised; fewer members, and wider perceptrons,
 each trained without a fold of its own, whose rows tell when to stop and calibrate the bound (their perceptrons are 4
 to 8 wide and 6 to 16 of them, with batch norm and batches of 128 rows); GB are 1024 MiB; the middle of the likeliest
 bin as the estimate of utilization; the sequence cut into at most 48 runs of layers, each with counts of its kinds and
-sums of its sizes; its mean and maximum, not its sum, joined to the scalars.
+sums of its sizes; its mean and maximum, not its sum, joined to the scalars; rows that ran out of a smaller card as
+members of its bin or any above.
 """
 
 from __future__ import annotations
@@ -69,10 +70,15 @@ class Ensemble:
 
 
 class GPUMemNetEstimator:
-    """What both have in common. A family that was not fitted, and what is no trial config, is refused by row."""
+    """What both have in common. A family that was not fitted, and what is no trial config, is refused by row.
+
+    Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
+    low: it is no bound from rows that fitting never looked at.
+    """
 
     name: ClassVar[str]
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
+    uses_out_of_memory: ClassVar[bool] = True
     members: ClassVar[int]
     reads_sequence: ClassVar[bool]
 
@@ -90,8 +96,8 @@ class GPUMemNetEstimator:
         raise NotImplementedError
 
     def fit(self, rows: Rows) -> Self:
-        """One ensemble a family, of the rows with exact labels (10 at least, in 2 groups) and the out-of-memory ones of
-        the largest device that ran out. `UsageError` where no family has as many."""
+        """One ensemble a family, of the rows with exact labels (10 at least, in 2 groups) and the out-of-memory ones.
+        `UsageError` where no family has as many."""
         require_target(type(self), rows.target.name)
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
@@ -115,10 +121,7 @@ class GPUMemNetEstimator:
         rows = rows.subset(readable)
         require_rows(rows, least=LEAST_ROWS)
         edges = bin_edges(rows)
-        if rows.censored.any():  # of a smaller card, they are somewhere above it and not known to be in the top bin
-            rows = rows.subset(~rows.censored | (rows.label >= rows.ceiling_mib))
-        classes = np.clip(np.searchsorted(edges, rows.label, side="right") - 1, 0, len(edges) - 2)
-        classes[rows.censored] = len(edges) - 2
+        classes, or_above = classes_of(rows, edges)
 
         raw = scalars_of(rows.configs)
         mean, scale = raw.mean(axis=0), raw.std(axis=0)
@@ -130,7 +133,7 @@ class GPUMemNetEstimator:
             held_out = fold == member
             with quiet_torch(self.seed * 1000 + member):
                 net = self._net(member, raw.shape[1], len(edges) - 1)
-                train_member(net, inputs, classes, held_out, self._training(), self.seed * 1000 + member)
+                train_member(net, inputs, classes, or_above, held_out, self._training(), self.seed * 1000 + member)
                 weights.append(arrays_of(net))
             own = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
             held = rows.subset(held_out)
@@ -256,7 +259,7 @@ class GPUMemNetMLP(GPUMemNetEstimator):
     def _net(self, member: int, scalars: int, classes: int) -> Any:
         from learn.learned.gpumemnet_nets import CountsNet
 
-        return CountsNet(scalars, 0, classes, hidden_layers=1 + member, width=64)
+        return CountsNet(scalars, classes, hidden_layers=1 + member, width=64)
 
     def _training(self) -> Any:
         from learn.learned.gpumemnet_nets import Training
@@ -294,18 +297,31 @@ def why_not(case: Case) -> str | None:
 
 
 def bin_edges(rows: Rows) -> np.ndarray:
-    """(k + 1,) edges of one family's bins. Memory: from 0 to above the largest need, and a bin above the device's
-    memory where jobs ran out of it. Utilization: the published three."""
+    """(k + 1,) edges of one family's bins. Memory: from 0 to above the largest need, and a bin above the memory of the
+    largest device that jobs ran out of, unless others need more than it has. Utilization: the published three."""
     family = str(rows.family[0])
     if not rows.target.is_memory:
         return np.array([0.0, *utilization_bins(rows.target).edges_of([family])[0], 1.0])
     width = default_bin_gb([family]) * MIB_PER_GB
     edges = [width * i for i in range(int(rows.exact.label.max() // width) + 2)]
-    if rows.ceiling_mib is not None:
-        if rows.ceiling_mib > edges[-1]:
-            edges.append(rows.ceiling_mib)
+    largest = rows.label[rows.censored].max(initial=0.0)
+    if rows.censored.any() and largest >= edges[-2]:
+        if largest > edges[-1]:
+            edges.append(float(largest))
         edges.append(edges[-1] + width)
     return np.array(edges)
+
+
+def classes_of(rows: Rows, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) int bin of each of a family's rows, and (n,) bool: it is that one or any above.
+
+    As published, what ran out of the largest device is in the bin above it, the top one. Of what ran out of a smaller
+    device no more is known than that: it is in that device's bin or above."""
+    top = len(edges) - 2
+    classes = np.clip(np.searchsorted(edges, rows.label, side="right") - 1, 0, top)
+    if rows.censored.any() and edges[top] > rows.exact.label.max():
+        classes[rows.censored & (rows.label >= rows.label[rows.censored].max())] = top
+    return classes, rows.censored & (classes < top)
 
 
 def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:

@@ -52,7 +52,7 @@ class Training:
 class CountsNet(nn.Module):
     """A multi-layer perceptron whose hidden layers narrow from `width` to half of it."""
 
-    def __init__(self, scalars: int, tokens: int, classes: int, *, hidden_layers: int, width: int) -> None:
+    def __init__(self, scalars: int, classes: int, *, hidden_layers: int, width: int) -> None:
         super().__init__()
         sizes = [scalars, *np.linspace(width, width / 2, hidden_layers).astype(int).tolist()]
         hidden = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
@@ -70,7 +70,7 @@ class SequenceNet(nn.Module):
         self.embed = nn.Linear(tokens, width)
         self.encoders = nn.ModuleList(_Encoder(width, heads) for _ in range(encoders))
         self.norm = nn.LayerNorm(width)
-        self.head = CountsNet(2 * width + scalars, 0, classes, hidden_layers=2, width=64)
+        self.head = CountsNet(2 * width + scalars, classes, hidden_layers=2, width=64)
 
     def forward(self, scalars_NS: Tensor, tokens_NLT: Tensor, length_N: Tensor) -> Tensor:
         x_NLD = self.embed(tokens_NLT)
@@ -111,11 +111,19 @@ def _positions(length: int, width: int) -> Tensor:
 
 
 def train_member(
-    net: nn.Module, inputs: Inputs, classes: np.ndarray, held_out: np.ndarray, how: Training, seed: int
+    net: nn.Module,
+    inputs: Inputs,
+    classes: np.ndarray,
+    or_above: np.ndarray,
+    held_out: np.ndarray,
+    how: Training,
+    seed: int,
 ) -> nn.Module:
-    """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were told best."""
+    """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were told best.
+
+    classes (n,) int; `or_above` (n,) bool: the row's class is that one or any above."""
     inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    target = torch.from_numpy(classes)
+    target = torch.from_numpy(classes), torch.from_numpy(or_above)
     epochs = how.epochs(len(inside))
     optimizer = torch.optim.AdamW(net.parameters(), lr=how.learning_rate, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
@@ -125,7 +133,7 @@ def train_member(
     for epoch in range(epochs):
         for index in _batches(inside, inputs.length_N, how.batch(len(inside)), rng):
             optimizer.zero_grad(set_to_none=True)
-            F.cross_entropy(net(*inputs.at(index)), target[index]).backward()
+            _losses(net, inputs, target, index).mean().backward()
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
         schedule.step()
@@ -157,8 +165,19 @@ def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Gen
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _loss(net: nn.Module, inputs: Inputs, target: Tensor, rows: np.ndarray) -> float:
+def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
+    """(n,) minus the logarithm of what the net gives to the row's class, or to that one and all above."""
+    logits_NC, class_N, or_above_N = net(*inputs.at(rows)), target[0][rows], target[1][rows]
+    loss_N = F.cross_entropy(logits_NC, class_N, reduction="none")
+    if not or_above_N.any():
+        return loss_N
+    below_NC = torch.arange(logits_NC.shape[1]) < class_N[:, None]
+    least_N = logits_NC.logsumexp(1) - logits_NC.masked_fill(below_NC, -math.inf).logsumexp(1)
+    return torch.where(or_above_N, least_N, loss_N)
+
+
+def _loss(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> float:
     with torch.no_grad():
         parts = [rows[i : i + 512] for i in range(0, len(rows), 512)]
-        total = sum(F.cross_entropy(net(*inputs.at(part)), target[part], reduction="sum").item() for part in parts)
+        total = sum(_losses(net, inputs, target, part).sum().item() for part in parts)
     return total / max(len(rows), 1)

@@ -18,7 +18,7 @@ from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import to_space, too_few_for
-from learn.learned.familiarity import Familiarity
+from learn.learned.familiarity import Familiarity, torch_release
 from learn.learned.hybrid_boosting import Boosted, Settings
 from learn.learned.scaled_prediction import ScaledPrediction, conformal_score
 from learn.learned.tabular import group_folds
@@ -43,6 +43,7 @@ _MEMORY = Settings(rounds=80, leaves=8, least=30, l2=10.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"
+_TORCH = "env_torch"  # a case's, not its record's
 # What is unfamiliar does not stretch a bound beyond so many times the point: more would say nothing.
 _STRETCHED_AT_MOST = 4.0
 
@@ -55,8 +56,9 @@ class HybridEstimator:
     never falls below weights and context. Rows that ran out of memory count as "at least the device's memory".
 
     The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
-    a conformal bound is taken over the scaled ones, by family and device where there are enough of them. A case unlike
-    anything that was fitted on gets a wider one, and a warning that says why.
+    a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of
+    none of these families has the widest of theirs. A case unlike anything that was fitted on gets a wider one, and a
+    warning that says why.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -72,6 +74,7 @@ class HybridEstimator:
         self._scale: Boosted | None = None
         self._kinds: dict[str, int] = {}
         self._scores: list[np.ndarray] = []
+        self._of_others = 0
         self._floor = 0.0
         self._familiarity: Familiarity | None = None
         self._knots = np.empty(0)
@@ -95,7 +98,7 @@ class HybridEstimator:
         records = [record for record, good in zip(records, traced, strict=True) if good]
         self.target = rows.target
         self._columns = self._choose(records)
-        table, base = self._table(records), self._base(records)
+        table, base = self._table(rows.cases, records), self._base(records)
         label = to_space(rows.label, self.target.space)
         if self.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
@@ -108,12 +111,14 @@ class HybridEstimator:
         self._correction = self._boosted().fit(table, label - base, rows.censored, weight)
 
         exact = ~rows.censored
-        residual = (label - held_out)[exact]
+        gap = label - held_out
+        residual = gap[exact]
         self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
         self._scale = Boosted(_SCALE, self.seed).fit(
             self._of_network(table)[exact], np.abs(residual), None, weight[exact]
         )
-        self._kinds, self._scores = self._calibrated(rows, table, residual)
+        self._kinds, self._scores = self._calibrated(rows, table, gap)
+        self._of_others = self._widest()
         self._familiarity = Familiarity.learn(rows, records)
         return self
 
@@ -121,7 +126,7 @@ class HybridEstimator:
         if self._correction is None:
             raise RuntimeError("fit or load the estimator before predicting")
         records = [features_of(case) for case in cases]
-        refusals = {i: record.error for i, record in enumerate(records) if record.error is not None}
+        refusals = {i: said for i, record in enumerate(records) if (said := self._refusal(record)) is not None}
         known = [i for i in range(len(cases)) if i not in refusals]
         n = len(cases)
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
@@ -129,7 +134,7 @@ class HybridEstimator:
         kind = np.array([self._kind(case) for case in cases], dtype=int)
         if known:
             kept = [records[i] for i in known]
-            table, base = self._table(kept), self._base(kept)
+            table, base = self._table([cases[i] for i in known], kept), self._base(kept)
             centre[known] = self._centre(self._correction, table, base)
             scale[known] = self._scale_of(table)
             if self.target.is_memory:
@@ -152,18 +157,30 @@ class HybridEstimator:
 
     def _kind(self, case: Case) -> int:
         family, device = _place(case)
-        return self._kinds.get(f"{family} on {device}", self._kinds.get(family, 0))
+        return self._kinds.get(f"{family} on {device}", self._kinds.get(family, self._of_others))
+
+    def _widest(self) -> int:
+        """Of the families, or 0, all rows together, where none has scores of its own. What is of no family that was
+        fitted on can be like any of them."""
+        return max(set(self._kinds.values()) or {0}, key=lambda kind: conformal_score(self._scores[kind], LEVEL))
+
+    def _refusal(self, record: StepRecord) -> str | None:
+        if record.error is not None:
+            return record.error
+        missing = [name for name in self._columns if name not in record.values and name != _TORCH]
+        return f"it was fitted with features that this code does not compute: {', '.join(missing)}" if missing else None
 
     # ---- parts of it
 
     def _choose(self, records: Sequence[StepRecord]) -> tuple[str, ...]:
         names = sorted(records[0].values)
         if self.target.is_memory:
-            return (*(name for name in names if name.startswith(("net_", "gpu_"))), _LOG_MEMORY)
-        return tuple(names)
+            return (*(name for name in names if name.startswith(("net_", "gpu_"))), _TORCH, _LOG_MEMORY)
+        return (*names, _TORCH)
 
-    def _table(self, records: Sequence[StepRecord]) -> np.ndarray:
-        return np.array([[record.values[name] for name in self._columns] for record in records], dtype=float)
+    def _table(self, cases: Sequence[Case], records: Sequence[StepRecord]) -> np.ndarray:
+        rows = [{**record.values, _TORCH: _torch(case)} for case, record in zip(cases, records, strict=True)]
+        return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
         """What the scale is learned from: for memory nothing that the batch size changes, so that bounds grow too."""
@@ -206,21 +223,22 @@ class HybridEstimator:
             found[~inside] = self._centre(boosted, table[~inside], base[~inside])
         return found
 
-    def _calibrated(self, rows: Rows, table, residual) -> tuple[dict[str, int], list[np.ndarray]]:
+    def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, and of each family, and each on one device, that has enough. The scale of a
-        row comes from a model that has not seen it: one that has would call its own errors small."""
-        exact = rows.subset(~rows.censored)
-        network = self._of_network(table)[~rows.censored]
-        fold = group_folds(_units(exact), FOLDS, self.seed + 1)
-        weight = _balanced(exact.module)
-        scale = np.empty(len(exact))
+        row comes from a model that has not seen it: one that has would call its own errors small. Rows that ran out of
+        memory count where they were told to fit: the error is at least so large."""
+        told = ~rows.censored | (gap > 0)
+        rows, gap, network = rows.subset(told), gap[told], self._of_network(table)[told]
+        fold = group_folds(_units(rows), FOLDS, self.seed + 1)
+        weight = _balanced(rows.module)
+        scale = np.empty(len(rows))
         for k in range(fold.max() + 1):
-            inside = fold != k
-            boosted = Boosted(_SCALE, self.seed).fit(network[inside], np.abs(residual[inside]), None, weight[inside])
-            scale[~inside] = np.maximum(boosted.predict(network[~inside]), self._floor)
-        score = residual / scale
+            inside = (fold != k) & ~rows.censored
+            boosted = Boosted(_SCALE, self.seed).fit(network[inside], np.abs(gap[inside]), None, weight[inside])
+            scale[fold == k] = np.maximum(boosted.predict(network[fold == k]), self._floor)
+        score = gap / scale
         kinds, scores = {}, [np.sort(score)]
-        places = list(map(_place, exact.cases))
+        places = list(map(_place, rows.cases))
         for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
             for name in sorted(set(names)):
                 mine = np.array([one == name for one in names])
@@ -243,6 +261,7 @@ class HybridEstimator:
             "knots": self._knots.tolist(),
             "floor": self._floor,
             "kinds": self._kinds,
+            "of_others": self._of_others,
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
         }
@@ -258,11 +277,18 @@ class HybridEstimator:
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
+        loaded._of_others = int(state["of_others"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
         loaded._correction = Boosted.load(folder, "correction")
         loaded._scale = Boosted.load(folder, "scale")
         return loaded
+
+
+def _torch(case: Case) -> float:
+    """PyTorch's version in the case's environment, else the installed one: 2.04 for 2.4.1."""
+    major, minor = torch_release(case).split(".")
+    return int(major) + int(minor) / 100
 
 
 def _place(case: Case) -> tuple[str, str]:

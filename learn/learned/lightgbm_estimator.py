@@ -18,13 +18,6 @@ class LightGBMEstimator(TabularEstimator):
 
     name: ClassVar[str] = "lightgbm"
 
-    def importances(self) -> dict[str, float]:
-        """Share of the total gain by feature, largest first."""
-        gain = self._model.feature_importance("gain")
-        shares = gain / max(gain.sum(), 1e-12)
-        order = np.argsort(-shares, kind="stable")
-        return {self._table.columns[i]: float(shares[i]) for i in order if shares[i] > 0}
-
     def _save_model(self, folder: Path) -> None:
         (folder / "model.txt").write_text(self._model.model_to_string())
 

@@ -8,13 +8,16 @@ import pytest
 
 from conf.errors import UsageError
 from featurize.families import mlp
+from learn import step_store
 from learn.data import make_rows
 from learn.estimators import ESTIMATORS, Estimator, Prediction, get_estimator, make_estimator
 from learn.targets import TARGETS
 
 N = 40
 # They have a use for "at least this much": as members of the top bin, or as errors on one side.
-USE_OUT_OF_MEMORY_ROWS = ("gnn", "gpumemnet_mlp", "gpumemnet_transformer", "hybrid")
+USE_OUT_OF_MEMORY_ROWS = [
+    name for name in sorted(ESTIMATORS) if getattr(get_estimator(name), "uses_out_of_memory", False)
+]
 
 
 def make(target, n=N, first=0):
@@ -197,10 +200,20 @@ def test_out_of_memory_rows_leave_the_others_where_they_are(name):
         [*rows.label, *np.full(8, 40_960.0)],
         censored=[False] * N + [True] * 8,
     )
-    before = fit_once(name, "memory").predict(rows.cases).point
+    before = fit_once(name, "memory").predict([*rows.cases, *large.cases]).point
     after = make_estimator(name, seed=3).fit(both).predict([*rows.cases, *large.cases]).point
+    assert not np.array_equal(before, after), "they are of use"
+    before = before[:N]
     assert np.median(np.abs(np.log(after[:N] / before))) < 0.4 and (after[:N] < 20_000).mean() > 0.9
     assert np.median(after[N:]) > np.quantile(after[:N], 0.9)
+
+
+def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monkeypatch):
+    asked, compute = [], step_store.compute
+    monkeypatch.setattr(step_store, "_memory", {})
+    monkeypatch.setattr(step_store, "compute", lambda case: asked.append(case) or compute(case))
+    fitted.predict(rows.cases[:1])
+    assert bool(asked) == getattr(get_estimator(name), "needs_trace", False)
 
 
 def test_empty_data_is_refused(name, rows):

@@ -16,6 +16,7 @@ from learn import benchmark as benchmark_module
 from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.evaluation.benchmark_figures import Scored, by_group, figures_of, sample, worst_of
+from learn.evaluation.benchmark_view import write_json
 from learn.targets import memory_bins
 
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
@@ -292,6 +293,14 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
         assert run(*asked, f"out={target}") == cli.EXIT_USAGE
         error = capsys.readouterr().err
         assert f"out={target}" in error and said in error and len(error.splitlines()) == 1
+
+
+def test_json_that_cannot_be_written_after_all_is_a_mistake_of_the_users(tmp_path):
+    path = write(tmp_path / "some.csv", [(1, 200, OK)])
+    settings = BenchmarkSettings(published=str(path), estimators=("hundreds",), workers=0)
+    gone = tmp_path / "gone" / "report.json"
+    with pytest.raises(UsageError, match=r"out=.*report\.json cannot be written: No such file or directory"):
+        write_json(str(gone), benchmark(settings), settings)
 
 
 ORPHAN = """

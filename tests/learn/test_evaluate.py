@@ -73,4 +73,13 @@ def test_too_few_groups_are_told():
 
 def test_scores_of_nothing_are_none():
     empty = np.empty(0)
-    assert class_scores(empty, empty, ()) is None and bound_scores(empty, empty, "log") is None
+    assert class_scores(empty, empty, ()) is None and bound_scores(empty, empty, empty == 1, "log") is None
+
+
+def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():
+    label = np.array([10.0, 20.0, 40.0, 40.0])
+    censored = np.array([False, False, True, True])
+    found = bound_scores(label, np.array([11.0, 25.0, 39.0, 80.0]), censored, "log")
+    assert (found.n, found.coverage, found.above) == (4, 0.75, 0.25)
+    assert found.excess == pytest.approx(0.175)
+    assert bound_scores(label[2:], label[2:], censored[2:], "log") is None

@@ -14,7 +14,7 @@ from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import get_estimator, make_estimator
 from learn.learned.binned import BinnedPrediction
-from learn.learned.gpumemnet import MAX_TOKENS, bin_edges, scalars_of, tokens_of
+from learn.learned.gpumemnet import MAX_TOKENS, bin_edges, classes_of, scalars_of, tokens_of
 from learn.workload import of_module
 
 NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")
@@ -71,6 +71,46 @@ def test_memory_bins_are_the_published_widths_with_one_above_the_card(rows):
     assert of_cnn.censored.any()
     edges = bin_edges(of_cnn)
     assert list(edges) == [0, 8192, 16384] and edges[-2] >= CEILING_MIB
+
+
+CARDS_MIB = 24_000.0, 80_000.0
+
+
+def of_two_cards(most_mib=20_000.0, cards=CARDS_MIB, n=60):
+    """MLPs that need the more the larger their batch, up to `most_mib`; the last are out of either card's memory."""
+    configs = [mlp.Config(batch_size=8 * (i + 1), input_size=64, classes=10, depth=2) for i in range(n)]
+    label = np.linspace(500, most_mib, n)
+    censored = np.zeros(n, dtype=bool)
+    for k, card in enumerate(cards):
+        of_card = slice(n - 10 * (len(cards) - k), n - 10 * (len(cards) - k) + 10)
+        label[of_card], censored[of_card] = card, True
+    return make_rows("memory", configs, label, censored=censored)
+
+
+def test_out_of_memory_is_the_top_bin_on_the_largest_card_and_at_least_its_own_bin_on_others():
+    rows = of_two_cards()
+    edges = bin_edges(rows)
+    assert list(edges[-2:]) == [80_000, 81_024] and edges[-3] < 24_000
+    classes, or_above = classes_of(rows, edges)
+    small, large = rows.label == 24_000, rows.label == 80_000
+    assert set(classes[large]) == {len(edges) - 2} and set(classes[small]) == {len(edges) - 3}
+    assert or_above[small].all() and not or_above[~small].any()
+
+    rows = of_two_cards(most_mib=66_000.0, cards=CARDS_MIB[:1])  # others need more than the card that ran out has
+    edges = bin_edges(rows)
+    classes, or_above = classes_of(rows, edges)
+    assert edges[-2] <= rows.exact.label.max() < edges[-1], "no bin above the largest need"
+    assert set(classes[rows.censored]) == {23} and (or_above == rows.censored).all()
+
+
+def test_out_of_memory_on_a_small_card_is_not_taught_as_what_a_large_one_lacks():
+    """What ran out of 24 GB lies between jobs that a large card measured: it needs what those do."""
+    configs = [mlp.Config(batch_size=64, input_size=64 * (i + 1), classes=10, depth=2) for i in range(90)]
+    need = np.linspace(2_000, 40_000, 90)
+    out = (need > 24_000) & (np.arange(90) % 3 == 0)
+    rows = make_rows("memory", configs, np.where(out, 24_000.0, need), censored=out)
+    point = make_estimator("gpumemnet_mlp").fit(rows).predict(rows.cases).point
+    assert np.median(np.abs(point[out] / need[out] - 1)) < 0.15 and (point[out] > 24_000).mean() > 0.9
 
 
 def test_utilization_bins_are_the_published_ones():

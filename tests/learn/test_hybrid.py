@@ -10,6 +10,7 @@ from learn.cases import Case, of_configs
 from learn.data import make_rows
 from learn.learned.hybrid import HybridEstimator
 from learn.step_store import features_of
+from learn.workload import of_config
 
 CARD = 40_960.0
 
@@ -137,3 +138,57 @@ def test_rows_in_doubt_are_not_fitted_on():
     clean = rows.subset(np.arange(40) % 4 != 0)
     one, other = (HybridEstimator(0).fit(r).predict(rows.cases).point for r in (doubted, clean))
     np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_of_no_fitted_family_has_the_widest_familys_bound():
+    """Of 700 networks CNNs are hard to tell, MLPs are not: a module may be like either."""
+    rng = np.random.default_rng(3)
+    configs = []
+    for i in range(700):
+        batch = int(2 ** rng.integers(3, 8))
+        if i % 2:
+            configs.append(mlp.Config(batch_size=batch, input_size=64 * (1 + i % 31), classes=10, depth=1 + i % 3))
+        else:
+            filters = 4 * (1 + i % 29)
+            configs.append(
+                cnn.Config(batch_size=batch, image_size=32, channels=3, classes=10, base_filters=filters, depth=2)
+            )
+    spread = np.where([c.family == "cnn" for c in configs], 0.3, 0.01)
+    labels = traced(configs) * np.exp(spread * rng.standard_normal(len(configs)))
+    fitted = HybridEstimator(0).fit(make_rows("memory", configs, labels))
+    config = cnn.Config(batch_size=16, image_size=32, channels=3, classes=10, base_filters=20, depth=2)
+    module = of_config(config)
+    as_family, as_module = (fitted.predict([case]) for case in (Case(config), Case(module=module)))
+    assert as_module.upper()[0] / as_module.point[0] == pytest.approx(as_family.upper()[0] / as_family.point[0])
+
+
+def test_what_is_unfamiliar_stretches_a_bound_to_four_times_the_point_at_most(fitted):
+    config = transformer.Config(
+        batch_size=8, vocabulary_size=100, sequence_length=64, embedding_size=64, heads=4, depth=2, feed_forward=128,
+        classes=10, precision="bf16", optimizer="sgd",
+    )  # fmt: skip
+    found = fitted.predict([Case(config, "H200-SXM-141GB")])
+    assert 1 < found.upper()[0] / found.point[0] <= 4.0001
+
+
+def test_another_release_of_pytorch_is_said(fitted):
+    config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
+    same, other = (fitted.predict([Case(config, torch_version=version)]) for version in (None, "9.1.0+cu130"))
+    assert same.unfamiliar == {} and other.unfamiliar[0][0].startswith("PyTorch 9.1: measured under ")
+    assert other.upper()[0] == same.upper()[0]
+
+
+def test_utilization_in_a_loop_of_the_other_kind_is_said():
+    configs = configs_of(40)
+    rows = make_rows("smact", configs, np.linspace(0.2, 0.9, 40), training_loop=True)
+    fitted = HybridEstimator(0).fit(rows)
+    said = fitted.predict(of_configs(configs[:1])).unfamiliar[0]
+    assert any("a loop without an input pipeline" in text for text in said)
+    assert 0 not in fitted.predict(of_configs(configs[:1], training_loop=True)).unfamiliar
+
+
+def test_features_that_this_code_does_not_compute_are_a_refusal(fitted, monkeypatch):
+    monkeypatch.setattr(fitted, "_columns", (*fitted._columns, "net_of_another_time"))
+    config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
+    said = fitted.predict([Case(config)])
+    assert "net_of_another_time" in said.refusals[0] and np.isnan(said.point[0])

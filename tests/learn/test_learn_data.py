@@ -33,6 +33,17 @@ def test_host_memory_running_out_is_no_bound_on_the_devices(data):
     assert len(load_rows(data, "memory")) == 35
 
 
+def test_out_of_memory_without_the_devices_memory_is_judged_by_its_description_or_counted(data):
+    configs = make_configs(40)
+    statuses = ["ok"] * 35 + ["oom"] * 5
+    write_runs(data, configs, statuses=statuses, device_memory_mib=None)
+    rows = load_rows(data, "memory")
+    assert rows.censored.sum() == 5 and set(rows.label[rows.censored]) == {40_326.0}
+    write_runs(data, configs, statuses=statuses, device_memory_mib=None, device_name="XYZ-9", job="other")
+    rows = load_rows(data, "memory", device_name="XYZ-9")
+    assert len(rows) == 35 and rows.counts["oom on a device of unknown memory"] == 5
+
+
 def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(data):
     configs = make_configs(80)
     write_runs(data, configs[:45], statuses=["ok"] * 45)

@@ -1,9 +1,11 @@
 """`estimate` on modules, factories, configs and past runs, as a call and as a command."""
 
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,11 @@ from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.families import get_family, mlp
 from featurize.trace import TraceError
-from learn import estimate
+from learn import estimate, step_store
 from learn.analytical.base import analyse
 from learn.artifacts import load_latest
 from learn.cases import of_configs
+from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
 from learn.fit import FitSettings, fit
 from learn.traced import describe_device
@@ -237,6 +240,60 @@ def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     assert "no fitted model for mlp" in said and "for drama, step_time: answered by the trace" in said
     assert "memory: fitted on simulated rows" in said and "smact, smocc: fitted on imported rows" in said
     assert done.trace_memory_mib == estimate(CONFIG, estimator="trace").peak_memory_mib
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """A data folder with a graph network, fitted on rows that are no trace's own."""
+    folder = tmp_path_factory.mktemp("graphs")
+    write_runs(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
+    step_store.prepare(load_rows(folder, "memory").cases, folder, workers=0)
+    path = fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(folder))).path
+    assert json.loads((path / "meta.json").read_text())["feature_version"] == step_store.step_feature_version()
+    return folder
+
+
+def test_a_fitted_graph_network_answers_configs_and_modules(graphs):
+    new = mlp.Config(batch_size=48, input_size=80, classes=10, depth=2)
+    done = estimate(new, estimator="gnn", data=graphs)
+    assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
+    prediction = load_latest(graphs, "memory").estimator.predict(of_configs([new]))
+    assert done.peak_memory_mib == prediction.point[0], "the graph is that of a trace of its own"
+    assert step_store.features_of(*of_configs([new])).operator_graph()["edges"].size
+    done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=graphs)
+    assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
+
+
+def test_nobody_packs_a_graph_that_is_not_read(data, graphs, monkeypatch):
+    packed, pack = [], step_store._packed
+    monkeypatch.setattr(step_store, "_packed", lambda graph: packed.append(graph) or pack(graph))
+    new = mlp.Config(batch_size=47, input_size=81, classes=10, depth=2)
+    estimate(new)
+    estimate(new, data=data)
+    estimate(nn.Linear(64, 10), (32, 64))
+    assert not packed
+    estimate(new, estimator="gnn", data=graphs)
+    assert len(packed) == 1
+
+
+@pytest.mark.parametrize("allocator", [None, "expandable_segments:True"])
+def test_a_module_is_let_go_with_its_answer(allocator):
+    model = nn.Linear(64, 10)
+    estimate(model, (4, 64), allocator=allocator)
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None
+
+
+def test_a_module_without_an_answer_is_let_go_too():
+    model = Peeks()
+    with pytest.raises(UsageError):
+        estimate(model, (4, 64))
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None
 
 
 def test_the_trace_kept_as_an_artifact_does_not_displace_a_learnt_model(tmp_path):
