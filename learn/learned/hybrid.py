@@ -57,8 +57,8 @@ class HybridEstimator:
 
     The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
     a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of
-    none of these families has the widest of theirs. A case unlike anything that was fitted on gets a wider one, and a
-    warning that says why.
+    none of these families has the bound of a family drawn at random. A case unlike anything that was fitted on gets a
+    wider one, and a warning that says why.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -74,7 +74,7 @@ class HybridEstimator:
         self._scale: Boosted | None = None
         self._kinds: dict[str, int] = {}
         self._scores: list[np.ndarray] = []
-        self._of_others = 0
+        self._held_out_rows = 0
         self._floor = 0.0
         self._familiarity: Familiarity | None = None
         self._knots = np.empty(0)
@@ -118,7 +118,6 @@ class HybridEstimator:
             self._of_network(table)[exact], np.abs(residual), None, weight[exact]
         )
         self._kinds, self._scores = self._calibrated(rows, table, gap)
-        self._of_others = self._widest()
         self._familiarity = Familiarity.learn(rows, records)
         return self
 
@@ -143,7 +142,7 @@ class HybridEstimator:
                 if reasons := self._familiarity.judge(cases[i], record):
                     unfamiliar[i] = reasons.said
                     scale[i] *= self._widening(reasons.widening, scale[i], kind[i])
-        warning = too_few_for(LEVEL, len(self._scores[0]))
+        warning = too_few_for(LEVEL, self._held_out_rows)
         return ScaledPrediction(
             centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
             unfamiliar,
@@ -157,12 +156,7 @@ class HybridEstimator:
 
     def _kind(self, case: Case) -> int:
         family, device = _place(case)
-        return self._kinds.get(f"{family} on {device}", self._kinds.get(family, self._of_others))
-
-    def _widest(self) -> int:
-        """Of the families, or 0, all rows together, where none has scores of its own. What is of no family that was
-        fitted on can be like any of them."""
-        return max(set(self._kinds.values()) or {0}, key=lambda kind: conformal_score(self._scores[kind], LEVEL))
+        return self._kinds.get(f"{family} on {device}", self._kinds.get(family, 0))
 
     def _refusal(self, record: StepRecord) -> str | None:
         if record.error is not None:
@@ -224,9 +218,9 @@ class HybridEstimator:
         return found
 
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
-        """Scaled residuals of all rows, and of each family, and each on one device, that has enough. The scale of a
-        row comes from a model that has not seen it: one that has would call its own errors small. Rows that ran out of
-        memory count where they were told to fit: the error is at least so large."""
+        """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
+        enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
+        small. Rows that ran out of memory count where they were told to fit: the error is at least so large."""
         told = ~rows.censored | (gap > 0)
         rows, gap, network = rows.subset(told), gap[told], self._of_network(table)[told]
         fold = group_folds(_units(rows), FOLDS, self.seed + 1)
@@ -237,7 +231,8 @@ class HybridEstimator:
             boosted = Boosted(_SCALE, self.seed).fit(network[inside], np.abs(gap[inside]), None, weight[inside])
             scale[fold == k] = np.maximum(boosted.predict(network[fold == k]), self._floor)
         score = gap / scale
-        kinds, scores = {}, [np.sort(score)]
+        self._held_out_rows = len(rows)
+        kinds, scores = {}, [_evened(score, rows.family)]
         places = list(map(_place, rows.cases))
         for names in ([family for family, _ in places], [f"{family} on {device}" for family, device in places]):
             for name in sorted(set(names)):
@@ -261,7 +256,7 @@ class HybridEstimator:
             "knots": self._knots.tolist(),
             "floor": self._floor,
             "kinds": self._kinds,
-            "of_others": self._of_others,
+            "held_out_rows": self._held_out_rows,
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
         }
@@ -277,12 +272,19 @@ class HybridEstimator:
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])
         loaded._kinds = dict(state["kinds"])
-        loaded._of_others = int(state["of_others"])
+        loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
         loaded._correction = Boosted.load(folder, "correction")
         loaded._scale = Boosted.load(folder, "scale")
         return loaded
+
+
+def _evened(score: np.ndarray, family: np.ndarray) -> np.ndarray:
+    """The scores of all rows, ascending, those of small families repeated: each family counts about as much as the
+    largest one, so that an easy one does not speak for networks of no family."""
+    _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
+    return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
 
 
 def _torch(case: Case) -> float:

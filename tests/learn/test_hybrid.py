@@ -140,26 +140,26 @@ def test_rows_in_doubt_are_not_fitted_on():
     np.testing.assert_array_equal(one, other)
 
 
-def test_what_is_of_no_fitted_family_has_the_widest_familys_bound():
-    """Of 700 networks CNNs are hard to tell, MLPs are not: a module may be like either."""
+def test_an_easy_family_does_not_speak_for_what_is_of_no_family():
+    """Of 700 networks every tenth is a CNN, which are hard to tell; MLPs are not. A module may be like either."""
     rng = np.random.default_rng(3)
     configs = []
     for i in range(700):
         batch = int(2 ** rng.integers(3, 8))
-        if i % 2:
+        if i % 10:
             configs.append(mlp.Config(batch_size=batch, input_size=64 * (1 + i % 31), classes=10, depth=1 + i % 3))
         else:
             filters = 4 * (1 + i % 29)
             configs.append(
                 cnn.Config(batch_size=batch, image_size=32, channels=3, classes=10, base_filters=filters, depth=2)
             )
-    spread = np.where([c.family == "cnn" for c in configs], 0.3, 0.01)
+    spread = np.where([c.family == "cnn" for c in configs], 0.3, 0.003)
     labels = traced(configs) * np.exp(spread * rng.standard_normal(len(configs)))
     fitted = HybridEstimator(0).fit(make_rows("memory", configs, labels))
-    config = cnn.Config(batch_size=16, image_size=32, channels=3, classes=10, base_filters=20, depth=2)
-    module = of_config(config)
-    as_family, as_module = (fitted.predict([case]) for case in (Case(config), Case(module=module)))
-    assert as_module.upper()[0] / as_module.point[0] == pytest.approx(as_family.upper()[0] / as_family.point[0])
+    hard = [config for config in configs if config.family == "cnn"]
+    modules = fitted.predict([Case(module=of_config(config)) for config in hard])
+    below = labels[[config.family == "cnn" for config in configs]] <= modules.upper()
+    assert below.mean() >= 0.95
 
 
 def test_what_is_unfamiliar_stretches_a_bound_to_four_times_the_point_at_most(fitted):
