@@ -95,6 +95,9 @@ def default_bin_gb(families: Sequence[str]) -> int:
     return 1 if set(families) == {"mlp"} else 8
 
 
+_MOST_BINS = 4096  # of 1 GB: more than any GPU has
+
+
 def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:
     """Bins of `bin_gb` * 1024 MiB. The last is open: the bin that ends at `ceiling_mib`, the device's memory, where
     out-of-memory rows are to be classed (they say "at least this much"), else the largest label's bin."""
@@ -104,6 +107,10 @@ def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) 
     top = int(np.max(labels_mib, initial=0.0) // width)
     if ceiling_mib is not None:
         top = max(0, math.ceil(ceiling_mib / width) - 1)
+    if top > _MOST_BINS:
+        raise UsageError(
+            f"a label of {np.max(labels_mib):,.6g} MiB is more than any GPU has: mend or leave out that run"
+        )
     edges = tuple(width * (i + 1) for i in range(top))
     names = (*(f"{bin_gb * i}-{bin_gb * (i + 1)} GB" for i in range(top)), f"{bin_gb * top}+ GB")
     return Bins(names, edges, {}, f"{bin_gb} GB (1 GB = 1024 MiB) wide, the last one open")

@@ -20,7 +20,7 @@ from conf.cli import group_options
 from conf.errors import UsageError, unknown_name
 from conf.identity import canonical_json
 from warehouse.gpumemnet import STATUS, TRAINING
-from warehouse.imported_rows import ImportedFile, ImportedRow, config_columns, identity, run_ids
+from warehouse.imported_rows import ImportedFile, ImportedRow, beyond_the_card, config_columns, identity, run_ids
 from warehouse.published import wide_cells
 from warehouse.schema import RUN_SCHEMA, STATUSES
 from warehouse.writer import run_problems
@@ -100,6 +100,8 @@ class CsvMapping:
             run.setdefault("oom_kind", "device")
         problems += self._missing(run, config)
         problems += run_problems(run)
+        if run["status"] == "ok" and (problem := beyond_the_card(run)):
+            problems.append(problem)
         if not problems:
             return run
         # What breaks a rule cannot stand in its column; it stands in the reason.

@@ -28,6 +28,9 @@ DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
 
 
+_NO_CARD_MIB = 2**20  # more than any device has, where its memory is not told
+
+
 @dataclass(frozen=True)
 class ImportedRow:
     """A row of `runs`, and where it is from. row: its place in the file, 1 for the first below the header."""
@@ -58,9 +61,22 @@ def published_file(file: PublishedFile, source: str, device_name: str | None) ->
         device["device_memory_mib"] = CARD_MIB
     rows = []
     for row, run_id in zip(file.rows, run_ids(source, contents), strict=True):
-        rows.append(ImportedRow(row.row, {**identity(source, run_id), **device, **_columns(row)}))
+        run = {**identity(source, run_id), **device, **_columns(row)}
+        if run["status"] == "ok" and (problem := beyond_the_card(run)):
+            run |= {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
+        rows.append(ImportedRow(row.row, run))
     told = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
     return ImportedFile(file.path, tuple(rows), told)
+
+
+def beyond_the_card(run: Mapping[str, Any]) -> str | None:
+    """Why a peak cannot be one: no job takes clearly more than its device has, nor nothing; None if it can."""
+    peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
+    if peak is None or 0 < peak <= 1.1 * card:
+        return None
+    return f"peak_memory_mib: {peak:,.6g} MiB, on a device of {card:,.0f} MiB" if peak > 0 else (
+        f"peak_memory_mib: {peak:,.6g} MiB is no need"
+    )  # fmt: skip
 
 
 def identity(source: str, run_id: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from conf.errors import UsageError
 from learn.data import make_rows
 from learn.evaluation.scores import bound_scores, class_scores
 from learn.evaluation.splits import parts_of
+from learn.targets import memory_bins
 
 
 def rows_of(n=60, copies=2):
@@ -83,3 +84,8 @@ def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():
     assert (found.n, found.coverage, found.above) == (4, 0.75, 0.25)
     assert found.excess == pytest.approx(0.175)
     assert bound_scores(label[2:], label[2:], censored[2:], "log") is None
+
+
+def test_a_memory_that_no_gpu_has_makes_no_bins_and_says_so():
+    with pytest.raises(UsageError, match=r"a label of 9e\+30 MiB is more than any GPU has"):
+        memory_bins(np.array([2000.0, 9e30]), 8, None)

@@ -175,12 +175,12 @@ def test_equal_rows_of_a_file_are_runs_of_their_own(place, take):
 
 def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, take):
     table = [measured(mlp(), 32, 0), measured(mlp(), 32, 1500, depth=0), ROWS[0], measured("what?", 3, -1),
-             measured(mlp(), 32, 1800, "EXPLODED")]  # fmt: skip
+             measured(mlp(), 32, 1800, "EXPLODED"), measured(mlp(), 32, 9e30)]  # fmt: skip
     (report,) = take(write(place / "some.csv", HEADER, table)).files
-    assert report.statuses == {"invalid": 4, "ok": 1}
+    assert report.statuses == {"invalid": 5, "ok": 1}
     assert report.invalid == {
         "never started: no memory": [1], "never started: depth 0": [2], "file name has no known first key": [4],
-        "status EXPLODED": [5],
+        "status EXPLODED": [5], "peak_memory_mib: 9e+30 MiB, on a device of 40,960 MiB": [6],
     }  # fmt: skip
     found = rows(place, where="status = 'invalid'")
     assert {row["error"] for row in found} == set(report.invalid)
@@ -224,14 +224,21 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
     header = ("net", "bs", "mem", "sm", "end", "note")
     table = [
         ("resnet18", 8, 2100.5, 0.5, "ok", "x"), ("resnet18", 999, "", -1, "OOM", "x"),
-        ("resnet18", 8, 10, 50, "ok", ""),
+        ("resnet18", 8, 10, 50, "ok", ""), ("resnet18", 8, -3, 0.5, "ok", ""), ("resnet18", 8, 90_000, 0.5, "ok", ""),
         ("resnet18", "", 10, 0.5, "ok", ""), ("resnet18", 8, "", "nan", "", ""), ("resnet18", 8, 10, "", "meh", ""),
     ]  # fmt: skip
     path = write(place / "mine.csv", header, table)
     (report,) = take(path, "csv", **MAPPING).files
-    assert report.statuses == {"ok": 1, "oom": 1, "invalid": 4}
+    assert report.statuses == {"ok": 1, "oom": 1, "invalid": 6}
     reasons = " | ".join(report.invalid)
-    for said in ("smact must be in [0, 1], got 50", "no batch size", "no figure", "unknown status 'meh'"):
+    for said in (
+        "-3 MiB is no need",
+        "90,000 MiB, on a device of 23,034 MiB",
+        "smact must be in [0, 1], got 50",
+        "no batch size",
+        "no figure",
+        "unknown status 'meh'",
+    ):
         assert said in reasons
     one, two = sorted(rows(place, where="status != 'invalid'"), key=lambda row: row["status"])
     assert (one["peak_memory_mib"], one["smact"], one["optimizer"], one["device_name"]) == (
