@@ -24,6 +24,7 @@ from learn.estimators import TRAINING_FREE, Estimator, get_estimator
 from learn.targets import get_target
 
 FORMAT = 1
+PREFERRED = "hybrid"
 DEFAULT_MODELS = Path(__file__).parent / "default_models"
 _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
 
@@ -113,7 +114,8 @@ def find_latest(
     learnt: bool = False,
     for_modules: bool = False,
 ) -> Artifact | None:
-    """The newest version that was fitted on rows of that family, device and source (None: any), or None. With
+    """The newest version that was fitted on rows of that family, device and source (None: any), or None; where no
+    estimator is named, of the hybrid, and of another only where there is no hybrid. With
     `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
     traced steps, fitted on rows of real devices.
 
@@ -129,6 +131,8 @@ def find_latest(
         and (source is None or source in artifact.meta["rows"]["source"])
         and not (for_modules and not _reads_modules(artifact))
     ]
+    if estimator is None:  # the others are fitted to be compared with it
+        fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
     return require_current(fitting[-1]) if fitting else None
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -251,11 +251,19 @@ def _distilled(settings: BuildSettings, data: Path, fitted, progress):
     # Every other one on the device that was measured, the rest in turn on the others.
     devices = [others[i // 2 % len(others)] if i % 2 else DEFAULT_DEVICE for i in range(len(configs))]
     cases = [Case(config, device) for config, device in zip(configs, devices, strict=True)]
-    prepare(cases, str(data), workers=settings.workers, progress=lambda d, n: progress("tracing the fast path's", d, n))
-    cases = [case for case in cases if features_of(case).error is None]
+    looped = [replace(case, training_loop=True) for case in cases]  # what was measured ran so, and is asked about so
+    prepare(
+        [*cases, *looped], str(data), workers=settings.workers,
+        progress=lambda d, n: progress("tracing the fast path's", d, n),
+    )  # fmt: skip
+    good = [
+        features_of(one).error is None and features_of(other).error is None
+        for one, other in zip(cases, looped, strict=True)
+    ]
+    cases, looped = ([case for case, keep in zip(found, good, strict=True) if keep] for found in (cases, looped))
     taught = {}
     for target in ("memory", "smact", "smocc"):
-        said = fitted[target].predict(cases)
+        said = fitted[target].predict(looped)
         taught[target] = Taught.of(said) if get_target(target).is_memory else Taught(said.point)
     for target, name in (("drama", "job_roofline_drama"), ("step_time", "job_step_time_ms")):
         taught[target] = Taught(np.array([features_of(case).values[name] for case in cases]))

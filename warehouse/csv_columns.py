@@ -78,7 +78,7 @@ class CsvMapping:
                 cells = list(reader)
         except (UnicodeDecodeError, csv.Error) as error:
             raise UsageError(f"path={path} is no CSV file: {error}") from error
-        about = {"family": self.family, "device": self.constants.get("device_name")}
+        about = {"family": self.family, "constants": {str(k): v for k, v in self.constants.items()}}
         contents = [canonical_json({**about, "cells": {str(k): v for k, v in row.items()}}) for row in cells]
         rows = zip(cells, run_ids("csv", contents), strict=True)
         return ImportedFile(path, tuple(ImportedRow(at, self._run(row, id_)) for at, (row, id_) in enumerate(rows, 1)))
@@ -109,7 +109,12 @@ class CsvMapping:
         return {**kept, "status": "invalid", "oom_kind": None, "error": "; ".join(problems)}
 
     def _missing(self, run: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-        found = [] if config.get("batch_size") is not None else ["no batch size"]
+        batch, card = config.get("batch_size"), run.get("device_memory_mib")
+        found = [] if batch is not None else ["no batch size"]
+        if isinstance(batch, int | float) and batch < 1:
+            found.append(f"batch_size: {batch}")
+        if card is not None and card <= 0:
+            found.append(f"device_memory_mib: {card:g}")
         if run["status"] == "ok" and all(run.get(name) is None for name in LABELS):
             found.append("no figure")
         return found
@@ -149,6 +154,8 @@ def _converted(name: str, value: Any) -> Any:
     number = float(text)
     if number == -1:
         return None
+    if not math.isfinite(number):
+        raise ValueError(f"must be a number, got {text!r}")
     if pa.types.is_integer(kind):
         if not number.is_integer() or abs(number) >= 2**63:
             raise ValueError(f"must be an integer, got {text!r}")

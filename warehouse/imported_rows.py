@@ -51,11 +51,14 @@ class ImportedFile:
 def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:
     """The rows of a file of GPUMemNet or of timm models; `device_name` None is the card that these are known to be of.
 
-    A run is known by what ran and the memory it took. So the same measurements published with other columns, or in
-    another file, are the same runs.
+    A run is known by what ran, on which card, and the memory it took. So the same measurements published with other
+    columns, or in another file, are the same runs.
     """
-    contents = [canonical_json({"label": row.label, "batch_size": row.batch_size, "memory_mib": row.memory_mib})
-                for row in file.rows]  # fmt: skip
+    other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
+    contents = [
+        canonical_json({"label": row.label, "batch_size": row.batch_size, "memory_mib": row.memory_mib, **other})
+        for row in file.rows
+    ]
     device = {"device_name": device_name or DEVICE_NAME}
     if device_name in (None, DEVICE_NAME):
         device["device_memory_mib"] = CARD_MIB

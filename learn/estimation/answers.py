@@ -5,8 +5,10 @@ Start reading at `answer`; `learn.estimate` is the call that users make.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
@@ -111,8 +113,9 @@ def answer(
     if estimator in TRAINING_FREE and estimator != "trace":
         _ask(found, job, device, estimator)
     elif estimator != "trace":
-        with remembered(case, traced if allocator is None else None):
-            _ask_fitted(found, case, estimator, data)
+        with remembered(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
+            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, lent))
+            _ask_fitted(found, case, in_a_plain_loop, estimator, data)
     if failure is not None and "peak_memory_mib" not in found.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure
@@ -142,9 +145,10 @@ def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> No
     found.notes.append(known.warning)
 
 
-def _ask_fitted(found: _Found, case: Case, estimator: str | None, data) -> None:
+def _ask_fitted(found: _Found, case: Case, in_a_plain_loop: Callable[[], Case], estimator: str | None, data) -> None:
     """Figures of the newest fitted model of each target that knows the case's family and device: the data folder's,
-    else the one that comes with the project."""
+    else the one that comes with the project. Other people measure plain loops, which wait for their input; the farm's
+    trials, which trial configs are of, keep one batch on the device. So each is asked about the loop that it knows."""
     from learn.artifacts import StaleArtifact, default_artifact, features_of_estimator, find_latest, load_latest
     from learn.targets import get_target
     from warehouse.folder import DataFolder
@@ -174,7 +178,9 @@ def _ask_fitted(found: _Found, case: Case, estimator: str | None, data) -> None:
         if artifact is None:
             found.absent.append(target)
             continue
-        prediction = artifact.estimator.predict([case])
+        sources = artifact.meta["rows"]["source"]
+        asked = in_a_plain_loop() if set(sources) == {"imported"} else case
+        prediction = artifact.estimator.predict([asked])
         if prediction.refusals:
             if target == "memory" and estimator is not None:
                 raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
@@ -188,14 +194,27 @@ def _ask_fitted(found: _Found, case: Case, estimator: str | None, data) -> None:
             found.values["upper_mib"] = None if upper is None else float(upper[0])
         notes += [f"{target}: {text}" for text in prediction.warnings]
         notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
-        sources = ", ".join(artifact.meta["rows"]["source"])
-        notes.append(f"{target}: fitted on {sources} rows")
+        loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
+        notes.append(f"{target}: fitted on {', '.join(sources)} rows{loop}")
         if default and artifact.meta["feature_version"] != features_of_estimator(name):
             notes.append(
                 f"{target}: the model that comes with the project was fitted with features "
                 f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
             )
     found.notes += _merged(notes)
+
+
+def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
+    """The case in such a loop, its record at hand while `lent` is open."""
+    from learn.step_store import remembered
+    from learn.traced import step_of
+
+    if case.config is None or case.training_loop:
+        return case
+    looped = replace(case, training_loop=True)
+    with contextlib.suppress(UsageError):  # then whoever asks for its record hears why
+        lent.enter_context(remembered(looped, step_of(looped.workload, looped.described)))
+    return looped
 
 
 def _assembled(

@@ -5,21 +5,25 @@ Start reading at `fast_estimates`.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from conf.errors import UsageError
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial import TrialConfig
 from learn.artifacts import DEFAULT_MODELS
 from learn.estimation.answers import Estimate
 from learn.fastpath.fast import FastPath
+from learn.learned.familiarity import Familiarity
 from learn.step_store import step_feature_version
 from learn.targets import get_target
 
 NAME = "fast (default)"
+_BITS = {"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16}  # as featurize.step_features counts them; a test compares
+_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 STALE = "the fast path was distilled from traces of other code than this: it may be a little off"
 
 
@@ -53,12 +57,12 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             activations={},
             trace_memory_mib=None,
             device=device.name,
-            warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *stale),
+            warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *_of_teacher(config, device), *stale),
             estimator="fast",
             answered_by=by,
             seconds=seconds,
         )
-        for i in range(len(configs))
+        for i, config in enumerate(configs)
     ]
 
 
@@ -69,6 +73,30 @@ def _warnings(mib: float, upper: float | None, unlike: Sequence[str], device: De
     elif upper is not None and upper > device.memory_mib:
         said.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
     return tuple(said)
+
+
+def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
+    """Why the teacher of memory, too, is unlike what was measured, as far as a config tells."""
+    known = _familiarity()
+    if known is None:
+        return []
+    said = known.settings_said(
+        {
+            "net_math_bits": _BITS[config.precision],
+            "net_states": _STATES[config.optimizer],
+            "net_channels_last": float(config.channels_last),
+            "net_cudnn_benchmark": float(config.cudnn_benchmark),
+        }
+    )
+    if plain_device(device.name) not in known.devices:
+        said.append(known.device_said(device.name))
+    return [f"unlike what was measured: {reason}" for reason in said]
+
+
+@lru_cache(maxsize=1)
+def _familiarity() -> Familiarity | None:
+    path = DEFAULT_MODELS / "memory" / "model" / "estimator.json"
+    return Familiarity.from_mapping(json.loads(path.read_text())["familiarity"]) if path.is_file() else None
 
 
 @lru_cache(maxsize=1)

@@ -89,6 +89,21 @@ class Familiarity:
         new = [kind for kind in VOCABULARY if values.get(f"net_count_{kind}") and kind not in self.kinds]
         if new:
             said.append(f"operators that no fitted network had: {', '.join(new)}")
+        said += self.settings_said(values)
+        if values["net_training_loop"] not in self.settings.get("net_training_loop", (0.0, 1.0)):
+            without = "out" if values["net_training_loop"] == 0 else ""
+            said.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
+        widening = _WIDER ** min(len(said) - narrow, 3)
+        if plain_device(case.device if case.described is None else case.described.name) not in self.devices:
+            said.append(self.device_said(case.described.name if case.described is not None else case.device))
+            widening *= _WIDER_DEVICE
+        if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
+            said.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
+        return Unfamiliar(tuple(said), widening) if said else None
+
+    def settings_said(self, values: Mapping[str, float]) -> list[str]:
+        """What of the training settings, by the names of their features, nothing was fitted on."""
+        said = []
         for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
             if values[name] not in self.settings[name]:
                 known = " and ".join(words.get(int(value), str(value)) for value in self.settings[name])
@@ -96,17 +111,10 @@ class Familiarity:
         for name in ("net_channels_last", "net_cudnn_benchmark"):
             if values[name] not in self.settings[name]:
                 said.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
-        if values["net_training_loop"] not in self.settings.get("net_training_loop", (0.0, 1.0)):
-            without = "out" if values["net_training_loop"] == 0 else ""
-            said.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
-        widening = _WIDER ** min(len(said) - narrow, 3)
-        if plain_device(case.device if case.described is None else case.described.name) not in self.devices:
-            device = case.described.name if case.described is not None else case.device
-            said.append(f"nothing was measured on {device}, only on {', '.join(sorted(self.devices))}")
-            widening *= _WIDER_DEVICE
-        if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
-            said.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
-        return Unfamiliar(tuple(said), widening) if said else None
+        return said
+
+    def device_said(self, device: str) -> str:
+        return f"nothing was measured on {device}, only on {', '.join(sorted(self.devices))}"
 
     def to_mapping(self) -> dict:
         return {

@@ -21,13 +21,14 @@ from featurize.families import get_family, mlp
 from featurize.trace import TraceError
 from learn import estimate, step_store
 from learn.analytical.base import analyse
-from learn.artifacts import load_latest
-from learn.cases import of_configs
+from learn.artifacts import default_artifact, features_of_estimator, find_latest, load_latest
+from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
 from learn.fit import FitSettings, fit
 from learn.traced import describe_device
 from learn.workload import of_module
+from warehouse.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,7 +258,7 @@ def test_a_fitted_graph_network_answers_configs_and_modules(graphs):
     new = mlp.Config(batch_size=48, input_size=80, classes=10, depth=2)
     done = estimate(new, estimator="gnn", data=graphs)
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
-    prediction = load_latest(graphs, "memory").estimator.predict(of_configs([new]))
+    prediction = load_latest(graphs, "memory").estimator.predict([Case(new, DEVICE, training_loop=True)])
     assert done.peak_memory_mib == prediction.point[0], "the graph is that of a trace of its own"
     assert step_store.features_of(*of_configs([new])).operator_graph()["edges"].size
     done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=graphs)
@@ -626,3 +627,29 @@ def test_python_dash_m_works_from_any_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["estimator"] == "trace"
     assert not list(tmp_path.iterdir())
+
+
+def test_what_others_measured_in_plain_loops_is_asked_about_plain_loops():
+    """A loop that waits for its input drives a GPU less than the farm's trials do, which keep a batch there."""
+    config = mlp.Config(**{**vars(CONFIG), "depth": 6})
+    prediction = default_artifact("smact").estimator.predict([Case(config, DEVICE, training_loop=True)])
+    done = estimate(config)
+    assert done.smact == pytest.approx(float(prediction.point[0]))
+    assert any(
+        "smact" in text and "for a plain training loop with its input pipeline" in text for text in done.warnings
+    )
+    assert done.drama == estimate(config, estimator="trace").drama
+
+
+def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
+    home = tmp_path / "models" / "memory"
+    for version, name in (("20260101T000000Z-a", "hybrid"), ("20260102T000000Z-b", "forest")):
+        meta = {
+            "target": "memory", "estimator": name, "feature_version": features_of_estimator(name),
+            "rows": {"family": {"mlp": 40}, "device": {DEVICE: 40}, "source": {"measured": 40}},
+        }  # fmt: skip
+        (home / version).mkdir(parents=True)
+        (home / version / "meta.json").write_text(json.dumps(meta))
+    DataFolder.resolve(tmp_path).create()
+    assert find_latest(tmp_path, "memory").meta["estimator"] == "hybrid"
+    assert find_latest(tmp_path, "memory", estimator="forest").version.startswith("20260102")

@@ -14,6 +14,7 @@ from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import cnn, get_family, mlp, timm, transformer
 from featurize.layers import totals
+from featurize.trial import OPTIMIZERS, PRECISIONS
 from learn import estimate
 from learn.fastpath.fast_configs import distillation_configs
 
@@ -350,3 +351,23 @@ def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, capsys):
     assert "answers from a trial config alone" in capsys.readouterr().err
     assert run("config={family: timm, model: resnet18, batch_size: 8}", "method=fast") == 2
     assert "unknown family of the fast path 'timm'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_fast_path_says_what_was_never_measured_as_the_full_one_does(precision, optimizer):
+    config = mlp.Config(
+        batch_size=64, input_size=512, classes=10, depth=2, precision=precision, optimizer=optimizer,
+        channels_last=precision == "tf32",
+    )  # fmt: skip
+
+    def said(method):
+        found = estimate(config, device="H100-SXM5-80GB", method=method).warnings
+        words = ("precision:", "fp32 was fitted", "momentum", "adam", "never fitted", "nothing was measured")
+        return {
+            text.partition("on: ")[2] if "unlike what it was" in text else text.partition("measured: ")[2]
+            for text in found
+            if "unlike" in text and any(word in text for word in words) and not text.startswith(("smact", "smocc"))
+        }
+
+    assert said("fast") == said("full") and any("nothing was measured" in text for text in said("fast"))

@@ -254,6 +254,25 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
     assert take(path, "csv", **MAPPING).files[0].new == 0
 
 
+def test_the_same_cells_under_other_constants_or_on_another_card_are_other_runs(place, take):
+    table = [("resnet18", 999, "", "OOM")]
+    path = write(place / "mine.csv", ("net", "bs", "mem", "end"), table)
+    about = {**MAPPING, "columns": "{peak_memory_mib: mem, batch_size: bs, config.model: net, status: end}"}
+    for precision in ("fp32", "bf16"):
+        assert take(path, "csv", **about | {"constants": f"{{precision: {precision}}}"}).files[0].new == 1
+    assert {row["precision"] for row in rows(place)} == {"fp32", "bf16"}
+    timm = write(place / "timm.csv", TIMM, [("net", "nets", 8, 2000, 1)])
+    assert [take(timm, "timm", device_name=name).files[0].new for name in (None, "H100-SXM5-80GB", None)] == [1, 1, 0]
+
+
+def test_cells_that_are_no_figures_are_invalid(place, take):
+    table = [("resnet18", -8, 2000, "ok"), ("resnet18", 8, "inf", "ok")]
+    path = write(place / "mine.csv", ("net", "bs", "mem", "end"), table)
+    about = {**MAPPING, "columns": "{peak_memory_mib: mem, batch_size: bs, config.model: net, status: end}"}
+    reasons = " | ".join(take(path, "csv", **about).files[0].invalid)
+    assert "batch_size: -8" in reasons and "peak_memory_mib: must be a number, got 'inf'" in reasons
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
