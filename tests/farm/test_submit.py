@@ -137,7 +137,7 @@ def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, c
 
 def test_no_family_lists_the_families(data, capsys):
     assert cli.run("submit", submit_module.entry, ["n=1", f"data={data}"]) == 2
-    assert "+arch=cnn, +arch=mlp, +arch=transformer" in capsys.readouterr().err
+    assert "+arch=cnn, +arch=mlp, +arch=timm, +arch=transformer" in capsys.readouterr().err
 
 
 def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys):

@@ -91,7 +91,7 @@ def test_metrics_of_a_known_case():
     assert found.macro_f1 == 0.75  # over the four classes that occur
     assert found.mean_relative_error == pytest.approx(0.075)  # the out-of-memory row has no error
     assert found.underestimates == 0.5
-    assert found.coverage == 1.0
+    assert found.coverage == 0.8  # what ran out of memory needs more than its bound
     assert (found.n, found.n_censored, found.n_relative) == (5, 1, 4)
 
 
