@@ -16,12 +16,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from conf.identity import version_of
 from featurize.device_spec import plain_device, same_device
 from learn.estimators import TRAINING_FREE, Estimator, get_estimator
 from learn.targets import get_target
+
+if TYPE_CHECKING:
+    from learn.data import Rows
+    from learn.evaluation.evaluate import Evaluation
+    from learn.targets import Bins
 
 FORMAT = 1
 PREFERRED = "hybrid"
@@ -47,6 +53,32 @@ class Artifact:
     @cached_property
     def estimator(self) -> Estimator:
         return get_estimator(self.meta["estimator"]).load(self.path / "model")
+
+
+def described(
+    estimator: str, rows: Rows, evaluation: Evaluation, bins: Bins, seed: int, now: datetime
+) -> dict[str, Any]:
+    """What `meta.json` says of a model by the estimator of that name: what it was fitted on and with, and how good it
+    was. `now` is time-zone aware."""
+    return {
+        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
+        "target": rows.target.name,
+        "unit": rows.target.unit,
+        "estimator": estimator,
+        "feature_version": features_of_estimator(estimator),
+        "data_fingerprint": rows.fingerprint(),
+        "environment": environment(),
+        "rows": {
+            "fitted": int((~rows.censored).sum()),
+            "censored": int(rows.censored.sum()),
+            "family": rows.count("family"),
+            "source": rows.count("source"),
+            "device": rows.count("device"),
+        },
+        "metrics": evaluation.summary(),
+        "seed": seed,
+        "bins": bins.to_mapping(),
+    }
 
 
 def save_artifact(

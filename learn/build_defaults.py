@@ -185,7 +185,7 @@ def _move(folder: Path, to: Path) -> None:
 
 
 def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
-    from learn.artifacts import environment, features_of_estimator
+    from learn.artifacts import described
     from learn.data import load_rows
     from learn.estimators import make_estimator
     from learn.evaluation.evaluate import evaluate
@@ -206,24 +206,8 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         evaluation = evaluate(name, rows, bins, settings.seed)
         fitted[target] = make_estimator(name, settings.seed).fit(rows)
         metas[target] = {
-            "target": target,
-            "unit": rows.target.unit,
-            "estimator": name,
-            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "feature_version": features_of_estimator(name),
-            "data_fingerprint": rows.fingerprint(),
-            "environment": environment(),
-            "rows": {
-                "fitted": int((~rows.censored).sum()),
-                "censored": int(rows.censored.sum()),
-                "family": rows.count("family"),
-                "source": rows.count("source"),
-                "device": rows.count("device"),
-            },
-            "metrics": evaluation.summary(),
+            **described(name, rows, evaluation, bins, settings.seed, datetime.now(UTC)),
             "recall": evaluation.test.recall,
-            "bins": bins.to_mapping(),
-            "seed": settings.seed,
         }
         (folder / target / "model").mkdir(parents=True)
         fitted[target].save(folder / target / "model")

@@ -19,6 +19,7 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from featurize.allocator_settings import AllocatorSettings
 from featurize.trial import TrialConfig, config_from_mapping
+from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
 from learn.estimation.past_run import known_to, load_run
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from learn.workload import Workload
 
-DEFAULT_DEVICE = "A100-SXM4-40GB"
 FORMATS = ("table", "json")
 METHODS = ("full", "fast")
 SETTINGS = ("optimizer", "precision", "cudnn_benchmark", "channels_last")  # a trial config has its own

@@ -6,17 +6,19 @@ Start reading at `Estimator`; `tests/contracts/test_estimator_contract.py` runs 
 from __future__ import annotations
 
 import importlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
 from learn.cases import Case
 from learn.data import Rows
+from learn.targets import get_target
 
 ESTIMATORS: dict[str, str] = {
     "deepspeed": "learn.analytical.deepspeed:DeepSpeedEstimator",
@@ -33,6 +35,7 @@ ESTIMATORS: dict[str, str] = {
     "trace": "learn.analytical.trace:TraceEstimator",
     "xmem": "learn.analytical.xmem:XMemEstimator",
 }
+LEVEL = 0.99  # of the bounds that are told and judged
 TRAINING_FREE = tuple(name for name, where in ESTIMATORS.items() if where.startswith("learn.analytical."))
 
 
@@ -57,7 +60,7 @@ class Prediction(Protocol):
         """(n, k + 1) the mass of each class `edges[i-1] <= value < edges[i]`; `edges` is (k,), or (n, k) by row."""
         ...
 
-    def upper(self, level: float = 0.99) -> np.ndarray | None:
+    def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """(n,) a bound, never below the point, that `level` of new labels stay under; None: none was calibrated."""
         ...
 
@@ -113,6 +116,20 @@ def make_estimator(name: str, seed: int = 0) -> Estimator:
     return get_estimator(name)(seed=seed)
 
 
+def write_state(folder: Path, estimator: Estimator, state: Mapping) -> None:
+    """`estimator.json` of a fitted estimator: who it is, its target and seed, and what else `load` needs."""
+    about = {"estimator": estimator.name, "target": estimator.target.name, "seed": estimator.seed}
+    (folder / "estimator.json").write_text(json.dumps({**about, **state}, indent=1))
+
+
+def open_state(cls: type, folder: Path) -> tuple[Any, dict]:
+    """An unfitted estimator of the target and seed that `write_state` wrote, and all that it wrote."""
+    state = json.loads((folder / "estimator.json").read_text())
+    loaded = cls(state["seed"])
+    loaded.target = get_target(state["target"])
+    return loaded, state
+
+
 # Label <-> the space in which errors are taken. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
 def to_space(values: np.ndarray, space: str) -> np.ndarray:
     """`log` takes the natural logarithm; `ratio` is left as it is."""
@@ -158,22 +175,32 @@ class ResidualPrediction:
         residuals = self.residuals if self.residuals.size else np.zeros(1)
         gap = to_space(edges, self.space) - self.centre[:, None]
         below = np.searchsorted(residuals, gap, side="left") / len(residuals)
-        # What from_space can't return lies outside every edge: nothing is below 0, and ratios end at 1.
-        below = np.where(edges <= 0, 0.0, below)
-        if self.space == "ratio":
-            below = np.where(edges > 1, 1.0, below)
-        n = len(self.centre)
-        mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
-        mass[np.isnan(self.centre)] = np.nan
-        return mass
+        return class_masses(below, edges, self.centre, self.space)
 
-    def upper(self, level: float = 0.99) -> np.ndarray | None:
+    def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """Split-conformal: the ceil((m + 1) * level)-th smallest residual (Vovk; Lei et al. 2018, eq. 8). With
         fewer than level / (1 - level) residuals no such rank exists and the largest residual stands in."""
         if not self.residuals.size:
             return None
-        rank = min(conformal_rank(len(self.residuals), level), len(self.residuals))
-        return from_space(self.centre + max(self.residuals[rank - 1], 0.0), self.space)
+        return from_space(self.centre + conformal_score(self.residuals, level), self.space)
+
+
+def class_masses(below: np.ndarray, edges: np.ndarray, centre: np.ndarray, space: str) -> np.ndarray:
+    """(n, k + 1) the mass of each class, of the (n, k) mass `below` its upper edge. NaN where the centre is."""
+    # What from_space can't return lies outside every edge: nothing is below 0, and ratios end at 1.
+    below = np.where(edges <= 0, 0.0, below)
+    if space == "ratio":
+        below = np.where(edges > 1, 1.0, below)
+    n = len(centre)
+    mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
+    mass[np.isnan(centre)] = np.nan
+    return mass
+
+
+def conformal_score(scores: np.ndarray, level: float) -> float:
+    """What `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
+    rank = min(conformal_rank(len(scores), level), len(scores))
+    return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
 
 
 def conformal_rank(m: int, level: float) -> int:

@@ -69,7 +69,7 @@ def fit(
     The figures are those of fits that had not seen the rows they are judged on; the model that is kept has seen all
     rows. Raises `UsageError` for what the user can mend, before anything is written. `now` is time-zone aware.
     """
-    from learn.artifacts import environment, features_of_estimator, save_artifact
+    from learn.artifacts import described, save_artifact
     from learn.data import load_rows
     from learn.estimators import get_estimator, make_estimator, require_target
     from learn.evaluation.evaluate import evaluate
@@ -107,29 +107,12 @@ def fit(
             notes.append("the trace made these very labels, so that errors here are near zero by construction")
     if unreadable := rows.counts.get("unreadable"):
         notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
-    meta = {
-        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
-        "target": rows.target.name,
-        "unit": rows.target.unit,
-        "estimator": settings.estimator,
-        "feature_version": features_of_estimator(settings.estimator),
-        "data_fingerprint": rows.fingerprint(),
-        "environment": environment(),
-        "rows": {
-            "fitted": int((~rows.censored).sum()),
-            "censored": int(rows.censored.sum()),
-            "train": len(evaluation.train_rows),
-            "test": len(evaluation.test_rows),
-            "groups": len(set(rows.group)),
-            "family": rows.count("family"),
-            "status": dict(rows.counts),
-            "source": rows.count("source"),
-            "device": rows.count("device"),
-        },
-        "metrics": evaluation.summary(),
-        "seed": settings.seed,
-        "bins": bins.to_mapping(),
-        "warnings": notes,
+    meta = {**described(settings.estimator, rows, evaluation, bins, settings.seed, now), "warnings": notes}
+    meta["rows"] |= {
+        "train": len(evaluation.train_rows),
+        "test": len(evaluation.test_rows),
+        "groups": len(set(rows.group)),
+        "status": dict(rows.counts),
     }
     report = {
         "cv": [metrics.to_mapping() for metrics in evaluation.cv],

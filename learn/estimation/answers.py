@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
-LEVEL = 0.99
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
 MIB = 2**20
@@ -150,6 +149,7 @@ def _ask_fitted(found: _Found, case: Case, in_a_plain_loop: Callable[[], Case], 
     else the one that comes with the project. Other people measure plain loops, which wait for their input; the farm's
     trials, which trial configs are of, keep one batch on the device. So each is asked about the loop that it knows."""
     from learn.artifacts import StaleArtifact, default_artifact, features_of_estimator, find_latest, load_latest
+    from learn.estimators import LEVEL
     from learn.targets import get_target
     from warehouse.folder import DataFolder
 

@@ -17,11 +17,11 @@ from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import Estimator, Prediction, get_estimator, make_estimator
+from learn.estimators import LEVEL, Estimator, Prediction, get_estimator, make_estimator
 from learn.evaluation.benchmark_figures import RELIABILITY, Given
 from learn.evaluation.benchmark_rows import Selection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
-from learn.evaluation.scores import LEVEL, median
+from learn.evaluation.scores import median
 from learn.evaluation.splits import Part
 from learn.targets import Bins
 

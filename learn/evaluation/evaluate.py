@@ -12,8 +12,8 @@ import numpy as np
 
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
-from learn.estimators import Estimator, make_estimator
-from learn.evaluation.scores import LEVEL, bound_scores, class_scores, has_relative, mean, median, p90
+from learn.estimators import LEVEL, Estimator, make_estimator
+from learn.evaluation.scores import bound_scores, class_scores, has_relative, mean, median, p90
 from learn.evaluation.splits import hold_out, split
 from learn.targets import Bins
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-LEVEL = 0.99
 RELATIVE_FLOOR = 0.01  # ratios below this have no relative error: 0.004 read as 0.008 is no 100 % mistake
 _P90 = 0.9
 

@@ -11,9 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from learn.estimators import Prediction
+from learn.estimators import LEVEL, Prediction
 
-LEVEL = 0.99
 NEEDS = 200  # quantiles that a teacher's distribution is told by
 _LEAST = 1e-3  # of log(bound / point) that is learned: a teacher that is certain has no logarithm
 # How much further off the point can be for each reason why a config is unlike what was distilled on, three at most. Of

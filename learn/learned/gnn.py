@@ -10,7 +10,6 @@ share of what each operator writes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +21,15 @@ import numpy as np
 from conf.errors import UsageError
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import ResidualPrediction, require_rows, to_space, too_few_for
+from learn.estimators import LEVEL, ResidualPrediction, open_state, require_rows, to_space, too_few_for, write_state
 from learn.learned.tabular import group_folds
 from learn.step_store import StepRecord, features_of
-from learn.targets import Target, get_target
+from learn.targets import Target
 
 if TYPE_CHECKING:
     from learn.learned.gnn_nets import Graph, GraphNet
 
 FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
-LEVEL = 0.99  # whose attainability the warnings speak of
 LEAST_ROWS = 10
 CATEGORIES = 64  # of operators; `featurize.opgraph.VOCABULARY` may grow
 _MIB_LOG2 = 20
@@ -146,22 +144,17 @@ class GNNEstimator:
             **{f"net/{name}": array for name, array in self._weights.items()},
         )
         state = {
-            "estimator": self.name,
-            "target": self.target.name,
-            "seed": self.seed,
             "shape": self._shape,
             "node_columns": list(scaling.node_columns),
             "scalar_columns": list(scaling.scalar_columns),
             "residuals": self._residuals.tolist(),
         }
-        (folder / "estimator.json").write_text(json.dumps(state, indent=1))
+        write_state(folder, self, state)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         folder = Path(folder)
-        state = json.loads((folder / "estimator.json").read_text())
-        loaded = cls(state["seed"])
-        loaded.target = get_target(state["target"])
+        loaded, state = open_state(cls, folder)
         loaded._shape = state["shape"]
         loaded._residuals = np.asarray(state["residuals"], dtype=float)
         with np.load(folder / "gnn.npz", allow_pickle=False) as arrays:

@@ -19,7 +19,6 @@ members of its bin or any above.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,17 +34,16 @@ from featurize.features import KINDS
 from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import require_rows, require_target, too_few_for
+from learn.estimators import LEVEL, open_state, require_rows, require_target, too_few_for, write_state
 from learn.learned.binned import BinnedPrediction, cumulative
 from learn.learned.features import config_features
 from learn.learned.tabular import group_folds
-from learn.targets import MIB_PER_GB, Target, default_bin_gb, get_target, utilization_bins
+from learn.targets import MIB_PER_GB, Target, default_bin_gb, utilization_bins
 
 if TYPE_CHECKING:
     from learn.learned.gpumemnet_nets import Inputs
 
 FOLDS = 5
-LEVEL = 0.99  # whose attainability the warnings speak of
 LEAST_ROWS = 10  # of a family, for an ensemble of its own
 MAX_TOKENS = 48
 
@@ -183,9 +181,6 @@ class GPUMemNetEstimator:
         }
         np.savez_compressed(folder / "weights.npz", **arrays)
         state = {
-            "estimator": self.name,
-            "target": self.target.name,
-            "seed": self.seed,
             "families": {
                 family: {
                     "members": len(one.weights),
@@ -194,14 +189,12 @@ class GPUMemNetEstimator:
                 for family, one in self._ensembles.items()
             },
         }
-        (folder / "estimator.json").write_text(json.dumps(state, indent=1))
+        write_state(folder, self, state)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         folder = Path(folder)
-        state = json.loads((folder / "estimator.json").read_text())
-        loaded = cls(state["seed"])
-        loaded.target = get_target(state["target"])
+        loaded, state = open_state(cls, folder)
         with np.load(folder / "weights.npz", allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         for family, said in state["families"].items():

@@ -5,7 +5,6 @@ Start reading at `HybridEstimator.fit`. `learn.learned.familiarity` tells cases 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +16,15 @@ from conf.errors import UsageError
 from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import to_space, too_few_for
+from learn.estimators import LEVEL, conformal_score, open_state, to_space, too_few_for, write_state
 from learn.learned.familiarity import Familiarity, torch_release
 from learn.learned.hybrid_boosting import Boosted, Settings
-from learn.learned.scaled_prediction import ScaledPrediction, conformal_score
+from learn.learned.scaled_prediction import ScaledPrediction
 from learn.learned.tabular import group_folds
 from learn.step_store import StepRecord, features_of
-from learn.targets import Target, get_target
+from learn.targets import Target
 
 FOLDS = 5
-LEVEL = 0.99
 LEAST_ROWS = 10
 OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
 MANY_MODULES = 10  # a family of so many is held out by module: new ones are what it will be asked about
@@ -249,9 +247,6 @@ class HybridEstimator:
         self._correction.save(folder, "correction")
         self._scale.save(folder, "scale")
         state = {
-            "estimator": self.name,
-            "target": self.target.name,
-            "seed": self.seed,
             "columns": list(self._columns),
             "knots": self._knots.tolist(),
             "floor": self._floor,
@@ -260,14 +255,12 @@ class HybridEstimator:
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
         }
-        (folder / "estimator.json").write_text(json.dumps(state, indent=1))
+        write_state(folder, self, state)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         folder = Path(folder)
-        state = json.loads((folder / "estimator.json").read_text())
-        loaded = cls(state["seed"])
-        loaded.target = get_target(state["target"])
+        loaded, state = open_state(cls, folder)
         loaded._columns = tuple(state["columns"])
         loaded._knots = np.asarray(state["knots"], dtype=float)
         loaded._floor = float(state["floor"])

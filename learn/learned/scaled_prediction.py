@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from learn.estimators import conformal_rank, from_space, to_space
+from learn.estimators import LEVEL, class_masses, conformal_score, from_space, to_space
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,9 @@ class ScaledPrediction:
             known = scores if scores.size else np.zeros(1)
             below[mine] = np.searchsorted(known, gap[mine], side="left") / len(known)
         below = np.where(edges <= self.least[:, None], 0.0, below)  # no figure lies below it
-        below = np.where(edges <= 0, 0.0, below)
-        if self.space == "ratio":
-            below = np.where(edges > 1, 1.0, below)
-        mass = np.diff(np.hstack([np.zeros((n, 1)), below, np.ones((n, 1))]), axis=1)
-        mass[np.isnan(self.centre)] = np.nan
-        return mass
+        return class_masses(below, edges, self.centre, self.space)
 
-    def upper(self, level: float = 0.99) -> np.ndarray | None:
+    def upper(self, level: float = LEVEL) -> np.ndarray | None:
         """Split-conformal over scaled residuals (Lei et al. 2018, section 5.2), by kind of case."""
         if not any(scores.size for scores in self.scores):
             return None
@@ -72,9 +67,3 @@ class ScaledPrediction:
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))
-
-
-def conformal_score(scores: np.ndarray, level: float) -> float:
-    """What `level` of new scores stay under, by these ascending ones of held-out rows; never below 0."""
-    rank = min(conformal_rank(len(scores), level), len(scores))
-    return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0

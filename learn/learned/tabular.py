@@ -5,7 +5,6 @@ Start reading at `TabularEstimator.fit`; a subclass brings the model.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +15,11 @@ import numpy as np
 from conf.errors import UsageError
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import ResidualPrediction, require_rows, to_space, too_few_for
+from learn.estimators import LEVEL, ResidualPrediction, open_state, require_rows, to_space, too_few_for, write_state
 from learn.learned.features import FeatureTable, case_features
-from learn.targets import Target, get_target
+from learn.targets import Target
 
 FOLDS = 5
-LEVEL = 0.99  # whose attainability the warnings speak of
 
 
 class TabularEstimator(ABC):
@@ -101,20 +99,15 @@ class TabularEstimator(ABC):
         folder = Path(folder)
         self._save_model(folder)
         state = {
-            "estimator": self.name,
-            "target": self.target.name,
-            "seed": self.seed,
             "features": self._table.to_mapping(),
             "residuals": self._residuals.tolist(),
         }
-        (folder / "estimator.json").write_text(json.dumps(state, indent=1))
+        write_state(folder, self, state)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         folder = Path(folder)
-        state = json.loads((folder / "estimator.json").read_text())
-        loaded = cls(state["seed"])
-        loaded.target = get_target(state["target"])
+        loaded, state = open_state(cls, folder)
         loaded._table = FeatureTable.from_mapping(state["features"])
         loaded._residuals = np.asarray(state["residuals"], dtype=float)
         loaded._model = cls._load_model(folder)
