@@ -1,4 +1,4 @@
-"""Where autograd adds a second gradient into the first one's memory instead of making a third tensor.
+"""Where autograd adds a second gradient into the first one's memory instead of making a third tensor, or keeps one.
 
 Start reading at `in_place_overload`. On a GPU the engine adds in place where nothing else holds the first gradient
 (`accumulate` of torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ADD = torch.ops.aten.add.Tensor
+_CLONE = torch.ops.aten.clone.default
 
 
 def in_place_overload(func, args: tuple, kwargs: dict, alone: tuple[int, int] | None):
@@ -24,9 +25,19 @@ def in_place_overload(func, args: tuple, kwargs: dict, alone: tuple[int, int] | 
     if func is not _ADD or kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or torch.is_grad_enabled():
         return None
     old, new = args
-    if not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype or not _is_dense(old):
+    if old.is_sparse or not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype or not _is_dense(old):
         return None
     return torch.ops.aten.add_.Tensor if _references(old) == alone else None
+
+
+def taken_over(func, args: tuple) -> Tensor | None:
+    """A tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the parameter's,
+    takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of autograd/functions/accumulate_grad.h).
+    None if this call of `func`, made during a backward pass, is no such copy."""
+    if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
+        return None
+    indices, values = args[0]._indices(), args[0]._values()
+    return torch.sparse_coo_tensor(indices, values, args[0].shape, check_invariants=False)
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Constants:
         """Note what an operator has given. Only one new small tensor of whole numbers or truths can be followed."""
         if mutates:
             for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not value.is_sparse:
                     for key in self._sharing.pop(value.untyped_storage()._cdata, ()):
                         self._known.pop(key, None)
             return

@@ -103,14 +103,24 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     return DeviceSpec(**values)
 
 
+# What drivers call models whose data sheets have other names; in lower case, without the vendor.
+_DRIVER_NAMES = {
+    "h100 80gb hbm3": "h100-sxm5-80gb",
+    "h200": "h200-sxm-141gb",
+    "geforce rtx 4090": "rtx-4090",
+    "tesla v100-sxm2-32gb": "v100-sxm2-32gb",
+}
+
+
 def same_device(one: str | None, other: str | None) -> bool:
     """Drivers say `NVIDIA A100-SXM4-40GB` where data sheets say `A100-SXM4-40GB`."""
     return plain_device(one) == plain_device(other)
 
 
 def plain_device(name: str | None) -> str:
-    """A device name in lower case, without the vendor."""
-    return (name or "").strip().lower().removeprefix("nvidia ").strip()
+    """A device name in lower case, without the vendor: the data sheet's, where the driver's is another."""
+    plain = (name or "").strip().lower().removeprefix("nvidia ").strip()
+    return _DRIVER_NAMES.get(plain, plain)
 
 
 def device_features(spec: DeviceSpec) -> dict[str, float]:

@@ -154,6 +154,17 @@ def _layer_norm_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[Lib
     return _temporary(0 if args[1].is_contiguous() else _nbytes(args[1]))
 
 
+def _embedding_bag_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """Of a dense gradient: the indices sorted, where equal ones begin, and sums over up to ten gradients each in fp32
+    (cuda/EmbeddingBag.cu: embedding_bag_backward_cuda_sum_avg; cuda/EmbeddingBackwardKernel.cu)."""
+    if args[9]:  # sparse: nothing is summed up
+        return ()
+    indices, (rows, width) = args[1].numel(), outputs[0].shape
+    segments = min(indices, rows)
+    sums = indices // 10 + segments
+    return _temporary(8 * (3 * indices + 2 * segments + sums) + 4 * sums * width)
+
+
 def _roll(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """Rolled dimension by dimension, the first time from a contiguous copy (cuda/TensorTransformations.cu)."""
     return _temporary(_nbytes(args[0]) if len(args[1]) > 1 or not args[0].is_contiguous() else 0)
@@ -186,6 +197,7 @@ _CALLS: dict[str, Callable] = {
     "aten::native_layer_norm": _contiguous_input,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::roll": _roll,
+    "aten::_embedding_bag_backward": _embedding_bag_backward,
     "aten::_cudnn_rnn": _recurrent,
     "aten::_cudnn_rnn_backward": _recurrent,
 }

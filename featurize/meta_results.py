@@ -78,7 +78,7 @@ def _key(values) -> tuple:
         if value is None or kind is bool or kind is str or kind is int or kind is float:
             found.append((kind, value))
         elif isinstance(value, Tensor):
-            if not value.is_meta and value.dim():  # its values may matter
+            if value.is_sparse or (not value.is_meta and value.dim()):  # its values may matter
                 raise _Uncached
             found.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif kind is tuple or kind is list:
@@ -104,6 +104,8 @@ def _recipe(out, given) -> object:
 
     def one(value):
         if isinstance(value, Tensor):
+            if value.is_sparse:
+                raise _Uncached
             storage = value.untyped_storage()
             if type(value) is not Tensor or not value.is_meta or storage._cdata in storages:
                 raise _Uncached

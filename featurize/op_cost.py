@@ -47,6 +47,14 @@ def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -
     return formula(args, outputs) if formula is not None else elements
 
 
+def gathered_bytes(name: str, args: Sequence, written: int) -> int:
+    """Bytes that an operator of `GATHERS` reads of its first argument: what it writes, or the rows that it sums up."""
+    if name == "aten::_embedding_bag":
+        weight, indices = args[:2]
+        return indices.numel() * weight.shape[1] * weight.element_size()
+    return written
+
+
 def foreach_launches(lists: int, sizes: Sequence[int]) -> int:
     """Kernels that one for-each operator launches over tensors of `sizes` elements, `lists` lists deep."""
     limit = _FOREACH_TENSORS[min(lists, len(_FOREACH_TENSORS)) - 1]
@@ -108,6 +116,7 @@ _FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
     "aten::_scaled_dot_product_flash_attention": _attention_forward(4),
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward(11),
+    "aten::_embedding_bag": lambda args, outputs: args[1].numel() * args[0].shape[1],
     "aten::_cudnn_rnn": lambda args, outputs: cudnn_rnn.flops(args),
     "aten::_cudnn_rnn_backward": lambda args, outputs: 2 * cudnn_rnn.flops(args),
 }

@@ -38,6 +38,7 @@ _SILENT = (nn.Identity, nn.Flatten, nn.Unflatten)  # hand their input through
 _CONVOLUTIONS = {F.conv1d: "conv1d", F.conv2d: "conv2d", F.conv3d: "conv3d"}
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__}
+_ADDED_PRODUCTS = {torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm}
 _JOINS = {torch.cat, torch.concat}
 
 
@@ -136,6 +137,12 @@ def _priced(func, args: tuple, kwargs: dict, output: object) -> tuple[str | None
         return "attention", 2 * pairs * (query.shape[-1] + value.shape[-1]) // _SAMPLES, ()
     if func in _PRODUCTS:
         return "matmul", 2 * output.numel() * args[0].shape[-1] // _SAMPLES, ()
+    if func in _ADDED_PRODUCTS:  # transformers' Conv1D: a linear layer with its weight the other way round
+        return "matmul", 2 * output.numel() * args[1].shape[-1] // _SAMPLES, args
+    if func is F.multi_head_attention_forward:  # its own products are out of sight: [length, samples, width] tensors
+        return "attention", _attention_flops(*args[:3]) // _SAMPLES, (*args[5:9], *args[11:13], *kwargs.values())
+    if func is torch.einsum:
+        return "matmul", _einsum_flops(args) // _SAMPLES, ()
     if func in _SUMS:
         both = len(args) > 1 and all(isinstance(x, Tensor) and x.shape == output.shape for x in args[:2])
         large = both and output.dim() > 1 and output.shape[0] % _SAMPLES == 0
@@ -143,6 +150,25 @@ def _priced(func, args: tuple, kwargs: dict, output: object) -> tuple[str | None
     if func in _JOINS:
         return "concat", 0, ()
     return None, 0, ()
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Of all samples: four projections to the query's width, and the products of scores and of values."""
+    width = query.shape[-1]
+    projections = 4 * query.numel() * width + 2 * (key.numel() + value.numel()) * width
+    return projections + 4 * query.numel() * key.shape[0]
+
+
+def _einsum_flops(args: tuple) -> int:
+    """Of a contraction of two tensors: a multiply-add for each combination of indices; of others none are counted."""
+    letters, tensors = args[0], args[1:] if isinstance(args[1], Tensor) else tuple(args[1])
+    if not isinstance(letters, str) or "." in letters or len(tensors) != 2:
+        return 0
+    terms = letters.replace(" ", "").partition("->")[0].split(",")
+    sizes = {
+        letter: size for term, x in zip(terms, tensors, strict=True) for letter, size in zip(term, x.shape, strict=True)
+    }
+    return 2 * math.prod(sizes.values())
 
 
 def _elements(output: object) -> int:

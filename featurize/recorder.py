@@ -16,7 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize import op_cost
-from featurize.accumulation import in_place_overload, references_of_the_last_holder
+from featurize.accumulation import in_place_overload, references_of_the_last_holder, taken_over
 from featurize.constants import READ, Constants
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
@@ -81,9 +81,8 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Blocks that exist before the first step."""
-        for tensor in tensors:
-            if tensor.device.type == "meta":
-                self._see(tensor.untyped_storage(), kind)
+        for tensor in _meta_tensors(tensors):
+            self._see(tensor.untyped_storage(), kind)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """The step's batch is copied to the device, then the last step's is given back."""
@@ -97,12 +96,11 @@ class Recorder(TorchDispatchMode):
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what live blocks are."""
-        for tensor in tensors:
-            if tensor.device.type == "meta":
-                self._see(tensor.untyped_storage(), kind)
-                block = self._live[tensor.untyped_storage()._cdata][0]
-                if self._kinds[block] is None:
-                    self._kinds[block] = kind
+        for tensor in _meta_tensors(tensors):
+            self._see(tensor.untyped_storage(), kind)
+            block = self._live[tensor.untyped_storage()._cdata][0]
+            if self._kinds[block] is None:
+                self._kinds[block] = kind
 
     def stop(self) -> None:
         """End the record: what dies from here on is not the step's doing."""
@@ -164,6 +162,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.phase == "backward":
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
+            if (kept := taken_over(func, args)) is not None:
+                return kept
         traits = self.traits_of(func)
         try:
             out = self.run(func, traits.name, args, kwargs, traits.mutates)
@@ -184,6 +184,9 @@ class Recorder(TorchDispatchMode):
         maker = (traits.name, running[-1] if running else self._module_now(), None)
         for tensor in inputs:  # a constant that the model holds without registering it as a buffer
             self._see(tensor.untyped_storage(), "buffer")
+        if isinstance(out, Tensor) and out.is_sparse:  # its indices may be those that it was given
+            given = {t.untyped_storage()._cdata for t in inputs}
+            outputs = [t for t in outputs if t.untyped_storage()._cdata not in given]
         fresh = False
         for tensor in outputs:
             fresh |= self._see(tensor.untyped_storage(), None, maker)
@@ -226,8 +229,12 @@ class Recorder(TorchDispatchMode):
                 elements = max(elements, tensor.numel())
         if traits.gathers:
             source = _nbytes(args[0])
-            reads += min(source, writes) - source
+            reads += min(source, op_cost.gathered_bytes(traits.name, args, writes)) - source
             elements = max(t.numel() for t in outputs)
+        if traits.adds and isinstance(args[1], Tensor) and args[1].is_sparse:  # into the rows that it holds alone
+            rows, target = args[1]._values(), _nbytes(args[0])
+            reads, writes = reads + _nbytes(rows) - target, writes + _nbytes(rows) - target
+            elements = rows.numel()
         launches = 1
         if traits.foreach:
             lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
@@ -296,7 +303,7 @@ class _Traits:
     """What is the same for every call of one operator overload."""
 
     __slots__ = (
-        "calls_library", "foreach", "gathers", "kernel", "mutates", "name", "view", "write_only", "written",
+        "adds", "calls_library", "foreach", "gathers", "kernel", "mutates", "name", "view", "write_only", "written",
     )  # fmt: skip
 
     def __init__(self, func) -> None:
@@ -306,6 +313,7 @@ class _Traits:
         self.written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
         self.mutates = bool(self.written)
         self.kernel = self.name not in op_cost.NO_KERNEL
+        self.adds = self.name == "aten::add_"
         self.gathers = self.name in op_cost.GATHERS
         self.write_only = self.name in op_cost.WRITE_ONLY
         self.foreach = self.name.startswith("aten::_foreach_")
@@ -313,15 +321,20 @@ class _Traits:
 
 
 def _meta_tensors(values: Iterable) -> list[Tensor]:
+    """Those that have memory of their own; of a sparse one, its indices and its values."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.is_meta:
+            if value.is_sparse:
+                found.extend(_meta_tensors((value._indices(), value._values())))
+            elif value.is_meta:
                 found.append(value)
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, Tensor):
-                    if item.is_meta:
+                    if item.is_sparse:
+                        found.extend(_meta_tensors((item,)))
+                    elif item.is_meta:
                         found.append(item)
                 elif isinstance(item, list | tuple):  # an operator that returns lists among others
                     found.extend(_meta_tensors(item))

@@ -129,12 +129,13 @@ def trace_config(
     config: TrialConfig, *, device: str | DeviceSpec = DEFAULT_DEVICE, training_loop: bool = False
 ) -> StepTrace:
     """The trace of one training step of a family's model, run as the farm's devices do. Raises `TraceError`."""
-    from featurize.families import get_family
+    from featurize.families import get_family, loss_of
 
     family = get_family(config.family)
     return trace_step(
         lambda: family.build(config),
         lambda on: family.batch(config, on),
+        loss=loss_of(config),
         settings=config,
         device=device,
         training_loop=training_loop,

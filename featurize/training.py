@@ -132,7 +132,8 @@ class TrainingStep:
         self.on_phase("optimizer")
         if self.device.type == "meta" and self.settings.precision == "fp16":
             # The scaler reads a value back, which meta can't; its unscaling is one in-place pass over the gradients.
-            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], 1.0)
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], 1.0)
         self.optimizer.step()
         return loss.detach()
 

@@ -219,12 +219,15 @@ def step_feature_version() -> str:
 
 @cache
 def record_version() -> str:
-    """12 hex digits: as `step_feature_version`, and what records depend on besides: families, torch, timm's models."""
+    """12 hex digits: as `step_feature_version`, and what else records depend on: families, torch, libraries of models."""
     import featurize.families
+    import featurize.nets
     from conf.identity import version_of
 
-    digest = _digest(sorted(Path(featurize.families.__file__).parent.glob("*.py")))
-    digest.update(f"{step_feature_version()} torch {version_of('torch')} timm {version_of('timm')}".encode())
+    folders = [Path(package.__file__).parent for package in (featurize.families, featurize.nets)]
+    digest = _digest([path for folder in folders for path in sorted(folder.glob("*.py"))])
+    libraries = " ".join(f"{name} {version_of(name)}" for name in ("torch", "timm", "torchvision", "transformers"))
+    digest.update(f"{step_feature_version()} {libraries}".encode())
     return digest.hexdigest()[:12]
 
 

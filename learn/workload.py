@@ -46,7 +46,7 @@ class Workload:
 
 def of_config(config: TrialConfig) -> Workload:
     """The workload of a trial config, as the farm runs it."""
-    from featurize.families import get_family
+    from featurize.families import get_family, loss_of
 
     family = get_family(config.family)
     return Workload(
@@ -56,6 +56,7 @@ def of_config(config: TrialConfig) -> Workload:
         settings=config,
         batch_size=config.batch_size,
         config=config,
+        loss=loss_of(config),
         training_loop=False,
     )
 

@@ -9,6 +9,7 @@ A family module is imported without torch and holds
     repair(values, draw)          -> values: turns raw sampled values into a config that can be built (see below)
     identity(config)              -> str, optional: what tells its network from others, where `layers` takes long
     kind(config)                  -> str, optional: what its networks are grouped by; else family and topology
+    loss(config)                  -> function of (output, targets) giving a scalar tensor, optional; else cross entropy
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
 that divide the embedding, ...); `draw(name)` gives a further uniform number in [0, 1) that depends only on the sampled
@@ -19,9 +20,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from conf.errors import unknown_name
+
+if TYPE_CHECKING:
+    from featurize.trial import TrialConfig
 
 
 def family_names() -> tuple[str, ...]:
@@ -34,3 +40,9 @@ def get_family(name: str) -> ModuleType:
     if name not in family_names():
         raise unknown_name("family", name, family_names())
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def loss_of(config: TrialConfig) -> Callable | None:
+    """The loss that the config's family trains with; None: cross entropy, as `featurize.training` takes it."""
+    loss = getattr(get_family(config.family), "loss", None)
+    return None if loss is None else loss(config)

@@ -18,6 +18,12 @@ def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
     return Layer("linear", rows * outputs, inputs * outputs + outputs, 2 * rows * inputs * outputs)
 
 
+def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: bool = True) -> Layer:
+    """`nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
+    weights, area = inputs * outputs * kernel**2, side_out**2
+    return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area)
+
+
 def activation(name: str, elements: int) -> Layer:
     """Any of `featurize.trial.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
     return Layer(name, elements, 1 if name == "prelu" else 0)

@@ -121,7 +121,8 @@ def test_every_point_of_the_default_space_is_a_valid_config(family):
     rejections = Counter()
     configs = list(sample_range(space_of(family), 7, 0, 300, rejections=rejections))
     assert not rejections
-    assert len({str(config.to_mapping()) for config in configs}) > (250 if family == "timm" else 299)
+    # timm and zoo vary nothing but the model and the batch size: some points come twice
+    assert len({str(config.to_mapping()) for config in configs}) > (250 if family in ("timm", "zoo") else 299)
     for config in configs[:20]:
         assert config_from_mapping(config.to_mapping()) == config
 

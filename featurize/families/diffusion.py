@@ -1,0 +1,244 @@
+"""Denoising diffusion networks: a U-Net of residual blocks that are told the timestep, with self-attention.
+
+Start reading at `encoder` and `decoder`, which `layers` and `build` both follow; the network is that of Ho et al.
+(arXiv 2006.11239), whose attention has one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.layers import Layer
+from featurize.trial import TrialConfig, at_least
+
+if TYPE_CHECKING:
+    import torch
+
+GROUPS = 32  # of every group norm: all widths are multiples
+TIMESTEPS = 1000  # that the noise is drawn at
+SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
+MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels ask for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """levels: sizes of the map, each half of the one before; 2**(levels - 1) must divide `image_size`.
+    base_channels: width of the first level, a multiple of 32; each level doubles it, up to `widest` times as much.
+    blocks: residual blocks a level in the encoder; the decoder has one more.
+    attention_size, attention_size_min: every block on a map of that many pixels a side, or between the two, is followed
+    by self-attention; 0: only the one between encoder and decoder, which always is. heads: must divide `base_channels`.
+    dropout: rate, 0 for none."""
+
+    family: ClassVar[str] = "diffusion"
+
+    image_size: int
+    channels: int
+    base_channels: int
+    levels: int
+    blocks: int
+    widest: int = 4
+    attention_size: int = 16
+    attention_size_min: int = 1
+    heads: int = 1
+    dropout: float = 0.0
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, image_size=1, channels=1, base_channels=1, levels=1, blocks=1, widest=1),
+            *at_least(self, attention_size=0, attention_size_min=1, heads=1),
+            *parts.rates(self, "dropout"),
+        ]
+        if found:
+            return found
+        if self.base_channels % GROUPS:
+            found.append(f"base_channels must be a multiple of {GROUPS}, got {self.base_channels}")
+        elif self.base_channels % self.heads:
+            found.append(f"heads must divide base_channels, got {self.heads} heads for {self.base_channels} channels")
+        if self.image_size % (step := 2 ** (self.levels - 1)):
+            found.append(f"image_size must be a multiple of 2**(levels - 1) = {step}, got {self.image_size}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A step through the network. kind: `block`, `halve`, `double`; channels in and out; the side of the map it gives;
+    whether attention follows."""
+
+    kind: str
+    inputs: int
+    outputs: int
+    side: int
+    attends: bool = False
+
+
+def attends(config: Config, side: int) -> bool:
+    """Whether self-attention follows the blocks on a map of that size."""
+    return config.attention_size_min <= side <= config.attention_size
+
+
+def widths(config: Config) -> list[int]:
+    """Channels of each level, the image's own size first."""
+    return [config.base_channels * min(2**i, config.widest) for i in range(config.levels)]
+
+
+def encoder(config: Config) -> list[Part]:
+    """From the first convolution's result to the smallest map. The decoder reads what each part gives."""
+    found, inputs, side = [], config.base_channels, config.image_size
+    for level, width in enumerate(widths(config)):
+        if level:
+            side //= 2
+            found.append(Part("halve", inputs, inputs, side))
+        for _ in range(config.blocks):
+            found.append(Part("block", inputs, width, side, attends(config, side)))
+            inputs = width
+    return found
+
+
+def middle(config: Config) -> list[Part]:
+    """Two blocks on the smallest map."""
+    width, side = widths(config)[-1], config.image_size >> (config.levels - 1)
+    return [Part("block", width, width, side, True), Part("block", width, width, side)]
+
+
+def decoder(config: Config) -> list[Part]:
+    """From the smallest map to the last convolution. Inputs of blocks count what they read of the encoder."""
+    skips = [config.base_channels, *(part.outputs for part in encoder(config))]
+    side, inputs, found = config.image_size >> (config.levels - 1), skips[-1], []
+    for level, width in reversed(list(enumerate(widths(config)))):
+        for _ in range(config.blocks + 1):
+            found.append(Part("block", inputs + skips.pop(), width, side, attends(config, side)))
+            inputs = width
+        if level:
+            side *= 2
+            found.append(Part("double", inputs, inputs, side))
+    return found
+
+
+def _norm(channels: int, side: int) -> Layer:
+    return Layer("groupnorm", channels * side**2, 2 * channels)
+
+
+def _attention(channels: int, side: int) -> list[Layer]:
+    places = side**2
+    project = parts.linear(channels, channels, places)
+    mixed = Layer("attention", places * channels, 0, 4 * places**2 * channels)
+    return [_norm(channels, side), project, project, project, mixed, project, Layer("add", places * channels)]
+
+
+def _layers_of(config: Config, part: Part) -> list[Layer]:
+    inputs, outputs, side = part.inputs, part.outputs, part.side
+    elements, time = outputs * side**2, 4 * config.base_channels
+    if part.kind == "halve":
+        return [parts.conv2d(inputs, outputs, 3, side)]
+    if part.kind == "double":
+        return [Layer("upsample", inputs * side**2), parts.conv2d(inputs, outputs, 3, side)]
+    return [
+        _norm(inputs, side),
+        parts.activation("silu", inputs * side**2),
+        parts.conv2d(inputs, outputs, 3, side),
+        parts.activation("silu", time),
+        parts.linear(time, outputs),
+        Layer("add", elements),
+        _norm(outputs, side),
+        parts.activation("silu", elements),
+        *parts.dropout(config.dropout, elements),
+        parts.conv2d(outputs, outputs, 3, side),
+        *([parts.conv2d(inputs, outputs, 1, side)] if inputs != outputs else []),
+        Layer("add", elements),
+        *(_attention(outputs, side) if part.attends else []),
+    ]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    base, side = config.base_channels, config.image_size
+    time = 4 * base
+    plan = [
+        Layer("position", base),  # the timestep's sines and cosines
+        parts.linear(base, time),
+        parts.activation("silu", time),
+        parts.linear(time, time),
+        parts.conv2d(config.channels, base, 3, side),
+    ]
+    for part in (*encoder(config), *middle(config)):
+        plan += _layers_of(config, part)
+    for part in decoder(config):
+        if part.kind == "block":
+            plan.append(Layer("concat", part.inputs * part.side**2))
+        plan += _layers_of(config, part)
+    return [
+        *plan,
+        _norm(base, side),
+        parts.activation("silu", base * side**2),
+        parts.conv2d(base, config.channels, 3, side),
+    ]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """Noisy images [N, channels, image_size, image_size], timesteps [N] -> the noise, of the images' shape."""
+    from torch import nn
+
+    from featurize import modules
+    from featurize.nets import encoder_decoder
+
+    def block(part: Part) -> nn.Module:
+        return encoder_decoder.DenoisingBlock(
+            part.inputs,
+            part.outputs,
+            4 * config.base_channels,
+            rate=config.dropout,
+            heads=config.heads if part.attends else None,
+        )
+
+    def stack(*blocks: Part) -> modules.Stack:
+        return modules.Stack(map(block, blocks), recompute=config.activation_checkpointing)
+
+    def module(part: Part) -> nn.Module:
+        if part.kind == "block":
+            return stack(part)
+        if part.kind == "halve":
+            return nn.Conv2d(part.inputs, part.outputs, 3, stride=2, padding=1)
+        return encoder_decoder.enlarge_nearest(part.inputs)
+
+    return encoder_decoder.DenoisingUNet(
+        channels=config.channels,
+        width=config.base_channels,
+        encoder=[module(part) for part in encoder(config)],
+        middle=stack(*middle(config)),
+        decoder=[module(part) for part in decoder(config)],
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Noisy images [N, channels, image_size, image_size] float32 and timesteps [N]; the noise, of the images' shape."""
+    import torch
+
+    size = (config.batch_size, config.channels, config.image_size, config.image_size)
+    images, noise = torch.randn(size, device=device), torch.randn(size, device=device)
+    return (images, torch.randint(TIMESTEPS, (config.batch_size,), device=device)), noise
+
+
+def loss(config: Config) -> Callable:
+    """The mean squared error of the predicted noise."""
+    import torch.nn.functional as F
+
+    return lambda predicted, noise: F.mse_loss(predicted, noise)  # looked up when called: the trace casts there
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Widths become multiples of 32, the image's size one of 2**(levels - 1), and `heads` the largest number up to it
+    with a multiple of 8 channels a head. Consumes `use_dropout`."""
+    values = parts.switch_dropout(values)
+    size, levels = values.get("image_size"), values.get("levels")
+    if parts.is_integer(size) and parts.is_integer(levels) and 0 < levels < 32:
+        values["image_size"] = max(size >> (levels - 1), 1) << (levels - 1)
+    width, heads = values.get("base_channels"), values.get("heads")
+    if parts.is_integer(width):
+        width = values["base_channels"] = max(width // GROUPS, 1) * GROUPS
+        if parts.is_integer(heads) and heads > 0:
+            values["heads"] = next(n for n in range(heads, 0, -1) if n == 1 or width % (MIN_HEAD * n) == 0)
+    return values

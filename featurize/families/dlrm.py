@@ -1,0 +1,142 @@
+"""Recommendation networks: embedding tables and dense features, their dot products, two rows of linear layers.
+
+Start reading at `Config`; the network is DLRM (Naumov et al., arXiv 1906.00091).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.layers import Layer
+from featurize.trial import TrialConfig, at_least
+
+if TYPE_CHECKING:
+    import torch
+
+# Of the search space, consumed by `repair`, which makes `rows` of them.
+SAMPLED_ONLY = ("tables", "smallest_table", "largest_table")
+SPARSE_OPTIMIZERS = ("sgd",)  # torch's Adam refuses sparse gradients; momentum would pile up every row ever seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """rows: of each embedding table; `bag_size` rows of each are summed for a sample, `embedding_size` wide.
+    bottom_width, bottom_depth: hidden layers for the `dense_features`, each half as wide as the one before and no
+    narrower than the embedding, which one more layer gives. top_width, top_depth: hidden layers after the interaction,
+    each half as wide as the one before; one more gives the logit.
+    sparse_gradients: gradients of the tables hold the rows that were looked up, not all; needs optimizer sgd."""
+
+    family: ClassVar[str] = "dlrm"
+
+    dense_features: int
+    rows: tuple[int, ...]
+    embedding_size: int
+    bag_size: int
+    bottom_width: int
+    bottom_depth: int
+    top_width: int
+    top_depth: int
+    sparse_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, list):  # as JSON has it
+            object.__setattr__(self, "rows", tuple(self.rows))
+        super().__post_init__()
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, dense_features=1, embedding_size=1, bag_size=1),
+            *at_least(self, bottom_width=1, bottom_depth=0, top_width=1, top_depth=1),
+            *parts.switches(self, "sparse_gradients"),
+        ]
+        rows = self.rows
+        if not isinstance(rows, tuple) or not rows or not all(parts.is_integer(n) and n > 0 for n in rows):
+            found.append(f"rows must be a list of integers >= 1, one for each table, got {rows!r}")
+        if self.sparse_gradients is True and self.optimizer not in SPARSE_OPTIMIZERS:
+            found.append(f"sparse_gradients needs optimizer {' or '.join(SPARSE_OPTIMIZERS)}, got {self.optimizer}")
+        return found
+
+
+def bottom(config: Config) -> list[int]:
+    """Widths of the hidden layers for the dense features."""
+    return [max(config.bottom_width >> i, config.embedding_size) for i in range(config.bottom_depth)]
+
+
+def top(config: Config) -> list[int]:
+    """Widths of the hidden layers after the interaction."""
+    return [max(config.top_width >> i, 1) for i in range(config.top_depth)]
+
+
+def _hidden(inputs: int, widths: list[int]) -> list[Layer]:
+    plan = []
+    for width in widths:
+        plan += [parts.linear(inputs, width), parts.activation("relu", width)]
+        inputs = width
+    return plan
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    size, vectors = config.embedding_size, len(config.rows) + 1
+    pairs = vectors * (vectors - 1) // 2
+    after = top(config)
+    return [
+        *_hidden(config.dense_features, [*bottom(config), size]),
+        *(Layer("embedding", size, rows * size) for rows in config.rows),
+        Layer("concat", vectors * size),
+        Layer("matmul", vectors**2, 0, 2 * vectors**2 * size),
+        Layer("concat", size + pairs),
+        *_hidden(size + pairs, after),
+        parts.linear(after[-1], 1),
+    ]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """Dense features [N, dense_features] and indices [tables, N, bag_size] -> logits [N]."""
+    from featurize.nets import recommender
+
+    return recommender.Recommender(
+        dense_features=config.dense_features,
+        rows=config.rows,
+        embedding=config.embedding_size,
+        bottom=bottom(config),
+        top=top(config),
+        sparse=config.sparse_gradients,
+        recompute=config.activation_checkpointing,
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Dense features [N, dense_features] float32, indices [tables, N, bag_size] int64; zeros and ones [N] float32."""
+    import torch
+
+    size = (config.batch_size, config.bag_size)
+    dense = torch.randn(config.batch_size, config.dense_features, device=device)
+    indices = torch.stack([torch.randint(rows, size, device=device) for rows in config.rows])
+    return (dense, indices), torch.randint(2, (config.batch_size,), device=device).float()
+
+
+def loss(config: Config) -> Callable:
+    """Binary cross entropy of the logits."""
+    import torch.nn.functional as F
+
+    # looked up when called: the trace casts there
+    return lambda logits, targets: F.binary_cross_entropy_with_logits(logits, targets)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """`rows` of as many `tables`: one has `largest_table` rows, the others sizes from `smallest_table` to it, evenly
+    drawn on a log scale. Gradients are dense where the optimizer takes no sparse ones."""
+    values = dict(values)
+    tables, low, high = (values.pop(name, None) for name in SAMPLED_ONLY)
+    if "rows" not in values and all(parts.is_integer(n) and n > 0 for n in (tables, low, high)):
+        low = min(low, high)
+        sizes = [round(low * (high / low) ** draw(f"table {i}")) for i in range(1, tables)]
+        values["rows"] = (high, *sizes)
+    if values.get("optimizer", "adam") not in SPARSE_OPTIMIZERS and values.get("sparse_gradients") is True:
+        values["sparse_gradients"] = False
+    return values

@@ -1,0 +1,144 @@
+"""Graph networks that classify nodes: graph convolutions over random graphs of a fixed size, one linear layer.
+
+Start reading at `Config`; the operators run as PyTorch Geometric runs them without its extensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.layers import Layer
+from featurize.trial import ACTIVATIONS, TrialConfig, at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
+
+OPERATORS = ("gcn", "sage", "gat")
+SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
+MAX_SAMPLED_EDGES = 4_000_000  # of a sampled batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """A graph has `nodes` nodes with `features` features each, and `nodes` * `degree` edges; `batch_size` of them are
+    joined into one that has no edges between them. depth: convolutions, `hidden` features wide.
+    operator: `gcn`, weighted by degrees; `sage`, the neighbours' mean; `gat`, attention with `heads` heads, which must
+    divide `hidden`; without effect on the others. dropout: rate after every convolution, 0 for none."""
+
+    family: ClassVar[str] = "gnn"
+
+    nodes: int
+    degree: int
+    features: int
+    classes: int
+    hidden: int
+    depth: int
+    operator: str = "gcn"
+    heads: int = 1
+    activation: str = "relu"
+    dropout: float = 0.0
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, nodes=1, degree=1, features=1, classes=1, hidden=1, depth=1, heads=1),
+            *one_of(self, operator=OPERATORS, activation=ACTIVATIONS),
+            *parts.rates(self, "dropout"),
+        ]
+        if not found and self.operator == "gat" and self.hidden % self.heads:
+            found.append(f"heads must divide hidden, got {self.heads} heads for {self.hidden} features")
+        return found
+
+
+def kind(config: Config) -> str:
+    """`gnn/gat`."""
+    return f"{config.family}/{config.operator}"
+
+
+def _matrix(inputs: int, outputs: int, rows: int) -> Layer:
+    """`nn.Linear` without bias."""
+    return Layer("linear", rows * outputs, inputs * outputs, 2 * rows * inputs * outputs)
+
+
+def _convolution(config: Config, inputs: int) -> list[Layer]:
+    """`gather`: features read edge by edge; `scatter`: summed into their targets. Loops count as edges."""
+    nodes, outputs, edges = config.nodes, config.hidden, config.nodes * config.degree
+    if config.operator == "sage":
+        return [
+            Layer("gather", edges * inputs),
+            Layer("scatter", nodes * inputs),
+            parts.linear(inputs, outputs, nodes),
+            _matrix(inputs, outputs, nodes),
+            Layer("add", nodes * outputs),
+        ]
+    looped = edges + nodes
+    found = [_matrix(inputs, outputs, nodes)]
+    if config.operator == "gat":
+        found.append(Layer("edge_softmax", looped * config.heads, 2 * outputs))
+    return [*found, Layer("gather", looped * outputs), Layer("scatter", nodes * outputs, outputs)]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per graph."""
+    plan, inputs, elements = [], config.features, config.nodes * config.hidden
+    for _ in range(config.depth):
+        plan += [
+            *_convolution(config, inputs),
+            parts.activation(config.activation, elements),
+            *parts.dropout(config.dropout, elements),
+        ]
+        inputs = config.hidden
+    return [*plan, parts.linear(inputs, config.classes, config.nodes)]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """Nodes [V, features] floats and edges [2, E] indices -> logits [V, classes]."""
+    from torch import nn
+
+    from featurize.nets import graph_convolutions
+
+    def convolution(inputs: int) -> nn.Module:
+        if config.operator == "gat":
+            return graph_convolutions.AttentionConvolution(inputs, config.hidden, config.heads)
+        if config.operator == "sage":
+            return graph_convolutions.SampleConvolution(inputs, config.hidden)
+        return graph_convolutions.GraphConvolution(inputs, config.hidden)
+
+    widths = [config.features, *[config.hidden] * (config.depth - 1)]
+    return graph_convolutions.GraphClassifier(
+        [graph_convolutions.GraphBlock(convolution(width), config.activation, config.dropout) for width in widths],
+        config.hidden,
+        config.classes,
+        recompute=config.activation_checkpointing,
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Nodes [V, features] float32 and edges [2, E] int64, V = N * nodes and E = V * degree, with no edge from one graph
+    to another; class indices [V]."""
+    import torch
+
+    graphs, nodes = config.batch_size, config.nodes
+    features = torch.randn(graphs * nodes, config.features, device=device)
+    edges = torch.randint(nodes, (2, graphs, nodes * config.degree), device=device)
+    edges += torch.arange(0, graphs * nodes, nodes, device=device)[:, None]
+    return (features, edges.flatten(1)), torch.randint(config.classes, (graphs * nodes,), device=device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """For attention, `hidden` becomes a multiple of `heads`; the others have one head, so that two points which build
+    the same network get the same config. The degree goes down to what `MAX_SAMPLED_EDGES` allows. Consumes
+    `use_dropout`."""
+    values = parts.switch_dropout(values)
+    heads, hidden = values.get("heads"), values.get("hidden")
+    if values.get("operator", "gcn") != "gat":
+        values.pop("heads", None)
+    elif parts.is_integer(heads) and heads > 0 and parts.is_integer(hidden):
+        values["hidden"] = max(hidden // heads, 1) * heads
+    nodes, degree, graphs = values.get("nodes"), values.get("degree"), values.get("batch_size")
+    if all(parts.is_integer(n) and n > 0 for n in (nodes, degree, graphs)):
+        values["degree"] = min(degree, max(MAX_SAMPLED_EDGES // (nodes * graphs), 1))
+    return values

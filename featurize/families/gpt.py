@@ -1,0 +1,113 @@
+"""Decoder-only language models after GPT-2: learned positions, pre-norm blocks, causal attention, a logit a token.
+
+Start reading at `Config`; with 50,257 tokens, a context of 1,024, 12 blocks of 768 and 12 heads it is GPT-2 itself
+(Radford et al., 2019; as in transformers), at 24 of 1,024 and 36 of 1,280 its medium and large sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.families import _prenorm as prenorm
+from featurize.layers import Layer
+from featurize.trial import TrialConfig, at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
+
+PROJECTIONS = ("conv1d", "linear")
+ACTIVATIONS = ("gelu", "gelu_new")
+SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """heads: must divide `embedding_size`. feed_forward: inner size of the feed-forward part, absolute.
+    projection: of the blocks' linear layers; `conv1d` keeps weights as [in, out], as transformers' GPT-2 does.
+    activation: `gelu`, or `gelu_new`, its tanh formula operator by operator, which keeps more tensors.
+    tied_embeddings: the output layer has the token embedding's weights. dropout: rate of every dropout, the
+    attention's included; 0 for none."""
+
+    family: ClassVar[str] = "gpt"
+
+    vocabulary_size: int
+    sequence_length: int
+    embedding_size: int
+    heads: int
+    depth: int
+    feed_forward: int
+    projection: str = "conv1d"
+    activation: str = "gelu"
+    tied_embeddings: bool = True
+    dropout: float = 0.1
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
+            *at_least(self, depth=1, feed_forward=1),
+            *one_of(self, projection=PROJECTIONS, activation=ACTIVATIONS),
+            *parts.rates(self, "dropout"),
+            *parts.switches(self, "tied_embeddings"),
+        ]
+        return found or prenorm.heads_problems(self)
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample. The tanh formula counts as one activation."""
+    length, width = config.sequence_length, config.embedding_size
+    body = prenorm.block(width, config.feed_forward, length, config.dropout)
+    return [
+        Layer("embedding", length * width, config.vocabulary_size * width),
+        Layer("position", length * width, length * width),
+        *parts.dropout(config.dropout, length * width),
+        *body * config.depth,
+        *prenorm.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings),
+    ]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, sequence_length] token indices -> logits [N, sequence_length, vocabulary_size]."""
+    from torch import nn
+
+    from featurize.nets import prenorm as modules
+
+    linear, rate = modules.LINEARS[config.projection], config.dropout
+
+    def block() -> nn.Module:
+        function = modules.GeluNew() if config.activation == "gelu_new" else nn.GELU()
+        return modules.PreNormBlock(
+            config.embedding_size,
+            modules.SelfAttention(config.embedding_size, config.heads, causal=True, dropout=rate, linear=linear),
+            modules.feed_forward(config.embedding_size, config.feed_forward, function, linear=linear),
+            dropout=rate,
+        )
+
+    return modules.TokenTransformer(
+        vocabulary=config.vocabulary_size,
+        length=config.sequence_length,
+        width=config.embedding_size,
+        blocks=[block() for _ in range(config.depth)],
+        outputs=config.vocabulary_size,
+        per_token=True,
+        tied=config.tied_embeddings,
+        dropout=rate,
+        recompute=config.activation_checkpointing,
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Token indices and the next tokens' indices, both [N, sequence_length] int64."""
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Sizes that fit each other, see `_prenorm.repair`."""
+    return prenorm.repair(values, draw)

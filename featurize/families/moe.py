@@ -1,0 +1,202 @@
+"""Mixtures of experts: pre-norm transformers whose feed-forward parts, in every n-th block, are routed experts.
+
+Start reading at `Config`; the routing is GShard's (arXiv 2006.16668, one or two experts a token, a capacity for each
+expert), its auxiliary loss Switch Transformer's (arXiv 2101.03961).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.families import _prenorm as prenorm
+from featurize.layers import Layer
+from featurize.trial import TrialConfig, at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
+
+TOPOLOGIES = ("decoder", "encoder")
+ACTIVATIONS = ("relu", "gelu", "silu")
+MAX_CHOICES = 2
+BALANCE_WEIGHT = 0.01  # of the auxiliary loss, as published
+SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """topology: `decoder`, causal, a logit a token of the vocabulary; `encoder`, mean pool and one linear layer to
+    `classes`, which decoders do without. experts: in each routed part; top_k: 1 or 2, that a token goes to.
+    capacity_factor: places of an expert, as a multiple of its even share of a sample's choices.
+    moe_every: every n-th block is routed, the others are dense. feed_forward: inner size of each expert and of the
+    dense parts, absolute. heads: must divide `embedding_size`. dropout: rate of every dropout, the attention's too; 0
+    for none."""
+
+    family: ClassVar[str] = "moe"
+
+    vocabulary_size: int
+    sequence_length: int
+    embedding_size: int
+    heads: int
+    depth: int
+    feed_forward: int
+    experts: int
+    top_k: int = 2
+    capacity_factor: float = 1.25
+    moe_every: int = 2
+    topology: str = "decoder"
+    classes: int = 1000
+    activation: str = "gelu"
+    dropout: float = 0.1
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
+            *at_least(self, depth=1, feed_forward=1, experts=1, moe_every=1, classes=1),
+            *one_of(self, top_k=tuple(range(1, MAX_CHOICES + 1)), topology=TOPOLOGIES, activation=ACTIVATIONS),
+            *parts.rates(self, "dropout"),
+        ]
+        factor = self.capacity_factor
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            found.append(f"capacity_factor must be a number > 0, got {factor!r}")
+        if found:
+            return found
+        if self.top_k > self.experts:
+            found.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
+        if self.moe_every > self.depth:
+            found.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
+        return [*found, *prenorm.heads_problems(self)]
+
+
+def capacity(config: Config) -> int:
+    """Places of each expert for one sample's tokens; a token asks for an expert once at most."""
+    share = config.top_k * config.sequence_length / config.experts
+    return min(max(math.ceil(share * config.capacity_factor), 1), config.sequence_length)
+
+
+def is_routed(config: Config, index: int) -> bool:
+    """Whether the block of that index, from 0, has experts."""
+    return (index + 1) % config.moe_every == 0
+
+
+def _routed_part(config: Config) -> list[Layer]:
+    """Norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens, sum."""
+    length, width, inner, experts = config.sequence_length, config.embedding_size, config.feed_forward, config.experts
+    rows, outer = experts * capacity(config), length * width
+    products = 2 * rows * width * inner
+    return [
+        prenorm.layer_norm(width, length),
+        Layer("linear", length * experts, width * experts, 2 * outer * experts),
+        Layer("softmax", length * experts),
+        Layer("dispatch", rows * width),
+        Layer("linear", rows * inner, experts * (width + 1) * inner, products),
+        parts.activation(config.activation, rows * inner),
+        Layer("linear", rows * width, experts * (inner + 1) * width, products),
+        Layer("combine", config.top_k * outer),
+        *parts.dropout(config.dropout, outer),
+        Layer("add", outer),
+    ]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    length, width, rate = config.sequence_length, config.embedding_size, config.dropout
+    plan = [
+        Layer("embedding", length * width, config.vocabulary_size * width),
+        Layer("position", length * width, length * width),
+        *parts.dropout(rate, length * width),
+    ]
+    dense = prenorm.dense_part(width, config.feed_forward, length, rate, activation=config.activation)
+    for index in range(config.depth):
+        plan += prenorm.attention_part(width, length, rate)
+        plan += _routed_part(config) if is_routed(config, index) else dense
+    if config.topology == "decoder":
+        return [*plan, *prenorm.token_head(width, length, config.vocabulary_size, tied=False)]
+    return [
+        *plan,
+        prenorm.layer_norm(width, length),
+        Layer("mean_pool", width),
+        parts.linear(width, config.classes),
+    ]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, sequence_length] token indices -> (logits, balance): [N, sequence_length, vocabulary_size] of a decoder or
+    [N, classes] of an encoder, and the routers' auxiliary loss, a scalar."""
+    from torch import nn
+
+    from featurize.modules import activation
+    from featurize.nets import prenorm as modules
+
+    width, inner, rate = config.embedding_size, config.feed_forward, config.dropout
+    decoder = config.topology == "decoder"
+
+    def forward_part(index: int) -> nn.Module:
+        if not is_routed(config, index):
+            return modules.feed_forward(width, inner, activation(config.activation))
+        return modules.RoutedExperts(
+            width,
+            inner,
+            experts=config.experts,
+            choices=config.top_k,
+            capacity=capacity(config),
+            activation_name=config.activation,
+        )
+
+    return modules.RoutedTransformer(
+        vocabulary=config.vocabulary_size,
+        length=config.sequence_length,
+        width=width,
+        blocks=[
+            modules.RoutedBlock(
+                width,
+                modules.SelfAttention(width, config.heads, causal=decoder, dropout=rate),
+                forward_part(index),
+                dropout=rate,
+            )
+            for index in range(config.depth)
+        ],
+        outputs=config.vocabulary_size if decoder else config.classes,
+        per_token=decoder,
+        tied=False,
+        dropout=rate,
+        recompute=config.activation_checkpointing,
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Token indices [N, sequence_length] int64; the next tokens' indices of the same shape for a decoder, class indices
+    [N] for an encoder."""
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    if config.topology == "decoder":
+        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.classes, size[:1], device=device)
+
+
+def loss(config: Config) -> Callable:
+    """Cross entropy of the logits and a hundredth of the routers' auxiliary loss."""
+    from featurize.training import cross_entropy
+
+    def of(output: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+        logits, balance = output
+        return cross_entropy(logits, targets) + BALANCE_WEIGHT * balance
+
+    return of
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Sizes that fit each other, see `_prenorm.repair`; deep enough for one routed block. A decoder's `classes`, which
+    have no effect, go back to their default."""
+    values = prenorm.repair(values, draw)
+    if parts.is_integer(every := values.get("moe_every", Config.moe_every)):
+        parts.at_least(values, "depth", every)
+    if values.get("topology", Config.topology) == "decoder":
+        values.pop("classes", None)
+    return values

@@ -1,0 +1,120 @@
+"""Recurrent networks: embedded tokens, a stack of LSTM or GRU layers as one call, a linear layer.
+
+Start reading at `Config`; classifiers of texts and, after PyTorch's own example, models of language (Zaremba et al.,
+arXiv 1409.2329).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.layers import Layer
+from featurize.trial import TrialConfig, at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
+
+GATES = {"lstm": 4, "gru": 3}
+TASKS = ("classify_last", "classify_mean", "language_model")
+SAMPLED_ONLY = ("use_dropout",)  # of the search space, consumed by `repair`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """cell: `lstm` or `gru`. depth: recurrent layers. bidirectional: a layer of its own for each direction.
+    task: `classify_last`, from the states where each direction ends; `classify_mean`, from the mean over the tokens;
+    `language_model`, a logit for each token of the vocabulary at every place, which needs no `classes` and takes one
+    direction. dropout: rate after the embedding, between the recurrent layers and before the last one; 0 for none."""
+
+    family: ClassVar[str] = "rnn"
+
+    vocabulary_size: int
+    sequence_length: int
+    embedding_size: int
+    hidden_size: int
+    depth: int
+    cell: str = "lstm"
+    task: str = "classify_last"
+    classes: int = 2
+    bidirectional: bool = False
+    dropout: float = 0.0
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, hidden_size=1, depth=1, classes=1),
+            *one_of(self, cell=tuple(GATES), task=TASKS),
+            *parts.rates(self, "dropout"),
+            *parts.switches(self, "bidirectional"),
+        ]
+        if not found and self.bidirectional and self.task == "language_model":
+            found.append("bidirectional must be false for task language_model, which would see what it predicts")
+        return found
+
+
+def kind(config: Config) -> str:
+    """`rnn/lstm`: what its networks are grouped by."""
+    return f"{config.family}/{config.cell}"
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample, an entry for each recurrent layer; dropout between these is inside their call."""
+    length, width, hidden = config.sequence_length, config.embedding_size, config.hidden_size
+    directions, gates = (2 if config.bidirectional else 1), GATES[config.cell]
+    state, outputs = hidden * directions, config.vocabulary_size
+    plan = [
+        Layer("embedding", length * width, config.vocabulary_size * width),
+        *parts.dropout(config.dropout, length * width),
+    ]
+    for index in range(config.depth):
+        weights = gates * hidden * (hidden + (state if index else width)) * directions
+        biases = 2 * gates * hidden * directions
+        plan.append(Layer(config.cell, length * state, weights + biases, 2 * length * weights))
+    if config.task == "language_model":
+        return [*plan, *parts.dropout(config.dropout, length * state), parts.linear(state, outputs, length)]
+    if config.task == "classify_mean":
+        plan.append(Layer("mean_pool", state))
+    return [*plan, *parts.dropout(config.dropout, state), parts.linear(state, config.classes)]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, sequence_length] token indices -> [N, classes], or logits [N, sequence_length, vocabulary_size]."""
+    from featurize.nets.recurrent import RecurrentModel
+
+    models_language = config.task == "language_model"
+    return RecurrentModel(
+        vocabulary=config.vocabulary_size,
+        width=config.embedding_size,
+        hidden=config.hidden_size,
+        layers=config.depth,
+        cell=config.cell,
+        both_directions=config.bidirectional,
+        dropout=config.dropout,
+        outputs=config.vocabulary_size if models_language else config.classes,
+        reads={"classify_last": "last", "classify_mean": "mean", "language_model": "all"}[config.task],
+        recompute=config.activation_checkpointing,
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Token indices [N, sequence_length] int64; class indices [N], or the next tokens' [N, sequence_length]."""
+    import torch
+
+    size = (config.batch_size, config.sequence_length)
+    tokens = torch.randint(config.vocabulary_size, size, device=device)
+    if config.task == "language_model":
+        return (tokens,), torch.randint(config.vocabulary_size, size, device=device)
+    return (tokens,), torch.randint(config.classes, size[:1], device=device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """A language model has one direction, and its `classes`, which have no effect, at their default. Consumes
+    `use_dropout`."""
+    values = parts.switch_dropout(values)
+    if values.get("task") == "language_model":
+        values["bidirectional"] = False
+        values.pop("classes", None)
+    return values

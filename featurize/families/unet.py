@@ -1,0 +1,138 @@
+"""U-Nets for segmentation: an encoder that halves the map, a decoder that doubles it, joined at every size.
+
+Start reading at `widths`; the network is that of Ronneberger et al. (arXiv 1505.04597) with padded convolutions, so
+that every pixel gets logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.layers import Layer
+from featurize.trial import ACTIVATIONS, TrialConfig, at_least, one_of
+
+if TYPE_CHECKING:
+    import torch
+
+ENLARGEMENTS = ("transposed", "upsample")
+MAX_CHANNELS = 1024  # of any level
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """depth: how often the map is halved, and doubled again; 2**depth must divide `image_size`.
+    base_channels: width of the first level; each halving doubles it, up to 1,024.
+    enlargement: how the decoder doubles the map: `transposed`, a 2x2 convolution with stride 2, or `upsample`, bilinear
+    and a 3x3 convolution. batch_norm: after every 3x3 convolution of the blocks, which then have no bias.
+    Two convolutions a block, one block for each size on either side."""
+
+    family: ClassVar[str] = "unet"
+
+    image_size: int
+    channels: int
+    classes: int
+    base_channels: int
+    depth: int
+    enlargement: str = "transposed"
+    batch_norm: bool = True
+    activation: str = "relu"
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, image_size=1, channels=1, classes=1, base_channels=1, depth=1),
+            *one_of(self, enlargement=ENLARGEMENTS, activation=ACTIVATIONS),
+            *parts.switches(self, "batch_norm"),
+        ]
+        if found:
+            return found
+        if self.base_channels > MAX_CHANNELS:
+            found.append(f"base_channels must be <= {MAX_CHANNELS}, got {self.base_channels}")
+        if self.image_size % 2**self.depth:
+            found.append(f"image_size must be a multiple of 2**depth = {2**self.depth}, got {self.image_size}")
+        elif self.batch_norm and self.batch_size == 1 and self.image_size == 2**self.depth:
+            found.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
+        return found
+
+
+def widths(config: Config) -> list[int]:
+    """Channels of each level, the image's own size first: `depth` + 1 of them."""
+    return [min(config.base_channels * 2**i, MAX_CHANNELS) for i in range(config.depth + 1)]
+
+
+def _block(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:
+    elements, found = outputs * side**2, []
+    for channels in (inputs, outputs):
+        found.append(parts.conv2d(channels, outputs, 3, side, bias=not config.batch_norm))
+        found += [Layer("batchnorm2d", elements, 2 * outputs)] if config.batch_norm else []
+        found.append(parts.activation(config.activation, elements))
+    return found
+
+
+def _enlarge(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:
+    """To a map of `side` pixels."""
+    if config.enlargement == "upsample":
+        return [Layer("upsample", inputs * side**2), parts.conv2d(inputs, outputs, 3, side)]
+    weights = inputs * outputs * 4
+    return [Layer("conv_transpose2d", outputs * side**2, weights + outputs, 2 * weights * (side // 2) ** 2)]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample."""
+    plan: list[Layer] = []
+    levels, inputs = widths(config), config.channels
+    for index, width in enumerate(levels):
+        side = config.image_size >> index
+        plan += [Layer("max_pool2d", inputs * side**2)] if index else []
+        plan += _block(config, inputs, width, side)
+        inputs = width
+    for index in reversed(range(config.depth)):
+        side, width = config.image_size >> index, levels[index]
+        plan += _enlarge(config, inputs, width, side)
+        plan.append(Layer("concat", 2 * width * side**2))
+        plan += _block(config, 2 * width, width, side)
+        inputs = width
+    return [*plan, parts.conv2d(inputs, config.classes, 1, config.image_size)]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, channels, image_size, image_size] floats -> logits [N, classes, image_size, image_size]."""
+    from featurize.nets import encoder_decoder
+
+    return encoder_decoder.UNet(
+        channels=config.channels,
+        classes=config.classes,
+        widths=widths(config),
+        batch_norm=config.batch_norm,
+        activation_name=config.activation,
+        transposed=config.enlargement == "transposed",
+        recompute=config.activation_checkpointing,
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Images [N, channels, image_size, image_size] float32 and class indices [N, image_size, image_size]."""
+    import torch
+
+    places = (config.image_size, config.image_size)
+    images = torch.randn(config.batch_size, config.channels, *places, device=device)
+    return (images,), torch.randint(config.classes, (config.batch_size, *places), device=device)
+
+
+def loss(config: Config) -> Callable:
+    """Cross entropy with the classes in the second dimension, also where there are as many classes as pixels a side."""
+    import torch.nn.functional as F
+
+    return lambda logits, targets: F.cross_entropy(logits, targets)  # looked up when called: the trace casts there
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """The image's size becomes a multiple of 2**depth."""
+    values = dict(values)
+    size, depth = values.get("image_size"), values.get("depth")
+    if parts.is_integer(size) and parts.is_integer(depth) and 0 < depth < 32:
+        values["image_size"] = max(size >> depth, 1) << depth
+    return values

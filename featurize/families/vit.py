@@ -1,0 +1,117 @@
+"""Vision transformers: a convolution that cuts patches, a class token, learned positions, pre-norm encoder blocks.
+
+Start reading at `Config`; sizes are those of ViT and DeiT (arXiv 2010.11929, 2012.12877), from Ti (192, 12 blocks, 3
+heads) to L (1,024, 24 blocks, 16 heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from featurize.families import _parts as parts
+from featurize.families import _prenorm as prenorm
+from featurize.layers import Layer
+from featurize.trial import TrialConfig, at_least
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLED_ONLY = prenorm.SAMPLED_ONLY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """patch_size: side of a patch, must divide `image_size`. heads: must divide `embedding_size`. feed_forward: inner
+    size of the feed-forward part, absolute. dropout: rate of every dropout, the attention's included; 0 for none."""
+
+    family: ClassVar[str] = "vit"
+
+    image_size: int
+    patch_size: int
+    classes: int
+    embedding_size: int
+    heads: int
+    depth: int
+    feed_forward: int
+    channels: int = 3
+    dropout: float = 0.0
+
+    def problems(self) -> list[str]:
+        found = [
+            *super().problems(),
+            *at_least(self, image_size=1, patch_size=1, channels=1, classes=1, embedding_size=1, heads=1),
+            *at_least(self, depth=1, feed_forward=1),
+            *parts.rates(self, "dropout"),
+        ]
+        if found:
+            return found
+        if self.image_size % self.patch_size:
+            found.append(
+                f"patch_size must divide image_size, got {self.patch_size} for images of {self.image_size} pixels"
+            )
+        return [*found, *prenorm.heads_problems(self)]
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample. The class token's weights are in `position`."""
+    width, patches = config.embedding_size, (config.image_size // config.patch_size) ** 2
+    length, weights = patches + 1, config.channels * config.patch_size**2 * width
+    body = prenorm.block(width, config.feed_forward, length, config.dropout, inner_rate=config.dropout)
+    return [
+        Layer("position", (length + 1) * width, (length + 1) * width),
+        Layer("conv2d", patches * width, weights + width, 2 * patches * weights),
+        Layer("concat", length * width),
+        *parts.dropout(config.dropout, length * width),
+        *body * config.depth,
+        prenorm.layer_norm(width, length),
+        parts.linear(width, config.classes),
+    ]
+
+
+def build(config: Config) -> torch.nn.Module:
+    """[N, channels, image_size, image_size] floats -> [N, classes]."""
+    from torch import nn
+
+    from featurize.nets import prenorm as modules
+
+    width, rate = config.embedding_size, config.dropout
+
+    def block() -> nn.Module:
+        return modules.PreNormBlock(
+            width,
+            modules.SelfAttention(width, config.heads, causal=False, dropout=rate),
+            modules.feed_forward(width, config.feed_forward, nn.GELU(), inner_dropout=rate),
+            dropout=rate,
+            eps=1e-6,
+        )
+
+    return modules.VisionTransformer(
+        side=config.image_size,
+        channels=config.channels,
+        patch=config.patch_size,
+        width=width,
+        blocks=[block() for _ in range(config.depth)],
+        outputs=config.classes,
+        dropout=rate,
+        recompute=config.activation_checkpointing,
+    )
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Images [N, channels, image_size, image_size] float32 and class indices [N]."""
+    import torch
+
+    size = (config.batch_size, config.channels, config.image_size, config.image_size)
+    images = torch.randn(size, device=device)
+    return (images,), torch.randint(config.classes, (config.batch_size,), device=device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Sizes that fit each other, see `_prenorm.repair`; the image becomes a whole number of patches."""
+    values = prenorm.repair(values, draw)
+    side, patch = values.get("image_size"), values.get("patch_size")
+    if parts.is_integer(side) and parts.is_integer(patch) and patch > 0:
+        values["image_size"] = max(side // patch, 1) * patch
+    return values

@@ -1,0 +1,364 @@
+"""Models of anyone's library or of your own, by `module:factory`, as they are: torchvision, timm, transformers, ...
+
+Start reading at `Config`; `_read` runs a model once without memory, for its plan and what its targets look like.
+Random weights: nothing is downloaded unless the arguments ask for it. torch and the libraries are imported when a model
+is built, and never to make or check a config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from conf.errors import UsageError
+from featurize.families._zoo_texts import (
+    Tensors,
+    canonical_arguments,
+    canonical_tensors,
+    parse_arguments,
+    parse_tensors,
+    tensor_problems,
+)
+from featurize.layers import Layer
+from featurize.trial import TrialConfig
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` groups; pip install "gpufarm[zoo]"
+_MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
+# What a factory says to arguments or a Python that do not suit it. Memory that runs out is none of these.
+_MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrialConfig):
+    """A model, what one sample looks like, and with which arguments the model is made. All of it is text.
+
+    model      `MODULE:FACTORY`: a class or function that gives a `torch.nn.Module`, as `torchvision.models:resnet50`,
+               `timm:create_model`, `transformers:GPT2LMHeadModel`, or one of your own that can be imported
+    inputs     the tensors of one sample, `DTYPE[SIZE,...]`, of integers with a bound: `float32[3,224,224]`,
+               `int64[128]<50257`, or one value, `int64[128]=1`. Several are separated by spaces and given in order;
+               those with a name as keyword arguments: `int64[64]<32128 decoder_input_ids=int64[32]<32128`
+    arguments  JSON object (or a mapping, or YAML) of the factory's keyword arguments; of a class that has a
+               `config_class`, as transformers' have, the fields of that
+    target     what a loss compares the output of one sample with, as `int64[128]<21` classes; None: what suits cross
+               entropy of the output. A model that cannot be run without memory needs it
+    """
+
+    family: ClassVar[str] = "zoo"
+
+    model: str
+    inputs: str
+    arguments: str = "{}"
+    target: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, canonical in (
+            ("inputs", canonical_tensors),
+            ("target", canonical_tensors),
+            ("arguments", canonical_arguments),
+        ):
+            object.__setattr__(self, name, canonical(getattr(self, name)))
+        super().__post_init__()
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not isinstance(self.model, str) or not _MODEL.fullmatch(self.model):
+            found.append(f"model must be MODULE:FACTORY, as in torchvision.models:resnet50, got {self.model!r}")
+        if self.inputs is None:
+            found.append(f"{self.model} needs inputs, one sample's, as in float32[3,224,224] or int64[128]<50257")
+        for name in ("inputs", "target"):
+            if getattr(self, name) is not None:
+                found += [f"{name} {problem}" for problem in tensor_problems(getattr(self, name), name == "target")]
+        if parse_arguments(self.arguments) is None:
+            found.append(f'arguments must be a JSON object, as in {{"num_classes": 10}}, got {self.arguments!r}')
+        if found:
+            return found
+        if self.activation_checkpointing and self.model.startswith("torchvision."):
+            found.append(f"activation_checkpointing must be false for {self.model}: torchvision's models have none")
+        if self.channels_last and any(len(one.shape) > 3 for one in parse_tensors(self.inputs)):
+            found.append(f"channels_last must be false for inputs of more than three dimensions, got {self.inputs}")
+        return found
+
+
+def identity(config: Config) -> str:
+    """What tells the network from others, without building it."""
+    return f"{config.model} {config.inputs} {config.arguments}"
+
+
+def kind(config: Config) -> str:
+    """`torchvision/resnet`, `transformers/gpt2`: the library and its module that defines the model; timm's as the
+    family `timm` has them. Of other models, and where the library is not installed or does not know it,
+    `zoo/MODULE.FACTORY`."""
+    return _kind(config.model, config.arguments)
+
+
+@lru_cache(maxsize=4096)
+def _kind(model: str, arguments: str) -> str:
+    package = re.split("[.:]", model, maxsplit=1)[0]
+    if package in LIBRARIES:
+        try:
+            if package == "timm":
+                return _kind_of_timm(model, json.loads(arguments))
+            defined_in = _load(model).__module__.split(".")
+        except (UsageError, AttributeError):
+            defined_in = []
+        if len(defined_in) > 2 and defined_in[:2] == [package, "models"]:
+            return f"{package}/{defined_in[2]}"
+    return f"zoo/{model.replace(':', '.')}"
+
+
+def _kind_of_timm(model: str, arguments: Mapping[str, Any]) -> str:
+    from featurize.families import timm
+
+    factory = model.rpartition(":")[2]
+    name = arguments.get("model_name", "") if factory == "create_model" else factory
+    return timm.kind(timm.Config(model=name, batch_size=1))
+
+
+def layers(config: Config) -> list[Layer]:
+    """The forward pass per sample. Builds the model on the first call for it (tenths of a second).
+
+    Raises `UsageError` for a library that is not installed, a name that it does not have, a factory that refuses its
+    arguments or gives no module, inputs that the model does not take, or an output that no loss can be taken of.
+    """
+    return list(_reading(config).plan)
+
+
+def build(config: Config) -> torch.nn.Module:
+    """A module that takes the positional inputs of `batch` and gives logits, or an object or a tuple that holds them.
+
+    It is the library's own module with hooks, so that modules keep their names. Raises `UsageError` as `layers` does,
+    but for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
+    """
+    import torch
+
+    from featurize.skeleton import build_on_meta
+
+    def make() -> torch.nn.Module:
+        model = _create(config.model, config.arguments)
+        if config.activation_checkpointing:
+            _checkpoint(model, config.model)
+        return _hooked(model, parse_tensors(config.inputs))
+
+    # Constructors read small tensors back, which a default device without memory forbids.
+    return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
+
+
+def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The inputs [N, ...], those with names last, and targets that suit the loss; see `Config`.
+
+    Raises `UsageError` as `layers` does, unless the config says what targets look like.
+    """
+    inputs = tuple(one.make(config.batch_size, device) for one in parse_tensors(config.inputs))
+    (target,) = parse_tensors(config.target or _reading(config).target)
+    return inputs, target.make(config.batch_size, device)
+
+
+def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
+    """Takes an entry of the search space apart: `MODEL INPUTS {ARGUMENTS}`, where a field that is sampled by itself
+    (`arch.space.inputs=...`) goes before."""
+    values = dict(values)
+    model = values.get("model")
+    if not isinstance(model, str) or len(parts := model.strip().split(None, 1)) < 2:
+        return values
+    values["model"] = parts[0]
+    inputs, brace, arguments = parts[1].partition("{")
+    for name, text in (("inputs", inputs.strip()), ("arguments", brace + arguments)):
+        if text and values.get(name) is None:
+            values[name] = text
+    return values
+
+
+# ---- from a config to a module
+
+
+def _load(model: str) -> Callable:
+    """What the name stands for. `UsageError` for no such module or attribute, with near names, and for no callable."""
+    from featurize.vision import import_library, mending
+
+    module_name, _, attribute = model.partition(":")
+    if module_name.partition(".")[0] in LIBRARIES:
+        load = functools.partial(import_library, module_name)
+    else:
+        load = functools.partial(importlib.import_module, module_name)
+    try:
+        owner: Any = None
+        found = mending(load)
+        for name in attribute.split("."):
+            owner, found = found, mending(functools.partial(getattr, found, name, None))
+            if found is None:
+                break
+    except UsageError:
+        raise
+    except ImportError as error:
+        raise UsageError(
+            f"zoo: cannot import {module_name} of the model {model}: {error}; pip install its package, or put its "
+            "folder into PYTHONPATH"
+        ) from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise UsageError(f"zoo: {module_name} fails on import: {type(error).__name__}: {error}") from error
+    if found is None:
+        near = difflib.get_close_matches(name, dir(owner), n=5, cutoff=0.6)
+        hint = f"; near names: {', '.join(near)}" if near else ""
+        raise UsageError(f"zoo: {module_name} has no {attribute!r}{hint}")
+    if not callable(found) or _is_module(found):
+        raise UsageError(
+            f"zoo: {model} is {type(found).__name__}, not a class or function that gives a torch.nn.Module"
+        )
+    return found
+
+
+def _is_module(found: object) -> bool:
+    from torch import nn
+
+    return isinstance(found, nn.Module)
+
+
+def _create(model: str, arguments: str) -> torch.nn.Module:
+    """The model, on the current default device. `UsageError` as `layers` has it."""
+    from featurize.vision import mending
+
+    factory, given = _load(model), json.loads(arguments)
+    try:
+        if isinstance(factory, type) and getattr(factory, "config_class", None) is not None:
+            settings = _settings(model, factory.config_class, given)
+            made = mending(lambda: factory(settings))
+        else:
+            made = mending(lambda: factory(**given))
+    except UsageError:
+        raise
+    except _MISTAKES as error:
+        said = f" of {arguments}" if given else ""
+        raise UsageError(f"zoo: {model} makes no model{said}: {type(error).__name__}: {_line(error)}") from error
+    if not _is_module(made):
+        raise UsageError(f"zoo: {model} gives {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
+    """An object of a transformers model's configuration, which would take any name: a mistyped one is told here."""
+    default = config_class()
+    known = sorted(
+        {*vars(default), *getattr(default, "attribute_map", {}), *inspect.signature(config_class).parameters}
+    )
+    # some are kept under another name: attn_implementation
+    unknown = [name for name in given if name not in known and not any(hasattr(default, x + name) for x in ("", "_"))]
+    if unknown:
+        near = sorted({n for name in unknown for n in difflib.get_close_matches(name, known, n=3, cutoff=0.6)})
+        hint = f"near names: {', '.join(near)}" if near else f"known: {', '.join(n for n in known if n[0] != '_')}"
+        raise UsageError(f"zoo: {config_class.__name__} of {model} has no {', '.join(sorted(unknown))}; {hint}")
+    return config_class(**given)
+
+
+def _checkpoint(model: torch.nn.Module, name: str) -> None:
+    """Have the model recompute its blocks in the backward pass, by what timm or transformers offer for it."""
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):  # as newer transformers have it
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        elif hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:
+        raise UsageError(f"zoo: {name} has no activation_checkpointing") from error
+
+
+def _hooked(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
+    """The same module, which takes named inputs by position and gives what a loss can be taken of."""
+    names = [one.name for one in inputs if one.name is not None]
+    if names:
+        plain = len(inputs) - len(names)
+
+        def by_name(_model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            return args[:plain], {**kwargs, **dict(zip(names, args[plain:], strict=True))}
+
+        model.register_forward_pre_hook(by_name, with_kwargs=True)
+    model.register_forward_hook(_as_logits)
+    return model
+
+
+def _as_logits(_model: torch.nn.Module, _inputs: tuple, output: Any) -> Any:
+    """Of a mapping without logits the `out` of segmentation models, else its first tensor; others as they are."""
+    import torch
+
+    if not isinstance(output, Mapping) or isinstance(getattr(output, "logits", None), torch.Tensor):
+        return output
+    tensors = [value for value in output.values() if isinstance(value, torch.Tensor)]
+    return output.get("out", tensors[0] if tensors else output)
+
+
+# ---- one forward pass without memory
+
+
+class _Reading(NamedTuple):
+    plan: tuple[Layer, ...]
+    target: str  # as in a config
+
+
+def _reading(config: Config) -> _Reading:
+    return _read(config.model, config.inputs, config.arguments, config.target)
+
+
+@lru_cache(maxsize=4096)
+def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Reading:
+    from torch import nn
+
+    from featurize.plan_of_module import plan_of_module
+    from featurize.skeleton import build_on_meta
+
+    tensors = parse_tensors(inputs)
+
+    class Fed(nn.Module):
+        """Takes as many numbers as there are samples, and gives the model inputs of its own kind."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
+            self.targets = ""
+
+        def forward(self, samples: torch.Tensor) -> Any:
+            output = self.model(*(one.make(len(samples), "meta") for one in tensors))
+            self.targets = target or _targets_of(output)
+            return output
+
+    try:
+        fed = Fed()
+        return _Reading(tuple(plan_of_module(fed, ())), fed.targets)
+    except UsageError:
+        raise
+    except Exception as error:  # a model may raise anything, and no memory can run out here
+        # on a real device a model that reads values back may run all the same
+        hint = "; with a target of yours, real devices can still train it" if "meta" in str(error) else ""
+        raise UsageError(
+            f"zoo: {model} does not run on {inputs}: {type(error).__name__}: {_line(error)}{hint}"
+        ) from error
+
+
+def _targets_of(output: Any) -> str:
+    """One sample's targets of cross entropy: classes below their number, where the output has logits for them."""
+    import torch
+
+    from featurize.training import targets_for
+
+    targets = targets_for(output)
+    if targets.is_floating_point():
+        return str(Tensors("float32", tuple(targets.shape[1:])))
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    logits = output[0] if logits is None else logits
+    classes = logits.shape[-1] if logits.dim() in (2, 3) else logits.shape[1]
+    return str(Tensors("int64", tuple(targets.shape[1:]), classes))
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""

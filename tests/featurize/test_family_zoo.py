@@ -1,0 +1,319 @@
+"""Models by `module:factory`: what a config's texts mean, which batches and plans follow, what is refused in words."""
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from conf.errors import UsageError
+from farm.sampling import sample
+from farm.space import parse_space
+from featurize import vision
+from featurize.families import timm, zoo
+from featurize.features import group_key, scalar_features
+from featurize.layers import totals
+from featurize.trace import trace_config
+from featurize.training import TrainingStep
+from featurize.trial import config_from_mapping
+
+OWN = """
+import torch
+from torch import nn
+
+class Pair(nn.Module):
+    def __init__(self, width=4, classes=3):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, width), nn.Linear(width, classes)
+
+    def forward(self, x, ids, scale=None):
+        assert 0 <= int(ids.min()) and int(ids.max()) < 10 if not ids.is_meta else True
+        out = self.head(x + self.embed(ids).mean(1))
+        return out if scale is None else out * scale
+
+class Reads(nn.Linear):
+    def forward(self, x):
+        return super().forward(x if x.sum().item() > 0 else -x)
+
+def pixels(): return nn.Conv2d(3, 5, 1)
+def named(): return Named()
+def number(): return 3
+def fails(): raise ValueError("no luck\\nat all")
+def hungry(): raise RuntimeError("CUDA out of memory")
+
+class Named(nn.Linear):
+    def __init__(self): super().__init__(4, 7)
+    def forward(self, x): return {"aux": x, "out": super().forward(x)}
+
+class Outer:
+    @staticmethod
+    def make(): return nn.Linear(4, 2)
+
+module = nn.Linear(4, 2)
+"""
+
+
+@pytest.fixture
+def nets(tmp_path, monkeypatch):
+    """A package of one's own, `zoo_test_own.nets`; what its models were read as is forgotten afterwards."""
+    package = tmp_path / "a'; echo foo" / "zoo_test_own"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "nets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(package.parent))
+    yield "zoo_test_own.nets"
+    zoo._read.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("zoo_test_own")]:
+        del sys.modules[name]
+
+
+def config(model, inputs="float32[4]", **changes):
+    return zoo.Config(**{"model": model, "inputs": inputs, "batch_size": 2, **changes})
+
+
+def installed(*libraries):
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+
+
+def entry(text, **changes):
+    return zoo.Config(**zoo.repair({"model": text, "batch_size": 2, **changes}, lambda _: 0.5))
+
+
+GPT2 = "transformers:GPT2LMHeadModel int64[16]<100 {n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 100}"
+T5 = (
+    "transformers:T5ForConditionalGeneration int64[12]<90 decoder_input_ids=int64[5]<90 "
+    "{d_model: 32, d_kv: 8, d_ff: 64, num_layers: 2, num_heads: 4, vocab_size: 90}"
+)
+
+
+def test_an_entry_of_the_space_is_taken_apart_and_what_the_space_sets_goes_before():
+    one = entry("a.b:c float32[3,8,8]  ids=int64[4]<9 {x: 1, y: [2, no]}")
+    assert (one.model, one.inputs) == ("a.b:c", "float32[3,8,8] ids=int64[4]<9")
+    assert one.arguments == '{"x":1,"y":[2,false]}'
+    given = {"model": "a.b:c float32[3] {x: 1}", "inputs": "float32[5]", "arguments": None, "batch_size": 2}
+    before = dict(given)
+    assert zoo.repair(given, None) == {**given, "model": "a.b:c", "arguments": "{x: 1}"} and given == before
+    assert zoo.repair({"model": "a.b:c", "inputs": "float32[5]"}, None) == {"model": "a.b:c", "inputs": "float32[5]"}
+
+
+def test_texts_have_one_spelling():
+    one = config("a:b", "float32[3, 4],int64[]<7 ; m=bool[2]", arguments={"b": 1, "a": None}, target="int64[ 2 ]<3")
+    assert one.inputs == "float32[3,4] int64[]<7 m=bool[2]"
+    assert (one.arguments, one.target) == ('{"a":null,"b":1}', "int64[2]<3")
+    assert config_from_mapping(one.to_mapping()) == one
+    assert config("a:b", arguments=None) == config("a:b", arguments="{}") == config("a:b", arguments="")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "resnet50"}, "model must be MODULE:FACTORY, as in torchvision.models:resnet50, got 'resnet50'"),
+        ({"inputs": None}, r"a:b needs inputs, one sample's, as in float32\[3,224,224\]"),
+        ({"inputs": "float32[3"}, r"inputs must be tensors such as .*got 'float32\[3'"),
+        ({"inputs": "float32[3] float8[3]"}, r"inputs must be .*dtypes are .*bool, got 'float8\[3\]'"),
+        ({"inputs": ""}, "inputs must be at least one tensor, got ''"),
+        ({"inputs": "int64[3]"}, r"inputs must say what integers lie below, as in int64\[128\]<50257, got int64\[3\]"),
+        ({"inputs": "int64[3]<0"}, "inputs must say what integers lie below"),
+        ({"inputs": "float32[3]<2"}, r"inputs must have bounds on integers only, got float32\[3\]<2"),
+        ({"inputs": "float32[3,0]"}, r"inputs must have sizes >= 1, got float32\[3,0\]"),
+        ({"inputs": "x=float32[3] float32[3]"}, "inputs must have each name once, and names only after"),
+        ({"inputs": "x=float32[3] x=float32[3]"}, "inputs must have each name once"),
+        ({"target": "int64[]<3 int64[]<3"}, "target must be one tensor"),
+        ({"target": "y=int64[]<3"}, "target must have no name"),
+        ({"arguments": "[1, 2]"}, r"arguments must be a JSON object, as in .*, got '\[1, 2\]'"),
+        ({"arguments": "{x: "}, "arguments must be a JSON object"),
+        ({"arguments": "num_classes"}, "arguments must be a JSON object"),
+        (
+            {"model": "torchvision.models:alexnet", "activation_checkpointing": True},
+            "activation_checkpointing must be false for torchvision.models:alexnet",
+        ),
+        ({"inputs": "float32[3,8,8,8]", "channels_last": True}, "channels_last must be false for inputs of more than"),
+    ],
+)
+def test_impossible_configs_are_refused_in_words(changes, message):
+    with pytest.raises(UsageError, match=message):
+        config(**{"model": "a:b", **changes})
+
+
+def test_a_model_of_ones_own_is_all_that_the_space_needs(nets):
+    from importlib import resources
+
+    space = OmegaConf.to_container(OmegaConf.load(str(resources.files("conf").joinpath("arch/zoo.yaml"))).space)
+    own = {**space, "model": f"{nets}:Outer.make", "inputs": "float32[4]"}
+    found = [sample(parse_space("zoo", own), 0, index) for index in range(8)]
+    assert {(one.model, one.inputs, one.arguments) for one in found} == {(f"{nets}:Outer.make", "float32[4]", "{}")}
+    assert len({one.batch_size for one in found}) > 4
+    with pytest.raises(UsageError, match=r"all 1,000 points broke 'a:b needs inputs"):
+        sample(parse_space("zoo", {**space, "model": "a:b"}), 0, 0)
+
+
+def test_batches_hold_valid_indices_and_targets_that_suit_the_output(nets):
+    one = config(f"{nets}:Pair", "float32[4] int64[5]<10 scale=float32[1]", batch_size=64, arguments={"classes": 6})
+    (x, ids, scale), targets = zoo.batch(one, "cpu")
+    assert (x.shape, ids.shape, scale.shape, targets.shape) == ((64, 4), (64, 5), (64, 1), (64,))
+    assert (x.dtype, ids.dtype, targets.dtype) == (torch.float32, torch.int64, torch.int64)
+    assert set(ids.unique().tolist()) == set(range(10)) and set(targets.unique().tolist()) == set(range(6))
+    step = TrainingStep(zoo.build(one), one, "cpu")
+    assert torch.isfinite(step((x, ids, scale), targets))
+    (ones,), pixel_targets = zoo.batch(config(f"{nets}:pixels", "float32[3,6,7]=1"), "meta")
+    assert ones.is_meta and pixel_targets.shape == (2, 6, 7)
+    assert zoo._reading(config(f"{nets}:pixels", "float32[3,6,7]")).target == "int64[6,7]<5"
+    assert (zoo.batch(config(f"{nets}:Outer.make", "float32[4]=3"), "cpu")[0][0] == 3).all()
+
+
+def test_a_mappings_out_is_what_the_loss_is_taken_of(nets):
+    one = config(f"{nets}:named")
+    assert zoo.build(one)(torch.ones(2, 4)).shape == (2, 7)
+    assert zoo._reading(one).target == "int64[]<7"
+
+
+def test_a_model_that_reads_values_back_needs_a_target_and_then_trains(nets):
+    with pytest.raises(UsageError, match=r"Reads does not run on .*item.*; with a target of yours, real devices can"):
+        zoo.batch(config(f"{nets}:Reads", arguments={"in_features": 4, "out_features": 3}), "cpu")
+    one = config(f"{nets}:Reads", arguments={"in_features": 4, "out_features": 3}, target="int64[]<3")
+    assert torch.isfinite(TrainingStep(zoo.build(one), one, "cpu")(*zoo.batch(one, "cpu")))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Piar", "zoo_test_own.nets has no 'Piar'; near names: Pair"),
+        ("number", "zoo_test_own.nets:number gives int, not a torch.nn.Module"),
+        ("module", "zoo_test_own.nets:module is Linear, not a class or function that gives"),
+        ("OWN", "zoo_test_own.nets has no 'OWN'"),
+        ("fails", "zoo_test_own.nets:fails makes no model: ValueError: no luck$"),
+        ("Reads", "zoo_test_own.nets:Reads makes no model: TypeError: .*missing 2 required"),
+    ],
+)
+def test_what_gives_no_module_is_refused_in_words(nets, name, message):
+    with pytest.raises(UsageError, match=message):
+        zoo.build(config(f"{nets}:{name}"))
+
+
+def test_other_refusals_and_what_is_none(nets):
+    with pytest.raises(UsageError, match=r"makes no model of \{\"widht\":3\}: TypeError: .*widht"):
+        zoo.build(config(f"{nets}:Pair", arguments={"widht": 3}))
+    with pytest.raises(UsageError, match=r"Pair does not run on float32\[4\]: TypeError: .*'ids'"):
+        zoo.layers(config(f"{nets}:Pair"))
+    with pytest.raises(UsageError, match=r"cannot import no_such_package.nets .*; pip install its package, or put"):
+        zoo.build(config("no_such_package.nets:build"))
+    with pytest.raises(RuntimeError, match="out of memory"):  # no mistake of the config: the trial is an `oom`
+        zoo.build(config(f"{nets}:hungry"))
+    with pytest.raises(UsageError, match=r"zoo_test_own.nets:Pair has no activation_checkpointing"):
+        zoo.build(config(f"{nets}:Pair", activation_checkpointing=True))
+
+
+def test_a_missing_library_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
+    for model, how in (("transformers:GPT2Model", "transformers"), ("timm:create_model", "--no-deps timm")):
+        with pytest.raises(UsageError, match=f"pip install {how}$"):
+            zoo.build(config(model))
+    zoo._kind.cache_clear()
+    assert zoo.kind(config("transformers:GPT2Model")) == "zoo/transformers.GPT2Model"
+    zoo._kind.cache_clear()
+
+
+@installed("transformers")
+@pytest.mark.parametrize(("text", "target"), [(GPT2, "int64[16]<100"), (T5, "int64[5]<90")])
+def test_transformers_are_made_of_the_fields_of_their_configurations(text, target):
+    one = entry(text)
+    assert zoo._reading(one).target == target
+    torch.manual_seed(0)
+    model = zoo.build(one)
+    assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in model.parameters())
+    assert torch.isfinite(TrainingStep(model, one, "cpu")(*zoo.batch(one, "cpu")))
+    again = dataclasses.replace(one, activation_checkpointing=True, batch_size=64)
+    kept = trace_config(dataclasses.replace(one, batch_size=64)).breakdown["activation"]
+    assert trace_config(again).breakdown["activation"] < kept
+
+
+@installed("transformers")
+def test_a_mistyped_field_of_a_configuration_and_an_unknown_class_have_near_names():
+    with pytest.raises(UsageError, match=r"GPT2Config of transformers:GPT2LMHeadModel has no n_layers; near .*n_layer"):
+        zoo.build(config("transformers:GPT2LMHeadModel", "int64[8]<99", arguments={"n_layers": 2}))
+    with pytest.raises(UsageError, match="transformers has no 'GPT2LMHead'; near names: GPT2LMHeadModel"):
+        zoo.build(config("transformers:GPT2LMHead", "int64[8]<99"))
+    eager = entry(GPT2.replace("{", "{attn_implementation: eager, "))
+    assert zoo.build(eager).config._attn_implementation == "eager"
+
+
+@installed("timm", "torchvision")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchvision.models:squeezenet1_1 float32[3,64,64]",
+        "torchvision.models.segmentation:lraspp_mobilenet_v3_large float32[3,64,64] {weights_backbone: null}",
+        "timm:create_model float32[3,64,64] {model_name: mobilenetv3_small_050, num_classes: 7}",
+    ],
+)
+def test_image_models_have_plans_and_train(text):
+    one = entry(text)
+    with torch.device("meta"):
+        module = zoo.build(one)
+    assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in module.parameters())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(*zoo.batch(one, "meta")[0])
+    assert 2 * totals(zoo.layers(one)).flops == counter.get_total_flops()
+    assert torch.isfinite(TrainingStep(zoo.build(one), one, "cpu")(*zoo.batch(one, "cpu")))
+    assert list(dict(module.named_modules()))[1] in ("features", "backbone", "conv_stem")  # the library's own names
+
+
+@installed("torchvision", "transformers")
+@pytest.mark.parametrize(
+    "text",
+    [
+        GPT2,  # Conv1D: addmm
+        "torchvision.models:VisionTransformer float32[3,32,32] "
+        "{image_size: 32, patch_size: 8, num_layers: 2, num_heads: 4, hidden_dim: 64, mlp_dim: 128}",
+    ],
+)
+def test_the_plan_has_the_products_that_the_trace_has(text):
+    one = entry(text, batch_size=2)
+    trace = trace_config(one)
+    forward = sum(op.flops for op in trace.operators if op.phase == "forward")
+    assert 2 * totals(zoo.layers(one)).flops == pytest.approx(forward, rel=0.05)
+
+
+@installed("timm", "torchvision", "transformers")
+def test_models_are_grouped_by_the_librarys_modules():
+    kinds = [
+        zoo.kind(config(model, **changes))
+        for model, changes in (
+            ("torchvision.models:resnet50", {}),
+            ("torchvision.models:wide_resnet50_2", {}),
+            ("transformers:GPT2LMHeadModel", {}),
+            ("timm.models:convnext_tiny", {}),
+            ("timm:create_model", {"arguments": {"model_name": "resnet10t"}}),
+            ("torchvision.models:no_such_model", {}),
+            ("mine.nets:build", {}),
+        )
+    ]
+    assert kinds == [
+        "torchvision/resnet", "torchvision/resnet", "transformers/gpt2", "timm/convnext", "timm/resnet",
+        "zoo/torchvision.models.no_such_model", "zoo/mine.nets.build",
+    ]  # fmt: skip
+    assert kinds[3] == timm.kind(timm.Config(model="convnext_base", batch_size=1))
+
+
+def test_the_group_key_needs_no_model_and_features_have_the_same_columns(nets):
+    code = (
+        "import sys; from featurize.families import zoo; from featurize.features import group_key\n"
+        "a, b, c = (zoo.Config(model=m, inputs=i, batch_size=n) for m, i, n in "
+        "(('x:a', 'float32[3]', 1), ('x:a', 'float32[3]', 2), ('x:a', 'float32[4]', 1)))\n"
+        "assert group_key(a) == group_key(b) != group_key(c)\n"
+        "assert not {'torch', 'timm', 'transformers', 'x'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert group_key(config("x:a")).startswith("zoo-")
+    plain, changed = (
+        config(f"{nets}:Outer.make"),
+        config(f"{nets}:Pair", "float32[4] int64[5]<10", arguments={"width": 4}),
+    )
+    assert list(scalar_features(plain)) == list(scalar_features(changed))
+    assert isinstance(zoo.build(plain), nn.Linear)
