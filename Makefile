@@ -9,7 +9,7 @@ TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-faults test-gpu bench docs lint clean
+.PHONY: help venv demo test test-faults test-gpu bench bench-gpu collect-gpu docs lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
@@ -17,6 +17,8 @@ help:
 	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
 	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table"
+	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
+	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
 	@echo "make lint         ruff, and whether the generated documents are true"
 	@echo "make docs         generate docs/commands.md"
 
@@ -47,6 +49,12 @@ test-gpu: venv
 
 bench: venv
 	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED))
+
+bench-gpu: venv
+	$(BIN)/python -m tests.bench.bench_gpu $(ARGS)
+
+collect-gpu: venv
+	$(BIN)/python -m infra.collect $(ARGS)
 
 docs: venv
 	$(BIN)/python infra/generate_docs.py

@@ -11,10 +11,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from farm.executors import Completion, Executor, InlineExecutor
-from farm.jobs import Queue, Task
+from farm.jobs import Doubt, Queue, Task
 from farm.lock import DispatcherLock
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings, RayExecutor
@@ -22,6 +23,7 @@ from farm.sweep import SESSION_VARIABLE, descendants, session_marker
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
+from workers.settings import TrialSettings
 from workers.worker import RunResult, TaskSpec
 
 LEASE_S = 60.0
@@ -58,6 +60,7 @@ class Dispatcher:
         self._clock = clock
         self._writer = RunWriter(folder)
         self._leased: dict[str, Task] = {}  # run_id -> task
+        self._upcoming: dict[str, Task] = {}  # worker -> what it gets next, leased already so that it can prepare
         self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back
         self._renewed_at = clock()
 
@@ -75,12 +78,15 @@ class Dispatcher:
                     self._hand_out()
                 if not self._executor.running() and (stop.requested or not self._waits_for_work()):
                     return not stop.requested
-                for completion in self._executor.wait(_WAIT_S):
+                completions = self._executor.wait(_WAIT_S)
+                self._renew()  # first: what has just come back must not be handed out again because its lease ran out
+                if completions and not stop.requested:
+                    self._hand_out()  # before the runs are landed: meanwhile their workers need not stand idle
+                for completion in completions:
                     self._land(completion)
                 if not recorded and self._executor.idle():
                     lock.record(descendants())
                     recorded = True
-                self._renew()
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
                     self._progress.say(notice)
@@ -91,16 +97,25 @@ class Dispatcher:
 
     def _hand_out(self) -> None:
         for worker in self._executor.idle():
-            tasks = self._queue.lease(worker, 1, self._clock(), LEASE_S, device=self._device_key)
-            if not tasks:
+            task = self._upcoming.pop(worker, None) or self._lease(worker)
+            if task is None and self._upcoming:  # a busy worker's next one need not wait for it
+                _, task = self._upcoming.popitem()
+            if task is None:
                 break
-            (task,) = tasks
+            upcoming = self._lease(worker) if _looks_ahead(task) else None
+            if upcoming is not None:
+                self._upcoming[worker] = upcoming
             spec = task_spec(task)
-            self._leased[spec.run_id] = task
             self._expect_back(spec)
-            self._executor.submit(worker, spec)
+            self._executor.submit(worker, spec, None if upcoming is None else task_spec(upcoming))
         for task in self._queue.expired(self._clock(), device=self._device_key):
             self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
+
+    def _lease(self, worker: str) -> Task | None:
+        tasks = self._queue.lease(worker, 1, self._clock(), LEASE_S, device=self._device_key)
+        for task in tasks:
+            self._leased[task_spec(task).run_id] = task
+        return tasks[0] if tasks else None
 
     def _expect_back(self, spec: TaskSpec) -> None:
         timeout_s = json.loads(spec.settings).get("timeout_s", 0.0)
@@ -117,21 +132,48 @@ class Dispatcher:
             error = completion.lost or result.run["error"]
             again = self._queue.retry(task, self._clock(), error)
             result = result or lost_run(task, error)
+        elif result.repeat:
+            again = self._land_for_repeat(task, result)
         if not again:
             self._land_run(task, result)
         del self._stuck_at[completion.task.run_id]
         del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
+
+    def _land_for_repeat(self, task: Task, result: RunResult) -> bool:
+        """Keep a run whose labels cannot be trusted under a name of its own, and queue its task again.
+
+        False: it has been repeated often enough, or can't be; it lands as the task's run. What has landed is what
+        counts, so a kill between the two steps costs no repeat more: the attempt is durable, its task still open.
+        """
+        run = result.run
+        limit = json.loads(task.settings_json).get("quality_repeats", TrialSettings.quality_repeats)
+        names = [attempt_run_id(run["run_id"], attempt) for attempt in range(1, task.attempt + 1)]
+        repeated = sum(self._writer.has_landed(run["family"], name) for name in names) if limit else 0
+        if repeated >= limit or not self._queue.may_repeat(task):
+            return False
+        name = attempt_run_id(run["run_id"], task.attempt)
+        telemetry = result.telemetry
+        if "run_id" in telemetry.column_names:
+            telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
+        try:
+            self._writer.write({**run, "run_id": name, "final": False}, telemetry)
+        except ValueError:
+            return False  # a mistake of ours: `_land_run` says what of it
+        reasons = _reasons_of(run)
+        why = "; ".join(f"{name} ({words})" for name, words in reasons.items())
+        return self._queue.repeat(task, self._clock(), f"labels not trusted: {why}", tuple(reasons))
 
     def _land_run(self, task: Task, result: RunResult) -> None:
         """Durable first, done second: a kill in between is mended by `reconcile`."""
         if self._queue.is_done(task):
             return  # another dispatcher was quicker, after this one's lease had run out
         try:
-            self._writer.write(result.run, result.telemetry)
+            self._writer.write({**result.run, "final": True}, result.telemetry)
         except ValueError as error:  # a mistake of ours: one task's business, not the job's
             result = lost_run(task, f"its run was refused by the warehouse: {error}")
-            self._writer.write(result.run, result.telemetry)
-        self._queue.finish(task, result.run["status"], self._clock(), error=result.run.get("error"))
+            self._writer.write({**result.run, "final": True}, result.telemetry)
+        run = result.run
+        self._queue.finish(task, run["status"], self._clock(), error=run.get("error"), doubt=_doubt_of(run))
         self._progress.landed(result.run)
 
     def _restart_stuck_workers(self) -> None:
@@ -148,6 +190,12 @@ class Dispatcher:
         if now - self._renewed_at >= _RENEW_EVERY_S and self._leased:
             self._queue.renew(list(self._leased.values()), now, LEASE_S)
             self._renewed_at = now
+
+
+def _looks_ahead(task: Task) -> bool:
+    """Whether the worker may make the next trial ready while it runs this one; `Worker.prepares` has the last word."""
+    wish = json.loads(task.settings_json).get("prepare_ahead")
+    return wish == "always" or (wish == "auto" and json.loads(task.device)["backend"] == "cuda")
 
 
 class StopRequest:
@@ -192,6 +240,22 @@ def task_spec(task: Task) -> TaskSpec:
     )
 
 
+def attempt_run_id(run_id: str, attempt: int) -> str:
+    """The id of an attempt that was not the task's last: it never takes the place of the task's run."""
+    return f"{run_id}-a{attempt}"
+
+
+def _reasons_of(run: Mapping[str, Any]) -> dict[str, str]:
+    return json.loads(run.get("quality_reasons") or "{}")
+
+
+def _doubt_of(run: Mapping[str, Any]) -> Doubt | None:
+    """None for a run that is trusted, or that nobody judged."""
+    if run.get("quality") in (None, "trusted"):
+        return None
+    return Doubt(quality=run["quality"], reasons=tuple(_reasons_of(run)))
+
+
 def lost_run(task: Task, error: str) -> RunResult:
     """The run of a task that no worker ever brought back: `crashed`, with what is known."""
     import datetime
@@ -225,7 +289,8 @@ def lost_run(task: Task, error: str) -> RunResult:
 def reconcile(folder: DataFolder, queue: Queue) -> int:
     """Mend what a killed dispatcher left: runs that are durable are done, other leases are void. Call with the lock.
 
-    Returns how many tasks turned out to be done.
+    An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks turned out to be
+    done.
     """
     left = queue.leased()
     if not left:
@@ -235,13 +300,17 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     run_ids = {task_spec(task).run_id: task for task in left}
     with contextlib.closing(connect(folder.root)) as connection:
         rows = connection.execute(
-            "SELECT run_id, status FROM runs WHERE list_contains(?::VARCHAR[], run_id)", [list(run_ids)]
+            "SELECT run_id, status, quality, quality_reasons FROM runs WHERE list_contains(?::VARCHAR[], run_id)",
+            [list(run_ids)],
         ).fetchall()
     landed: dict[str, dict[int, str]] = {}
-    for run_id, status in rows:
+    doubts: dict[str, dict[int, Doubt]] = {}
+    for run_id, status, quality, reasons in rows:
         task = run_ids[run_id]
         landed.setdefault(task.job_id, {})[task.task_index] = status
+        if (doubt := _doubt_of({"quality": quality, "quality_reasons": reasons})) is not None:
+            doubts.setdefault(task.job_id, {})[task.task_index] = doubt
     for job_id, statuses in landed.items():
-        queue.mark_done(job_id, statuses)
+        queue.mark_done(job_id, statuses, doubts.get(job_id))
     queue.void_leases()
     return len(rows)

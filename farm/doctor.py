@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -20,10 +21,14 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
 from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
+from workers.telemetry.base import Sensor, SensorUnavailable, Target
 from workers.telemetry.sampler import SENSORS, TelemetrySettings, make_sensors
 
 FORMATS = ("table", "json")
 _BYTES_PER_MIB = 1024**2
+_LISTEN_S = 1.5  # how long a sensor is listened to, at most: an exporter that renews its values each second shows
+_SLOW_EXPORTER_S = 0.5  # a window of 1 s holds no reading of such a one, or hardly one
+_EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file every 100 ms"
 
 
 def entry(cfg) -> int:
@@ -73,20 +78,71 @@ def device_state(choice: DeviceChoice) -> dict[str, str | None]:
 
 
 def telemetry_state(found: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
-    """Each telemetry source for the first usable GPU: whether it works, why not, and its metrics."""
+    """Each telemetry source for the first usable GPU: whether it works, why not, and what it gives here.
+
+    `metrics` are those that it gives, `not_given` the others with the reason, `interval_s` how often the source renews
+    its figures (None: not known), `note` what could be better.
+    """
     uuid = found.usable[0].uuid if found.usable else None
     sensors, missing = make_sensors(TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url), uuid)
-    state = {name: {"available": False, "reason": reason, "metrics": []} for name, reason in missing.items()}
+    state = {name: _source(reason=reason) for name, reason in missing.items()}
     for sensor in sensors:
-        state[sensor.name] = {"available": True, "reason": None, "metrics": list(sensor.metrics)}
+        state[sensor.name] = _listened_to(sensor, uuid)
         sensor.close()
     torch_missing = None if package_version("torch") else "the package torch is not installed"
-    state["torch"] = {  # the trial's own report, not a sensor
-        "available": torch_missing is None,
-        "reason": torch_missing,
-        "metrics": ["allocated_mib", "reserved_mib", "step_time_ms"] if torch_missing is None else [],
-    }
+    reported = ["allocated_mib", "reserved_mib", "step_time_ms"]  # by the trial itself, not by a sensor
+    state["torch"] = _source(reason=torch_missing, metrics=[] if torch_missing else reported)
+    if not state["dcgm"]["available"] and uuid is not None:
+        state["dcgm"]["note"] = _EXPORTER_HINT
     return {name: state[name] for name in (*SENSORS, "torch")}
+
+
+def _source(
+    *,
+    reason: str | None = None,
+    metrics: list[str] | None = None,
+    not_given: dict[str, str] | None = None,
+    interval_s: float | None = None,
+    note: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "available": reason is None,
+        "reason": reason,
+        "metrics": metrics or [],
+        "not_given": not_given or {},
+        "interval_s": interval_s,
+        "note": note,
+    }
+
+
+def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
+    """What a sensor gives, from a first look at it: until it has a reading, an exporter until its pace shows."""
+    exporter = sensor.name == "dcgm"
+    given: set[str] = set()
+    try:
+        sensor.watch(Target(uuid, os.getpid()))
+        deadline = time.monotonic() + _LISTEN_S
+        while time.monotonic() < deadline:
+            samples = sensor.sample()
+            given |= {name for sample in samples for name in sample.values}
+            if given and (not exporter or sensor.interval_s is not None):
+                break
+            time.sleep(sensor.period_s)
+    except SensorUnavailable as reason:
+        return _source(reason=str(reason))
+    dropped = dict(sensor.dropped) if hasattr(sensor, "dropped") else {}
+    interval_s, note = (sensor.interval_s, None) if exporter else (None, None)
+    if exporter and (interval_s is None or interval_s > _SLOW_EXPORTER_S):
+        pace = f"about every {interval_s:.1f} s" if interval_s else f"less often than every {_LISTEN_S:g} s"
+        note = f"renews its figures {pace}, too rarely for short windows; {_EXPORTER_HINT}"
+    elif exporter and any("counter file" in reason for reason in dropped.values()):
+        note = _EXPORTER_HINT
+    return _source(
+        metrics=[name for name in sensor.metrics if name not in dropped],
+        not_given=dropped,
+        interval_s=interval_s,
+        note=note,
+    )
 
 
 def package_version(name: str) -> str | None:
@@ -239,6 +295,8 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
                     (
                         gpu["excluded_reason"],
                         gpu["memory_mib"] and f"{gpu['memory_mib']:.0f} MiB",
+                        gpu["mig_profile"] and f"MIG slice {gpu['mig_profile']}",
+                        "behind a multi-process service (MPS)" if gpu["mps"] else None,
                         gpu["uuid"],
                     ),
                 )
@@ -247,10 +305,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         for gpu in report["gpus"]
     ] or [("none", False, report["gpus_reason"])]
     device = report["device"]
-    telemetry = [
-        (name, source["available"], source["reason"] or ", ".join(source["metrics"]))
-        for name, source in report["telemetry"].items()
-    ]
+    telemetry = [row for name, source in report["telemetry"].items() for row in _telemetry_rows(name, source)]
     torch, ray = report["torch"], report["ray"]
     build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a build without CUDA"
     software = [
@@ -291,6 +346,20 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         ("machine", host),
         ("data folder", _data_rows(report["data"])),
     ]
+
+
+def _telemetry_rows(name: str, source: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
+    pace = f" (renewed every {source['interval_s']:.2g} s)" if source["interval_s"] else ""
+    rows: list[tuple[str, bool | None, str]] = [
+        (name, source["available"], source["reason"] or ", ".join(source["metrics"]) + pace)
+    ]
+    by_reason: dict[str, list[str]] = {}
+    for metric, reason in source["not_given"].items():
+        by_reason.setdefault(reason, []).append(metric)
+    rows += [("", None, f"without {', '.join(metrics)}: {reason}") for reason, metrics in by_reason.items()]
+    if source["note"]:
+        rows.append(("", None, source["note"]))
+    return rows
 
 
 def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:

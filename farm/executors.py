@@ -39,8 +39,8 @@ class Executor(Protocol):
         """Workers that can take a task now."""
         ...
 
-    def submit(self, worker: str, task: TaskSpec) -> None:
-        """Hand a task to an idle worker."""
+    def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
+        """Hand a task to an idle worker; `upcoming` is what it probably gets next, so that it can make that ready."""
         ...
 
     def wait(self, timeout_s: float) -> list[Completion]:
@@ -70,6 +70,7 @@ class InlineExecutor:
     def __init__(self, choice: DeviceChoice, environment: dict[str, str]):
         self._worker = Worker(choice, "0", "inline-0", environment)
         self._task: TaskSpec | None = None
+        self._upcoming: TaskSpec | None = None
 
     def start(self) -> None:
         self._worker.start()
@@ -77,9 +78,9 @@ class InlineExecutor:
     def idle(self) -> list[str]:
         return [] if self._task else [self._worker.name]
 
-    def submit(self, worker: str, task: TaskSpec) -> None:
+    def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
         assert self._task is None, "one task at a time"
-        self._task = task
+        self._task, self._upcoming = task, upcoming
 
     def wait(self, timeout_s: float) -> list[Completion]:
         if self._task is None:  # every task that is left waits for its next attempt
@@ -91,7 +92,7 @@ class InlineExecutor:
             raise UsageError(f"the trial server does not start: {error}") from error
         task, result, lost = self._task, None, None
         try:
-            result = self._worker.run(task)
+            result = self._worker.run(task, self._upcoming)
         except Exception:  # a mistake of ours: one task's business, not the job's
             lost = f"worker failed: {traceback.format_exc()}"
         self._task = None

@@ -101,6 +101,14 @@ class TaskError:
     error_at: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Doubt:
+    """How a run that is not trusted was judged: `quality` is suspect, untrusted, or repeated where it was run again."""
+
+    quality: str
+    reasons: tuple[str, ...] = ()
+
+
 def job_id_for(
     family: str,
     space: Mapping[str, Any],

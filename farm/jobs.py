@@ -16,6 +16,7 @@ from farm.job_records import (
     JOB_COLUMNS,
     Added,
     Counts,
+    Doubt,
     Job,
     JobProgress,
     Task,
@@ -25,9 +26,9 @@ from farm.job_records import (
     job_of,
     progress_of,
 )
-from farm.queue_file import QueueError, QueueFile
+from farm.queue_file import QUALITIES_TABLE, QueueError, QueueFile
 
-__all__ = ["Added", "Counts", "Job", "JobProgress", "Queue", "QueueError", "Task", "TaskError", "job_id_for"]
+__all__ = ["Added", "Counts", "Doubt", "Job", "JobProgress", "Queue", "QueueError", "Task", "TaskError", "job_id_for"]
 
 MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
@@ -37,6 +38,7 @@ ERROR_CHARACTERS = 2000  # of an error kept in the queue; the whole of it lands 
 
 _AT = "job_seq = ? AND task_index = ?"
 _HELD = f"{_AT} AND attempt = ? AND state = 'leased'"
+_REPEATABLE = f"SELECT 1 FROM tasks JOIN jobs ON seq = job_seq WHERE {_HELD} AND cancelled_at IS NULL"
 _UNLESS_CANCELLED = (
     "CASE WHEN (SELECT cancelled_at FROM jobs WHERE seq = job_seq) IS NULL THEN '{}' ELSE 'cancelled' END"
 )
@@ -236,15 +238,20 @@ class Queue:
                 self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
         return released
 
-    def finish(self, task: Task, status: str, now: float, error: str | None = None) -> bool:
+    def finish(self, task: Task, status: str, now: float, error: str | None = None, doubt: Doubt | None = None) -> bool:
         """The task's run is durable: done with this status. False if it was done already: drop the result.
 
-        Also true for a holder whose lease has expired meanwhile, whoever holds the task now.
+        Also true for a holder whose lease has expired meanwhile, whoever holds the task now. `doubt`: how the run was
+        judged, unless it is trusted.
         """
-        changed = self._file.change(
-            _FINISH,
-            (status, now, *_error_values(error, now), self._seq(task.job_id), task.task_index),
-        )
+        seq = self._seq(task.job_id)
+        values = (status, now, *_error_values(error, now), seq, task.task_index)
+        if doubt is None:
+            return self._file.change(_FINISH, values) == 1
+        with self._file.transaction():
+            changed = self._file.change(_FINISH, values)
+            if changed:
+                self._tally(seq, doubt)
         return changed == 1
 
     def retry(self, task: Task, now: float, error: str) -> bool:
@@ -264,12 +271,41 @@ class Queue:
                 return True
             if task.attempt >= self.max_attempts:
                 return False
-            delay_s = min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
             self._file.change(
                 f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('waiting')}, due = ? WHERE {held}",
-                (now + delay_s, *self._held(task)),
+                (now + self._backoff_s(task), *self._held(task)),
             )
             return True
+
+    def may_repeat(self, task: Task) -> bool:
+        """Whether `repeat` queues the task again: it is held, has an attempt left, and its job is not cancelled."""
+        return task.attempt < self.max_attempts and self._file.one(_REPEATABLE, self._held(task)) is not None
+
+    def repeat(self, task: Task, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
+        """The trial ended, but its labels cannot be trusted: queued again after a backoff, if `may_repeat`.
+
+        It is one of the task's attempts, as a retry is. False: nothing has changed; finish the task with what there is.
+        `reasons` are counted with it, `why` is the error that `errors` shows.
+        """
+        with self._file.transaction():
+            if not self.may_repeat(task):
+                return False
+            self._file.change(
+                f"UPDATE tasks SET state = 'waiting', due = ?, error = ?, error_at = ?, worker = NULL WHERE {_HELD}",
+                (now + self._backoff_s(task), *_error_values(why, now), *self._held(task)),
+            )
+            self._tally(self._seq(task.job_id), Doubt(quality="repeated", reasons=tuple(reasons)))
+            return True
+
+    def _tally(self, seq: int, doubt: Doubt) -> None:
+        self._file.change(QUALITIES_TABLE)
+        self._file.many(
+            "INSERT INTO qualities VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1",
+            [(seq, doubt.quality, reason) for reason in ("", *doubt.reasons)],
+        )
+
+    def _backoff_s(self, task: Task) -> float:
+        return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
 
     def expired(self, now: float, device: str | None = None) -> list[Task]:
         """Tasks whose lease ran out on their last attempt, again at each call until `finish`: land them as crashed."""
@@ -296,14 +332,16 @@ class Queue:
         row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
         return row == ("done",)
 
-    def mark_done(self, job_id: str, statuses: Mapping[int, str]) -> int:
+    def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, Doubt] | None = None) -> int:
         """Done, because their runs were found durable in the warehouse: index -> status. How many were not yet."""
-        seq = self._seq(job_id)
+        seq, done = self._seq(job_id), 0
         with self._file.transaction():
-            return self._file.many(
-                _FINISH,
-                [(status, None, None, None, seq, index) for index, status in statuses.items()],
-            )
+            for index, status in statuses.items():
+                changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
+                if changed and doubts and index in doubts:
+                    self._tally(seq, doubts[index])
+                done += changed
+        return done
 
     def _queue_what_is_due(self, now: float) -> None:
         """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""
@@ -394,6 +432,17 @@ class Queue:
         )
         names = ("task_index", "attempt", "state", "status", "error", "error_at")
         return [TaskError(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def doubts(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Runs that are not trusted: job id -> suspect, untrusted or repeated -> reason, or empty for all -> runs."""
+        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'qualities'") is None:
+            return {}
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for job_id, quality, reason, count in self._file.all(
+            "SELECT job_id, quality, reason, count FROM qualities JOIN jobs ON seq = job_seq ORDER BY 1, 2, 4 DESC, 3"
+        ):
+            found.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
+        return found
 
     def next_due(self, now: float) -> float | None:
         """When `lease` or `expired` next has something to give: `now` if at once, None if nothing is on its way."""

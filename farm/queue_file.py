@@ -96,6 +96,19 @@ END;
 """
 
 
+# How the runs of each job were judged: `quality` is suspect, untrusted, or repeated for those that were run again,
+# `reason` one of theirs, or empty for the number of runs. Made when it is first needed, so older files are as good.
+QUALITIES_TABLE = """
+CREATE TABLE IF NOT EXISTS qualities (
+    job_seq INTEGER NOT NULL REFERENCES jobs (seq),
+    quality TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    count INTEGER NOT NULL,
+    PRIMARY KEY (job_seq, quality, reason)
+) WITHOUT ROWID
+"""
+
+
 class QueueError(OSError):
     """SQLite failed under the queue: disk full, file read-only or damaged, locked for too long."""
 

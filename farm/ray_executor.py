@@ -91,8 +91,8 @@ class RayWorker:
         """Start the trial server and wait for it."""
         self._worker.ready()
 
-    def run(self, task: TaskSpec) -> RunResult:
-        return self._worker.run(task)
+    def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
+        return self._worker.run(task, upcoming)
 
 
 class RayExecutor:
@@ -179,9 +179,9 @@ class RayExecutor:
     def idle(self) -> list[str]:
         return list(self._idle)
 
-    def submit(self, worker: str, task: TaskSpec) -> None:
+    def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
         self._idle.remove(worker)
-        self._running[self._actors[worker].run.remote(task)] = (worker, task)
+        self._running[self._actors[worker].run.remote(task, upcoming)] = (worker, task)
 
     def wait(self, timeout_s: float) -> list[Completion]:
         import ray

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -53,13 +54,31 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def sample(space: Space, seed: int, index: int, policy: str = "stratified", limits: Limits = NO_LIMITS) -> TrialConfig:
+def checked_batch_sizes(values) -> tuple[int, ...] | None:
+    """The `batch_sizes` of a submission; None for null. Raises `UsageError` unless it is a list of distinct sizes."""
+    if values is None:
+        return None
+    sizes = tuple(values) if isinstance(values, list | tuple) else ()
+    wrong = any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes)
+    if not sizes or wrong or len(set(sizes)) < len(sizes):
+        raise UsageError(f"batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got {values!r}")
+    return sizes
+
+
+def sample(
+    space: Space,
+    seed: int,
+    index: int,
+    policy: str = "stratified",
+    limits: Limits = NO_LIMITS,
+    batch_sizes: Sequence[int] | None = None,
+) -> TrialConfig:
     """The trial config of one index.
 
     Raises `UsageError` for an unknown policy, for a space that sets too few of the family's fields, and when
     `MAX_ATTEMPTS` points in a row had to be rejected; the message says by which rules.
     """
-    return next(sample_range(space, seed, index, index + 1, policy, limits))
+    return next(sample_range(space, seed, index, index + 1, policy, limits, None, batch_sizes))
 
 
 def sample_range(
@@ -70,9 +89,12 @@ def sample_range(
     policy: str = "stratified",
     limits: Limits = NO_LIMITS,
     rejections: Counter[str] | None = None,
+    batch_sizes: Sequence[int] | None = None,
 ) -> Iterator[TrialConfig]:
     """The configs of the indices `start` <= i < `stop`, the same as `sample` gives one by one.
 
+    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
+    sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
     `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
     config drawn.
     """
@@ -82,27 +104,40 @@ def sample_range(
         raise UsageError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
     if start < 0:
         raise UsageError(f"index must be >= 0, got {start}")
-    return _configs(space, _key(space, seed), start, stop, POLICIES[policy], limits, rejections)
+    sizes = tuple(batch_sizes or ())
+    k = max(1, len(sizes))
+    first, last = start // k, -(-stop // k)  # of points
+    found = _configs(space, _key(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
+    skipped = start - first * k
+    return itertools.islice(itertools.chain.from_iterable(found), skipped, skipped + max(0, stop - start))
 
 
-def _configs(space, key, start, stop, points_of, limits, rejections) -> Iterator[TrialConfig]:
+def _configs(space, key, start, stop, points_of, limits, rejections, sizes) -> Iterator[list[TrialConfig]]:
+    """For each point its config, or its configs at every batch size."""
     family = families.get_family(space.family)
     for first in range(start, stop, _POINTS_AT_ONCE):
         indices = range(first, min(first + _POINTS_AT_ONCE, stop))
         for index, point in zip(indices, points_of(space, key, indices), strict=True):
-            yield _config(space, family, key, index, point, limits, rejections)
+            yield _configs_at(space, family, key, index, point, limits, rejections, sizes)
 
 
-def _config(space, family, key, index, point, limits, rejections) -> TrialConfig:
-    """The config at `point`, or at the first valid one of the uniform points that stand in for it."""
+def _configs_at(space, family, key, index, point, limits, rejections, sizes) -> list[TrialConfig]:
+    """The config at `point`, or at the first valid one of the uniform points that stand in for it; one a batch size."""
     found: list[tuple[dict, list[_Breach]]] = []
     for attempt in range(MAX_ATTEMPTS):
         if attempt:
             point = _uniforms(space, key, index, attempt)
-        values = family.repair(space.values(point), _Draw(key, index, attempt))
-        config, breaches = _build(family, values, limits)
-        if config is not None:
-            return config
+        # Repaired once, so that all batch sizes get the same network.
+        largest = {"batch_size": max(sizes)} if sizes else {}
+        repaired = family.repair({**space.values(point), **largest}, _Draw(key, index, attempt))
+        configs, breaches = [], []
+        for values in [{**repaired, "batch_size": size} for size in sizes] or [repaired]:
+            config, breaches = _build(family, values, limits)
+            if config is None:
+                break
+            configs.append(config)
+        else:
+            return configs
         found.append((values, breaches))
         if rejections is not None:
             rejections.update(breach.rule for breach in breaches)

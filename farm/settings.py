@@ -11,14 +11,14 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from farm.ray_executor import ClusterSettings
-from farm.sampling import POLICIES, Limits
+from farm.sampling import POLICIES, Limits, checked_batch_sizes
 from farm.space import Space
 from featurize.families import family_names
 from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 
-_DEVICE_KEYS = ("backend", "model", "count", "memory_limit_mib")
+_DEVICE_KEYS = ("backend", "model", "count", "memory_limit_mib", "memory_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class SubmitSettings:
     n: int
     seed: int
     policy: str
+    batch_sizes: tuple[int, ...] | None
     priority: int
     detach: bool
     limits: Limits
@@ -66,6 +67,7 @@ class SubmitSettings:
             n=values["n"],
             seed=values["seed"],
             policy=values["policy"],
+            batch_sizes=checked_batch_sizes(values["batch_sizes"]),
             priority=values["priority"],
             detach=values["detach"],
             limits=Limits(**values["limits"]),
@@ -76,12 +78,14 @@ class SubmitSettings:
 
     def identity(self) -> dict[str, Any]:
         """What makes this submission the one it is: everything that decides its runs, but not n and priority."""
+        # Left out where there are none: jobs from before the key keep their ids.
+        pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
         return {
             "space": self.space.to_mapping(),
             "seed": self.seed,
             "policy": self.policy,
             "limits": self.limits.to_mapping(),
-            "settings": {"device": self.device.to_mapping(), "trial": self.trial.to_mapping()},
+            "settings": {"device": self.device.to_mapping(), "trial": self.trial.to_mapping(), **pairs},
         }
 
 
@@ -102,6 +106,7 @@ def device_choice(values: dict[str, Any]) -> DeviceChoice:
         count=values.get("count"),
         spec=None if model is None else load_device(model).to_mapping(),
         memory_limit_mib=values.get("memory_limit_mib"),
+        memory_fraction=values.get("memory_fraction"),
     )
 
 

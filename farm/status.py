@@ -4,8 +4,9 @@ With format=json it prints `{"data": path, "at": time, "dispatcher": process id,
 family, policy, seed, n, priority, state` (submitting, queued, running, stopped: nobody works on it, done, cancelling
 or cancelled)`, submitted_at, queued, waiting` (those
 of the queued that wait for another attempt)`, running, done, cancelled, by_status` (status -> runs)`, rate_per_min,
-eta_s`; with job=ID also `space, settings` and `errors`, a list of `task_index, attempt, state, status, error,
-error_at`, newest first. Times are ISO 8601 in UTC; what is not known is null.
+eta_s, by_quality` (suspect, untrusted, and repeated: runs that were not trusted and were run again) and
+`quality_reasons` (reason -> runs); with job=ID also `space, settings` and `errors`, a list of `task_index, attempt,
+state, status, error, error_at`, newest first. Times are ISO 8601 in UTC; what is not known is null.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import datetime
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FORMATS = ("table", "json")
+_MAIN_REASONS = 2  # of doubts, in the table
 _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 
@@ -55,7 +59,11 @@ def read(folder: DataFolder, job_id: str | None, now: float) -> dict[str, Any]:
     report["dispatcher"] = dispatcher_of(folder.dispatcher_lock)
     with Queue.open(existing_queue(folder, job_id)) as queue:
         worked_on = report["dispatcher"] is not None
-        report["jobs"] = [_job_report(progress, worked_on) for progress in queue.progress(now, job_id)]
+        doubts = queue.doubts()
+        report["jobs"] = [
+            {**_job_report(progress, worked_on), **_quality_report(doubts.get(progress.job.job_id, {}))}
+            for progress in queue.progress(now, job_id)
+        ]
         if job_id is not None:
             job, (detail,) = queue.job(job_id), report["jobs"]
             detail["space"] = json.loads(job.space_json)
@@ -98,6 +106,17 @@ def _job_report(progress: JobProgress, worked_on: bool) -> dict[str, Any]:
     }
 
 
+def _quality_report(doubts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """The runs of a job that are not trusted, and why: quality -> reason, or empty for all -> runs."""
+    reasons: Counter[str] = Counter()
+    for by_reason in doubts.values():
+        reasons.update({reason: count for reason, count in by_reason.items() if reason})
+    return {
+        "by_quality": {name: doubts[name][""] for name in ("suspect", "untrusted", "repeated") if name in doubts},
+        "quality_reasons": dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
+    }
+
+
 def _print_table(report: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
@@ -112,6 +131,9 @@ def _print_table(report: dict[str, Any]) -> None:
     table.add_column("runs by status")
     for name in ("per min", "time left", "priority"):
         table.add_column(name, justify="right")
+    doubtful = any(job["by_quality"] for job in report["jobs"])
+    if doubtful:
+        table.add_column("labels in doubt")
     table.add_column("state")
     for job in report["jobs"]:
         statuses = ", ".join(f"{status} {count:,}" for status, count in job["by_status"].items())
@@ -121,6 +143,7 @@ def _print_table(report: dict[str, Any]) -> None:
             *(Text(text) for text in (job["job_id"], job["family"], job["policy"], *numbers, statuses, rate)),
             "" if job["eta_s"] is None else str(datetime.timedelta(seconds=round(job["eta_s"]))),
             str(job["priority"]),
+            *([Text(_doubt_text(job, _MAIN_REASONS))] if doubtful else []),
             _state_text(job),
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
@@ -132,6 +155,15 @@ def _print_table(report: dict[str, Any]) -> None:
     for job in report["jobs"]:
         if "errors" in job:
             _print_detail(console, job)
+
+
+def _doubt_text(job: dict[str, Any], reasons_shown: int | None = None) -> str:
+    """`suspect 3, untrusted 1 (power_cap 3, other_process 1)`, of the reasons the main ones."""
+    if not job["by_quality"]:
+        return ""
+    counts = ", ".join(f"{quality} {count:,}" for quality, count in job["by_quality"].items())
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in list(job["quality_reasons"].items())[:reasons_shown])
+    return f"{counts} ({reasons})" if reasons else counts
 
 
 def _state_text(job: dict[str, Any]) -> str:
@@ -148,6 +180,8 @@ def _print_detail(console, job: dict[str, Any]) -> None:
     line(f"submitted {job['submitted_at']}, seed {job['seed']}")
     if job["waiting"]:
         line(f"{job['waiting']:,} of the queued wait for their next attempt")
+    if job["by_quality"]:
+        line(f"labels in doubt: {_doubt_text(job)}; see quality_reasons in the views runs and attempts")
     if job["cancelled"]:
         line(f"{job['cancelled']:,} cancelled; submit the same job again to put them back")
     line("space")

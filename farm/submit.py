@@ -26,7 +26,7 @@ def entry(cfg) -> int:
     choice, said = choose_device(settings.device)
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
-    next(iter(sample_range(settings.space, settings.seed, 0, 1, settings.policy, settings.limits)))
+    next(_configs(settings, 0, 1))
     if not settings.detach:
         settings.cluster.check_address()
     folder = DataFolder.resolve(settings.data).create()
@@ -59,12 +59,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
     rejections: Counter[str] = Counter()
     configs = (
         (index, canonical_json(config.to_mapping()))
-        for index, config in enumerate(
-            sample_range(
-                settings.space, settings.seed, existing, settings.n, settings.policy, settings.limits, rejections
-            ),
-            start=existing,
-        )
+        for index, config in enumerate(_configs(settings, existing, settings.n, rejections), start=existing)
     )
     added = queue.submit(job, configs, time.time())
     RunWriter(folder).write_job(
@@ -86,6 +81,13 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
         print(f"{job_id}: {count} sampled points were drawn again: {rule}")
     print(f"{job_id}: {added.added} trials added ({known}), {total} in all")
     return job_id
+
+
+def _configs(settings: SubmitSettings, start: int, stop: int, rejections: Counter[str] | None = None):
+    """The sampled configs of the indices `start` <= i < `stop`."""
+    return sample_range(
+        settings.space, settings.seed, start, stop, settings.policy, settings.limits, rejections, settings.batch_sizes
+    )
 
 
 def main() -> None:

@@ -29,10 +29,16 @@ def entry(cfg) -> int:
 
 
 def work(
-    folder: DataFolder, queue: Queue, cluster: ClusterSettings, job_id: str | None = None, wait: bool = False
+    folder: DataFolder,
+    queue: Queue,
+    cluster: ClusterSettings,
+    job_id: str | None = None,
+    wait: bool = False,
+    seconds: float | None = None,
 ) -> int:
     """Run what is queued, device after device, until nothing is left (`job_id`: of that job's device only).
 
+    After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for so long.
     Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0.
     """
     with contextlib.ExitStack() as held:
@@ -44,7 +50,7 @@ def work(
                 f"otherwise `python -m farm.work` does, when it has ended. {follow_hint(folder, job_id)}"
             )
             return 0
-        stop = held.enter_context(StopRequest(_announce_stop).installed())
+        stop = held.enter_context(_TimedStop(seconds).installed())
         try:
             _work_queue(folder, queue, cluster, stop, lock, job_id, wait)
         except KeyboardInterrupt:
@@ -56,6 +62,22 @@ def work(
     if job_id is not None:
         _summary(folder, queue, job_id)
     return 0
+
+
+class _TimedStop(StopRequest):
+    """Asks to leave on Ctrl-C, and when its time is over."""
+
+    def __init__(self, seconds: float | None):
+        self._until_s = None if seconds is None else time.monotonic() + seconds
+        super().__init__(_announce_stop)
+
+    @property
+    def requested(self) -> bool:
+        return self._requested or (self._until_s is not None and time.monotonic() >= self._until_s)
+
+    @requested.setter
+    def requested(self, value: bool) -> None:
+        self._requested = value
 
 
 def _announce_stop() -> None:

@@ -1,4 +1,4 @@
-"""`python -m learn.build_defaults path=FOLDER`: fit the models that come with the project, on published measurements.
+"""`python -m learn.build_defaults path=FOLDER`: fit the models that come with the project, on measurements.
 
 Start reading at `build`. What it writes is `learn/default_models/`: one artifact a target, the fast path, a model card.
 """
@@ -34,12 +34,16 @@ class BuildSettings:
     path: str
     out: str | None = None
     data: str | None = None
+    datasets: bool | str = True
     distil: int = 8000
     seed: int = 0
     workers: int | None = None
 
     def __post_init__(self) -> None:
         found = []
+        named = isinstance(self.datasets, str) and Path(self.datasets).is_dir()
+        if not named and not isinstance(self.datasets, bool):
+            found.append(f"datasets must be true, false or the folder of a data set, got {self.datasets!r}")
         for name, least in (("distil", 200), ("seed", 0), ("workers", 0)):
             value = getattr(self, name)
             if value is None and name == "workers":
@@ -59,6 +63,16 @@ class BuildSettings:
             ]
         if found:
             raise UsageError("; ".join(found))
+
+    @property
+    def dataset(self) -> Path | None:
+        """The data set whose runs are fitted on, too; None where it holds none, or they are not wanted."""
+        from warehouse.dataset import find_parts, repository_folder
+
+        if self.datasets is False:
+            return None
+        root = repository_folder() if self.datasets is True else Path(self.datasets)
+        return root if find_parts(root) else None
 
     @property
     def home(self) -> Path:
@@ -196,10 +210,17 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
 
     for source in _SOURCES:
         ingest(IngestSettings(source=source, path=settings.path, data=str(data)))
+    # Both are named, so the mixture is no accident: what differs between the two kinds of runs is in their features
+    # (the device's description, and `net_training_loop` of others' loops, which feed every step), near-copies in both
+    # stay on one side of a split, and the card says how many there are of each.
+    sources = ["imported"]
+    if settings.dataset is not None:
+        ingest(IngestSettings(source="dataset", path=str(settings.dataset), data=str(data)))
+        sources.append("measured")
     name = "hybrid"
     fitted, metas = {}, {}
     for target in TARGETS:
-        rows = load_rows(str(data), target, source="imported")
+        rows = load_rows(str(data), target, source=sources)
         prepare(rows.cases, str(data), workers=settings.workers, progress=lambda d, n: progress("tracing jobs", d, n))
         bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
         progress(f"fitting {target}", 0, 1)

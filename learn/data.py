@@ -29,13 +29,15 @@ class Rows:
     """Labelled training jobs, sorted by run_id; every array has length n.
 
     label      float, in the target's unit. Where `censored`, what is known is "at least this much".
-    censored   bool: out-of-memory on the device. Their label is the device's memory; classifiers count them as
-               members of the top bin, regressors without a use for "at least" leave them out (`exact`).
+    censored   bool: out-of-memory on the device. Their label is the device's memory, or the share of it that the trial
+               was allowed (`runs.memory_fraction`); classifiers count them as members of the top bin, regressors
+               without a use for "at least" leave them out (`exact`).
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
     module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why a label may be wrong, as the rows beside it have it; empty for none. Nothing is fitted on such rows.
-    counts     rows of the selection by status, `unreadable` (config of unknown family or fields) included.
+    counts     rows of the selection by status; beside them `unreadable` (config of unknown family or fields) and
+               `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong), both left out.
     """
 
     target: Target
@@ -93,6 +95,16 @@ class Rows:
         return self.subset(~self.censored)
 
     @property
+    def left_out(self) -> list[str]:
+        """What could not be used of runs that have a label, a sentence each, for reports."""
+        said = []
+        if untrusted := self.counts.get("untrusted"):
+            said.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
+        if unreadable := self.counts.get("unreadable"):
+            said.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
+        return said
+
+    @property
     def ceiling_mib(self) -> float | None:
         """Memory of the smallest device that an out-of-memory row did not fit; None where nothing is censored."""
         return float(self.label[self.censored].min()) if self.censored.any() else None
@@ -144,14 +156,19 @@ def make_rows(
 
 
 def load_rows(
-    data, target: str, family: str | None = None, source: str | None = None, device_name: str | None = None
+    data,
+    target: str,
+    family: str | None = None,
+    source: str | Sequence[str] | None = None,
+    device_name: str | None = None,
 ) -> Rows:
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
-    Usable: status `ok` with a label, and for memory also `oom` on the device, as censored. `family` None or `all`
-    takes every family. Rows of several sources are not mixed: without `source=` that raises `UsageError` with the
-    counts, as do unknown names and fewer than 30 usable rows. Rows of several devices are, as long as `conf/device`
-    describes all of them, since estimators read the description; else `device_name=` has to choose.
+    Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
+    `untrusted`. `family` None or `all` takes every family. Rows of several sources are not mixed, but where `source` is
+    a list that names them: without it that raises `UsageError` with the counts, as do unknown names and fewer than 30
+    usable rows. Rows of several devices are, as long as `conf/device` describes all of them, since estimators read the
+    description; else `device_name=` has to choose.
     """
     wanted = get_target(target)
     found = _read(data, wanted)
@@ -164,7 +181,14 @@ def load_rows(
         counts["oom on a device of unknown memory"] = unknown
         counts["oom"] -= unknown
     usable = [row for row in found if _is_usable(row, wanted)]
-    usable = _one_of_a_kind(usable, "source", source)
+    untrusted = sum(row["quality"] == "untrusted" for row in usable)
+    if untrusted:
+        counts["untrusted"] = untrusted
+        usable = [row for row in usable if row["quality"] != "untrusted"]
+    if source is None or isinstance(source, str):
+        usable = _one_of_a_kind(usable, "source", source)
+    else:
+        usable = [row for row in usable if row["source"] in source]
     usable = _one_of_a_kind(usable, "device_name", device_name)
 
     configs, kept, unreadable = [], [], Counter()
@@ -177,7 +201,7 @@ def load_rows(
     if unreadable:
         counts["unreadable"] = unreadable.total()
     if len(kept) < MIN_ROWS:
-        _refuse_too_few(wanted, family, found, len(kept), unreadable)
+        _refuse_too_few(wanted, family, found, len(kept), untrusted, unreadable)
     return _pack(wanted, configs, kept, counts)
 
 
@@ -193,6 +217,8 @@ def _read(data, target: Target) -> list[dict]:
         "source",
         "device_name",
         "device_memory_mib",
+        "memory_fraction",
+        "quality",
         "torch_version",
         "error_type",
         "error",
@@ -209,6 +235,9 @@ def _read(data, target: Target) -> list[dict]:
         row["device_name"] = row["device_name"] or "unknown"
         if row["device_memory_mib"] is None:
             row["device_memory_mib"] = _described_memory(row["device_name"])
+        if row["device_memory_mib"] is not None and row["memory_fraction"] is not None:
+            # The card played a smaller one: what did not fit needs at least that much.
+            row["device_memory_mib"] *= row["memory_fraction"]
     return found
 
 
@@ -273,7 +302,9 @@ def _said(counts: Mapping) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _refuse_too_few(target: Target, family: str | None, found: list[dict], usable: int, unreadable) -> None:
+def _refuse_too_few(
+    target: Target, family: str | None, found: list[dict], usable: int, untrusted: int, unreadable: Counter
+) -> None:
     statuses = _said(Counter(row["status"] for row in found)) or "none"
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in found)
     text = (
@@ -282,6 +313,8 @@ def _refuse_too_few(target: Target, family: str | None, found: list[dict], usabl
     )
     if unlabelled:
         text += f"; ok without {target.column}: {unlabelled}"
+    if untrusted:
+        text += f"; with untrusted labels (runs.quality_reasons says why): {untrusted}"
     for reason, n in unreadable.most_common(1):
         text += f"; unreadable configs: {unreadable.total()} ({n} times: {reason})"
     name = family or "cnn"

@@ -105,8 +105,7 @@ def fit(
         notes.append(said + "nothing about real GPUs")
         if settings.estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
             notes.append("the trace made these very labels, so that errors here are near zero by construction")
-    if unreadable := rows.counts.get("unreadable"):
-        notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
+    notes += rows.left_out
     meta = {**described(settings.estimator, rows, evaluation, bins, settings.seed, now), "warnings": notes}
     meta["rows"] |= {
         "train": len(evaluation.train_rows),

@@ -117,6 +117,8 @@ def connection(tmp_path_factory):
             "optimizer": "adam",
             "parameters": 1000 * (index + 1),
             "telemetry_missing": json.dumps({"nvml": "no driver here"}) if measured else None,
+            "quality": "suspect" if measured else "trusted",
+            "quality_reasons": json.dumps({"power_cap": "in 40% of the window"}) if measured else None,
             **({} if out_of_memory else figures),
         }
         samples = {"t_ms": [0.0, 600.0, 1200.0], "phase": ["warmup", "window", "window"]}
@@ -125,6 +127,15 @@ def connection(tmp_path_factory):
         else:
             samples |= {"sensor": ["simulated"] * 3, "smact": [0.95] * 3}
         writer.write(run, pa.table(samples))
+        if measured and not out_of_memory:
+            reasons = json.dumps({"other_process": "up to 1 with 900 MiB, in 4 of 9 readings"})
+            first = {
+                "run_id": f"{run['run_id']}-a1",
+                "final": False,
+                "quality": "untrusted",
+                "quality_reasons": reasons,
+            }
+            writer.write(run | first, pa.table(samples))
     with contextlib.closing(warehouse.connect(folder)) as opened:
         yield opened
 

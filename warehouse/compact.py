@@ -34,9 +34,9 @@ from conf.errors import UsageError
 from warehouse.folder import COMPRESSION, KINDS, TEMPORARY_SUFFIX, DataFolder, replacing, sync
 from warehouse.merged import (
     Listing,
+    has_landed,
     is_merged_name,
     listing_file,
-    merged_file_with,
     new_merged_name,
     read_listings,
 )
@@ -161,7 +161,7 @@ def _plan(
             continue
         if is_merged and not listing_file(folder, kind, path.name).exists():
             continue
-        if kind == "telemetry" and not is_merged and not _has_landed(folder, family, path.stem):
+        if kind == "telemetry" and not is_merged and not has_landed(folder, family, path.stem):
             continue  # its run is being written, or was lost and will come again with other samples
         size = path.stat().st_size
         if size > target_bytes / 2:
@@ -191,12 +191,6 @@ def _plan(
     for group in groups:
         if len(group) >= settings.min_files or (full and group is not groups[-1] and len(group) > 1):
             yield group
-
-
-def _has_landed(folder: DataFolder, family: str, run_id: str) -> bool:
-    if (folder.partition("runs", family) / f"{run_id}.parquet").exists():
-        return True
-    return merged_file_with(folder, "runs", family, run_id) is not None
 
 
 def _listing(folder: DataFolder, kind: str, merged: Path, sources: Sequence[str], now_s: float) -> Listing:

@@ -1,7 +1,7 @@
 """`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements as rows of `runs`.
 
 Start reading at `ingest`. All files are read before anything is written; each file's new rows then land at once, so a
-kill leaves whole files' rows, and a repeat adds what is missing.
+kill leaves whole files' rows, and a repeat adds what is missing. A data set (source=dataset) brings its telemetry too.
 """
 
 from __future__ import annotations
@@ -14,18 +14,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from conf.bars import start_bar
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from warehouse.csv_columns import CsvMapping, read_mapping
+from warehouse.dataset import (
+    JOB_PREFIX,
+    Part,
+    checked_rows,
+    find_parts,
+    is_loaded,
+    public_id,
+    read_part,
+    repository_folder,
+)
 from warehouse.folder import DataFolder
 from warehouse.imported_rows import DOUBT, ImportedFile, published_file
+from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
 from warehouse.views import connect
 from warehouse.writer import RunWriter
 
 PUBLISHED = ("gpumemnet", "timm")
-SOURCES = (*PUBLISHED, "csv")
+DATASET = "dataset"
+SOURCES = (DATASET, *PUBLISHED, "csv")
 _SHOWN_ROWS = 5  # places named for each reason
 _WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
 
@@ -37,7 +52,7 @@ class IngestSettings:
     """What to read and where it goes. Raises `UsageError` for an unknown source, and for keys of another source."""
 
     source: str
-    path: str
+    path: str | None = None
     data: str | None = None
     device_name: str | None = None
     family: str | None = None
@@ -47,8 +62,11 @@ class IngestSettings:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise unknown_name("source", self.source, SOURCES)
-        if self.source in PUBLISHED:
-            odd = [key for key in ("family", "columns", "constants") if getattr(self, key) is not None]
+        if self.path is None and self.source != DATASET:
+            raise UsageError("missing path=... (a CSV file, or a folder)")
+        if self.source != "csv":
+            keys = ("family", "columns", "constants", *(("device_name",) if self.source == DATASET else ()))
+            odd = [key for key in keys if getattr(self, key) is not None]
             if odd:
                 raise UsageError(f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns")
         elif self.family is None:
@@ -69,6 +87,7 @@ class FileReport:
     path: Path
     rows: int = 0
     new: int = 0
+    label: str = ""  # what it is called in the report; default the file's name
     statuses: Counter[str] = field(default_factory=Counter)
     invalid: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     doubts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -98,6 +117,8 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     """
     progress = progress or (lambda label, done, of: None)
     report = IngestReport()
+    if settings.source == DATASET:
+        return _ingest_dataset(settings, report, progress)
     # Of files with the same measurements, the one that tells most of them lands first.
     files = sorted(_read(settings, report, progress), key=lambda file: -file.told)
     if not files:
@@ -164,6 +185,65 @@ def _land(file: ImportedFile, writer: RunWriter, known: set[str]) -> FileReport:
     return report
 
 
+def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
+    root = repository_folder() if settings.path is None else Path(settings.path).expanduser()
+    if not root.is_dir():
+        why = (
+            "no such folder" if settings.path is not None else "this is no checkout with a datasets/ folder: give path="
+        )
+        raise UsageError(f"path={root}: {why}")
+    parts = find_parts(root)
+    if not parts:
+        raise UsageError(f"path={root} holds no runs yet: no GPU has measured anything for it so far")
+    read = []
+    for done, part in enumerate(parts):
+        progress("reading", done, len(parts))
+        runs = read_part(root, part, "runs")
+        read.append((part, runs, checked_rows(root, part, runs), read_part(root, part, "telemetry")))
+    folder = DataFolder.resolve(settings.data).create()
+    with _lock(folder):
+        known = _known_public_ids(folder)
+        for done, (part, runs, rows, telemetry) in enumerate(read):
+            progress("landing", done, len(parts))
+            file = FileReport(root / part.path("runs"), len(rows), label=str(part.path("runs")))
+            file.statuses.update(row["status"] for row in rows)
+            new = pa.array([row["run_id"] not in known for row in rows], pa.bool_())
+            known |= {row["run_id"] for row in rows}
+            file.new = _land_part(folder, part, runs.filter(new), telemetry)
+            report.files.append(file)
+        progress("landing", len(parts), len(parts))
+    return report
+
+
+def _land_part(folder: DataFolder, part: Part, runs: pa.Table, telemetry: pa.Table) -> int:
+    """Land the runs, their telemetry first, each all at once; how many. A kill between the two leaves samples without
+    runs, which the next ingest finds there."""
+    if not runs.num_rows:
+        return 0
+    with contextlib.closing(connect(folder)) as connection:
+        there = connection.execute("SELECT DISTINCT run_id FROM telemetry WHERE family = ?", [part.family]).fetchall()
+    wanted = set(runs.column("run_id").to_pylist()) - {run_id for (run_id,) in there}
+    samples = telemetry.filter(pc.is_in(telemetry.column("run_id"), pa.array(sorted(wanted), pa.string())))
+    if samples.num_rows:
+        land_batch(folder, "telemetry", part.family, samples)
+    at = runs.schema.get_field_index("job_id")
+    jobs = pc.binary_join_element_wise(JOB_PREFIX, runs.column("job_id"), "")
+    land_batch(folder, "runs", part.family, runs.set_column(at, "job_id", jobs))
+    return runs.num_rows
+
+
+def _known_public_ids(folder: DataFolder) -> set[str]:
+    """Of the runs here, measured here or loaded: what a data set would call them."""
+    with contextlib.closing(connect(folder)) as connection:
+        found = connection.execute(
+            "SELECT run_id, job_id, device_uuid, finished_at FROM runs WHERE source != 'imported'"
+        ).fetchall()
+    return {
+        run_id if is_loaded(job_id) else public_id(run_id, uuid, finished_at)
+        for run_id, job_id, uuid, finished_at in found
+    }
+
+
 def _known_ids(folder: DataFolder) -> set[str]:
     with contextlib.closing(connect(folder)) as connection:
         found = connection.execute("SELECT run_id FROM runs WHERE source = 'imported'").fetchall()
@@ -196,15 +276,19 @@ def print_report(report: IngestReport) -> None:
         table.add_column(name, justify="right")
     for file in report.files:
         counts = (file.rows, file.new, file.already_there, *(file.statuses[s] for s in ("ok", "oom", "invalid")))
-        table.add_row(file.path.name, *(f"{count:,}" for count in (*counts, file.in_doubt)))
+        table.add_row(_name(file), *(f"{count:,}" for count in (*counts, file.in_doubt)))
     screen.print(table)
     for path, why in report.left.items():
         screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
     for what, reasons_of in (("invalid", lambda file: file.invalid), ("in doubt", lambda file: file.doubts)):
         for file in report.files:
             for reason, rows in sorted(reasons_of(file).items(), key=lambda entry: -len(entry[1])):
-                said = f"{what}: {reason}: {len(rows):,} ({_places(file.path.name, rows)})"
+                said = f"{what}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
                 screen.print(said, markup=False, soft_wrap=True)
+
+
+def _name(file: FileReport) -> str:
+    return file.label or file.path.name
 
 
 def _places(name: str, rows: Sequence[int]) -> str:

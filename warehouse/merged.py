@@ -91,6 +91,13 @@ def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> P
     return target
 
 
+def has_landed(folder: DataFolder, family: str, run_id: str) -> bool:
+    """Whether the run is durable, in a file of its own or merged."""
+    if (folder.partition("runs", family) / f"{run_id}.parquet").exists():
+        return True
+    return merged_file_with(folder, "runs", family, run_id) is not None
+
+
 def merged_file_with(folder: DataFolder, kind: str, family: str, run_id: str) -> Path | None:
     """The merged file that counts and holds `run_id`, or None."""
     for path in folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):

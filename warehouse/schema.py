@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
 OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
+# Whether a run's labels can be relied on. `suspect`: something was odd, and the labels that it touches say so;
+# `untrusted`: they must not be learned from. NULL: nobody judged (imported rows, older files).
+QUALITIES = ("trusted", "suspect", "untrusted")
+# What a telemetry row is: a reading of its own; one that the source had served before; no reading; or a reading that
+# its circumstances (`reasons`) put in doubt.
+SAMPLE_QUALITIES = ("measured", "repeated", "unavailable", "suspect")
 
 _TIME = pa.timestamp("us", tz="UTC")
 
@@ -79,6 +85,21 @@ RUN_SCHEMA = pa.schema(
         # telemetry
         ("telemetry_rows", pa.int64()),
         ("telemetry_missing", pa.string()),  # JSON: sensor -> why it gave nothing
+        # added in version 2
+        ("quality", pa.string()),  # trusted | suspect | untrusted
+        ("quality_reasons", pa.string()),  # JSON: reason -> what was seen, in words
+        ("quality_summary", pa.string()),  # JSON: see workers.verdict.Verdict
+        ("samples_measured", pa.int64()),  # telemetry rows of the window, by what they are
+        ("samples_repeated", pa.int64()),
+        ("samples_unavailable", pa.int64()),
+        ("samples_suspect", pa.int64()),
+        ("half_widths", pa.string()),  # JSON: label -> half-width of its 95 % confidence interval over the window
+        ("final", pa.bool_()),  # false: an attempt after which the task was queued again; `runs` leaves it out
+        ("memory_fraction", pa.float64()),  # share of the card's memory that the trial was allowed; NULL: all of it
+        ("mig_profile", pa.string()),  # e.g. 1g.5gb; NULL: a whole GPU
+        ("mps", pa.bool_()),  # whether CUDA's multi-process service stood between the trial and the GPU
+        ("startup_s", pa.float64()),  # from the task's start to its first step
+        ("prepared", pa.bool_()),  # whether its process was made ready while the trial before it ran
     ]
 )
 
@@ -96,6 +117,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "fp16_active": ("ratio", "FP16 pipe activity: DCGM_FI_PROF_PIPE_FP16_ACTIVE"),
     "fp32_active": ("ratio", "FP32 pipe activity: DCGM_FI_PROF_PIPE_FP32_ACTIVE"),
     "fp64_active": ("ratio", "FP64 pipe activity: DCGM_FI_PROF_PIPE_FP64_ACTIVE"),
+    "int_active": ("ratio", "integer pipe activity: DCGM_FI_PROF_PIPE_INT_ACTIVE"),
+    "tensor_hmma_active": ("ratio", "tensor pipe activity, half precision: DCGM_FI_PROF_PIPE_TENSOR_HMMA_ACTIVE"),
+    "tensor_imma_active": ("ratio", "tensor pipe activity, integers: DCGM_FI_PROF_PIPE_TENSOR_IMMA_ACTIVE"),
+    "tensor_dfma_active": ("ratio", "tensor pipe activity, FP64: DCGM_FI_PROF_PIPE_TENSOR_DFMA_ACTIVE"),
+    "nvlink_tx_mib_s": ("MiB/s", "NVLink traffic out of the GPU, all links"),
+    "nvlink_rx_mib_s": ("MiB/s", "NVLink traffic into the GPU, all links"),
     "pcie_tx_mib_s": ("MiB/s", "PCIe traffic out of the GPU"),
     "pcie_rx_mib_s": ("MiB/s", "PCIe traffic into the GPU"),
     "power_w": ("W", "power draw"),
@@ -104,6 +131,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "memory_clock_mhz": ("MHz", "memory clock"),
     "temperature_c": ("°C", "GPU temperature"),
     "throttle_reasons": ("bit mask", "NVML clocks-event reasons"),
+    "ecc_uncorrected": ("errors", "uncorrected ECC errors since the driver was loaded (NVML, volatile)"),
+    "other_processes": ("processes", "processes with a context on the GPU that are not the trial's"),
+    "other_memory_mib": ("MiB", "device memory charged to processes that are not the trial's"),
     "cpu_cores": ("cores", "CPU cores used by the trial's process tree"),
     "rss_mib": ("MiB", "host memory of the trial's process tree"),
     "allocated_mib": ("MiB", "torch.cuda.memory_allocated"),
@@ -117,6 +147,8 @@ TELEMETRY_SCHEMA = pa.schema(
         ("t_ms", pa.float64()),  # since the run started; each sample's own time
         ("sensor", pa.string()),  # which telemetry source took it: nvml | gpm | dcgm | process | torch | simulated
         ("phase", pa.string()),  # warmup | window | NULL before and after
+        ("quality", pa.string()),  # measured | repeated | unavailable | suspect
+        ("reasons", pa.string()),  # why it is unavailable or suspect: names of workers.quality.REASONS, with commas
         *((name, pa.int64() if name == "throttle_reasons" else pa.float64()) for name in METRICS),
     ]
 )

@@ -1,4 +1,4 @@
-"""The views `runs`, `telemetry` and `jobs` in `warehouse.duckdb`, and how to open them.
+"""The views `runs`, `attempts`, `telemetry` and `jobs` in `warehouse.duckdb`, and how to open them.
 
 Start reading at `connect`; `_partitioned_view` is where a file is decided to count or not.
 """
@@ -20,7 +20,7 @@ from warehouse.folder import KINDS, DataFolder, write_bytes
 from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
 
-VIEWS = ("runs", "telemetry", "jobs")
+VIEWS = ("runs", "attempts", "telemetry", "jobs")
 
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
@@ -76,8 +76,11 @@ def view_statements(folder: DataFolder) -> list[str]:
     counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
     counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
     snapshots = f"read_parquet({_text(_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
+    attempts = _partitioned_view(folder, "runs", RUN_SCHEMA)
     return [
-        f"CREATE VIEW runs AS {_partitioned_view(folder, 'runs', RUN_SCHEMA)}",
+        # `runs` has each task once; `attempts` also what was measured and not trusted, before the task ran again.
+        f"CREATE VIEW runs AS {attempts} AND file.final IS NOT FALSE",
+        f"CREATE VIEW attempts AS {attempts}",
         f"CREATE VIEW telemetry AS {_partitioned_view(folder, 'telemetry', TELEMETRY_SCHEMA)}",
         f"""CREATE VIEW jobs AS
             SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}

@@ -15,12 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from warehouse.folder import DataFolder, checked_name, sync, write_parquet
-from warehouse.merged import is_merged_name, land_batch, merged_file_with
+from warehouse.merged import has_landed, is_merged_name, land_batch, merged_file_with
 from warehouse.schema import (
     JOB_SCHEMA,
     METRICS,
     OOM_KINDS,
+    QUALITIES,
     RUN_SCHEMA,
+    SAMPLE_QUALITIES,
     SCHEMA_VERSION,
     SOURCES,
     STATUSES,
@@ -30,7 +32,7 @@ from warehouse.schema import (
 REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
 TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
-PHASES = ("warmup", "window")
+WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telemetry
 
 
 class RunWriter:
@@ -51,8 +53,9 @@ class RunWriter:
         run_row = run_table(run)
         samples = telemetry_table(run["run_id"], telemetry)
         runs = self._folder.partition("runs", run["family"])
-        # A first attempt cannot have landed before; others are looked up, which costs milliseconds.
-        if run.get("attempt") != 1:
+        # A first attempt cannot have landed before, but one that was not its task's last; others are looked up, which
+        # costs milliseconds.
+        if run.get("attempt") != 1 or run.get("final") is False:
             landed = merged_file_with(self._folder, "runs", run["family"], run["run_id"])
             if landed is not None:
                 return landed
@@ -61,6 +64,10 @@ class RunWriter:
         _write(self._folder.partition("telemetry", run["family"]) / name, samples)
         _write(runs / name, run_row)
         return runs / name
+
+    def has_landed(self, family: str, run_id: str) -> bool:
+        """Whether a run is durable."""
+        return has_landed(self._folder, family, run_id)
 
     def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
         """Make runs of one family durable in one file, all of them or none; its path. They have no telemetry.
@@ -92,7 +99,12 @@ def run_table(run: Mapping[str, Any]) -> pa.Table:
 def run_problems(run: Mapping[str, Any]) -> list[str]:
     """The rules that the values of `run` break, each beginning with its column; types are not checked."""
     found = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
-    for name, known in (("status", STATUSES), ("source", SOURCES), ("oom_kind", OOM_KINDS)):
+    for name, known in (
+        ("status", STATUSES),
+        ("source", SOURCES),
+        ("oom_kind", OOM_KINDS),
+        ("quality", QUALITIES),
+    ):
         if run.get(name) is not None and run[name] not in known:
             found.append(f"{name} must be one of {', '.join(known)}, got {run[name]!r}")
     for name, value in run.items():
@@ -134,8 +146,8 @@ def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
             continue
         if field.name == "run_id" and (column.null_count or pc.any(pc.not_equal(column, run_id)).as_py()):
             found.append(f"run_id must be {run_id!r} in every row")
-        elif field.name == "phase" and not pc.all(pc.is_in(column.drop_null(), pa.array(PHASES))).as_py():
-            found.append(f"phase must be one of {', '.join(PHASES)} or NULL")
+        elif field.name in WORDS and not pc.all(pc.is_in(column.drop_null(), pa.array(WORDS[field.name]))).as_py():
+            found.append(f"{field.name} must be one of {', '.join(WORDS[field.name])} or NULL")
         elif pa.types.is_floating(field.type) and not pc.all(pc.is_finite(column)).as_py():
             found.append(f"{field.name} must be finite or NULL")
         elif field.name in TELEMETRY_RATIOS:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.trial_server import PACKET_BYTES
+from workers.trial_server import PACKET_BYTES, trial_log
 
 _START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
@@ -60,13 +60,13 @@ class TrialServer:
         """Execute the server with `environment` added to ours; returns at once, `hello` waits for it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.TemporaryDirectory(prefix="gpufarm-trial-")
-        self._log_path = Path(self._folder.name) / "trial.log"
+        self._exited: dict[int, dict[str, Any]] = {}  # pid -> its exit, told while another trial was looked at
         self._server_log_path = Path(self._folder.name) / "server.log"
         self._control = ours
         self._hello: dict[str, Any] | None = None
         with open(self._server_log_path, "wb") as log, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.trial_server", str(theirs.fileno()), str(self._log_path)],
+                [sys.executable, "-m", "workers.trial_server", str(theirs.fileno()), self._folder.name],
                 # NumPy's OpenBLAS would start threads at import, and a process that forks must have one only.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment},
                 pass_fds=(theirs.fileno(),),
@@ -87,7 +87,10 @@ class TrialServer:
         return self._hello
 
     def start(self, trial: dict[str, Any]) -> RunningTrial:
-        """Fork a child for `trial` (a JSON-able mapping, see `workers.trial.run_trial`)."""
+        """Fork a child for `trial` (a JSON-able mapping, see `workers.trial.run_trial`).
+
+        With `trial["ahead"]` it gets itself ready and waits; `tell(trial, "go")` lets it run.
+        """
         self.hello()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         packet = json.dumps({"run": trial}).encode()
@@ -95,7 +98,9 @@ class TrialServer:
         try:
             with theirs:
                 socket.send_fds(self._control, [packet], [theirs.fileno()])
-            return RunningTrial(self._receive(_ANSWER_TIMEOUT_S)["started"], ours)
+            while "started" not in (message := self._receive(_ANSWER_TIMEOUT_S)):
+                self._exited[message["exited"]] = message  # of the other trial
+            return RunningTrial(message["started"], ours)
         except OSError as error:
             ours.close()
             raise ServerLost(f"the trial server is gone: {error}{self._server_words()}") from error
@@ -111,12 +116,14 @@ class TrialServer:
         At `deadline_ns` (monotonic), or when `trial.kill_reason` has been set, its whole process group is killed.
         """
         channel_open, killed, timed_out = True, False, False
+        exited: dict[str, Any] | None = None
         next_tick_ns = time.monotonic_ns()
         while True:
+            exited = exited or self._exited.pop(trial.pid, None)  # told while the caller dealt with the other trial
             now_ns = time.monotonic_ns()
             if not killed and (trial.kill_reason is not None or now_ns >= deadline_ns):
                 killed, timed_out = True, trial.kill_reason is None
-                self._send({"kill": True})
+                self._send({"kill": trial.pid})
                 deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
             elif killed and now_ns >= deadline_ns:
                 raise ServerLost("a killed trial did not end")
@@ -125,25 +132,40 @@ class TrialServer:
                 yield None
             waiting = [self._control, trial.channel] if channel_open else [self._control]
             timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
-            readable, _, _ = select.select(waiting, [], [], timeout_s)
+            readable, _, _ = select.select(waiting, [], [], 0.0 if exited else timeout_s)
             if channel_open and trial.channel in readable:
                 events, channel_open = self._read_events(trial)
                 yield from events  # what the trial said comes before how it ended
-            elif self._control in readable:
-                message = self._receive(_ANSWER_TIMEOUT_S)
+            elif exited:
                 yield TrialExit(
-                    code=message["code"],
-                    signal=message["signal"],
+                    code=exited["code"],
+                    signal=exited["signal"],
                     timed_out=timed_out,
                     killed_for=trial.kill_reason,
-                    log_tail=self._log_tail(),
+                    log_tail=self._take_log(trial.pid),
                 )
                 return
+            elif self._control in readable:
+                message = self._receive(_ANSWER_TIMEOUT_S)
+                if message["exited"] == trial.pid:
+                    exited = message
+                else:
+                    self._exited[message["exited"]] = message
 
-    def acknowledge(self, trial: RunningTrial) -> None:
-        """Let a trial that has reported its result give its memory back and exit."""
+    def tell(self, trial: RunningTrial, word: str) -> None:
+        """Say `go`, `steady` or `bye` to a trial (see `workers.trial`); one that has ended does not hear it."""
         with contextlib.suppress(OSError):
-            trial.channel.sendall(b"\n")
+            trial.channel.sendall(word.encode() + b"\n")
+
+    def discard(self, trial: RunningTrial) -> None:
+        """Kill a trial that was made ready and is not wanted, and wait until it is gone. Raises `ServerLost`."""
+        trial.channel.close()
+        self._send({"kill": trial.pid})
+        while trial.pid not in self._exited:
+            message = self._receive(_ANSWER_TIMEOUT_S)
+            self._exited[message["exited"]] = message
+        del self._exited[trial.pid]
+        self._take_log(trial.pid)
 
     def close(self) -> None:
         """End the server and whatever runs under it."""
@@ -190,8 +212,12 @@ class TrialServer:
         tail = _tail(self._server_log_path)
         return f"; it said:\n{tail}" if tail else ""
 
-    def _log_tail(self) -> str:
-        return _tail(self._log_path)
+    def _take_log(self, pid: int) -> str:
+        """The end of a trial's output; the log goes."""
+        path = Path(trial_log(self._folder.name, pid))
+        tail = _tail(path)
+        path.unlink(missing_ok=True)
+        return tail
 
 
 def _tail(path: Path) -> str:

@@ -14,10 +14,17 @@ from typing import Any
 from conf.errors import UsageError, unknown_name
 from workers.telemetry.sampler import TelemetrySettings
 
+QUALITY_REPEATS = (0, 1, 2)  # a repeat is one of a task's three attempts
+PREPARE_AHEAD = ("auto", "always", "never")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """When the measured window of a run begins and ends. Seconds are real on a real device, virtual when simulated."""
+    """When the measured window of a run begins and ends. Seconds are real on a real device, virtual when simulated.
+
+    Tolerances are half-widths of 95 % confidence intervals: `tolerance` of the step time and `power_tolerance` are
+    relative, `utilization_tolerance` absolute. `memory_steps`: steps without a new peak of memory.
+    """
 
     kind: str
     warmup_steps: int = 3
@@ -26,14 +33,17 @@ class WindowSettings:
     min_seconds: float = 1.0
     max_seconds: float = 60.0
     tolerance: float = 0.02
+    utilization_tolerance: float = 0.01
+    power_tolerance: float = 0.02
+    memory_steps: int = 5
     seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("adaptive", "fixed"):
             raise unknown_name("window", self.kind, ("adaptive", "fixed"))
-        _check(
-            self, "window", warmup_steps=0, min_steps=1, warmup_max_seconds=0, min_seconds=0, max_seconds=0, tolerance=0
-        )
+        _check(self, "window", warmup_steps=0, min_steps=1, memory_steps=0)
+        _check(self, "window", warmup_max_seconds=0, min_seconds=0, max_seconds=0)
+        _check(self, "window", tolerance=0, utilization_tolerance=0, power_tolerance=0)
         if self.kind == "fixed":
             _check(self, "window", seconds=0)
             object.__setattr__(self, "min_seconds", self.seconds)
@@ -52,9 +62,16 @@ class TrialSettings:
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     timeout_s: float = 300.0
     host_memory_limit_mib: float | None = None
+    prepare_ahead: str = "auto"
+    quality_repeats: int = 1
 
     def __post_init__(self) -> None:
+        if self.prepare_ahead not in PREPARE_AHEAD:
+            raise unknown_name("trial.prepare_ahead", str(self.prepare_ahead), PREPARE_AHEAD)
         _check(self, "trial", timeout_s=0.001)
+        if isinstance(self.quality_repeats, bool) or self.quality_repeats not in QUALITY_REPEATS:
+            known = ", ".join(map(str, QUALITY_REPEATS))
+            raise UsageError(f"trial.quality_repeats must be one of {known}, got {self.quality_repeats!r}")
         if self.host_memory_limit_mib is not None:
             _check(self, "trial", host_memory_limit_mib=1)
 

@@ -1,22 +1,25 @@
 """The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
 
 Start reading at `run_trial`. Events: `built` (parameters), `warmup`, `window` (their monotonic times), `result`
-(labels, step times, telemetry), or `failed` (status, kind of memory, traceback). After `result` or `failed` the child
-holds its memory until the worker answers, so that a last sample sees it.
+(labels, step times, telemetry), or `failed` (status, kind of memory, traceback). The worker answers in words, one a
+line: `go` (to a trial that was made ready while another ran), `steady` (every sampled figure is, so the window may
+end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so that a last sample sees it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import socket
+import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from conf.errors import UsageError
 
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
+_WORD_BYTES = 256
 
 # Messages that mean "no memory" where the exception's type does not say so.
 _DEVICE_OOM_MARKS = (
@@ -32,20 +35,65 @@ _DEVICE_FAULT_MARKS = (
 )  # fmt: skip
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
-Report = Callable[..., None]
+
+class TrialLink:
+    """The trial's end of its socket: events out in JSON lines, words of the worker in; see `workers.devices.Link`."""
+
+    def __init__(self, channel: socket.socket, ahead: bool = False):
+        self.ahead = ahead
+        self._channel = channel
+        self._buffer = b""
+        self._words: set[str] = set()
+        self._ended = False  # the worker has closed its end: nothing more will be said
+
+    def report(self, event: str, **values: Any) -> None:
+        """Send one event."""
+        self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
+
+    def told(self, word: str) -> bool:
+        """Whether the worker has said this word yet; never waits."""
+        if word not in self._words:
+            self._listen(0.0)
+        return word in self._words
+
+    def wait(self, word: str, timeout_s: float | None = None) -> bool:
+        """Wait for a word; False when the worker is gone or the time is up."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.told(word):
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if self._ended or (left_s is not None and left_s <= 0):
+                return False
+            self._listen(left_s)
+        return True
+
+    def wait_for_go(self) -> bool:
+        """Wait until it is this trial's turn. False, at once, for one that was not made ready ahead."""
+        if not self.ahead:
+            return False
+        if not self.wait("go"):
+            os._exit(0)  # the worker has no use for this trial any more: nothing has been measured
+        return True
+
+    def _listen(self, timeout_s: float | None) -> None:
+        if self._ended or not select.select([self._channel], [], [], timeout_s)[0]:
+            return
+        try:
+            data = self._channel.recv(_WORD_BYTES)
+        except ConnectionResetError:
+            data = b""
+        self._ended = not data
+        *words, self._buffer = (self._buffer + data).split(b"\n")
+        self._words |= {word.decode() for word in words}
 
 
 def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
-    """Run one trial and report. `trial`: config, settings, device choice, slot and seed, as mappings."""
-
-    def report(event: str, **values: Any) -> None:
-        channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
-
+    """Run one trial and report. `trial`: config, settings, device choice, slot, seed and `ahead`, as mappings."""
+    link = TrialLink(channel, ahead=trial.get("ahead", False))
     try:
-        _measure(trial, report)
+        _measure(trial, link)
     except BaseException as error:
         status, oom_kind = classify(error, trial["device"]["backend"] == "cpu", _free_device_mib(trial))
-        report(
+        link.report(
             "failed",
             status=status,
             oom_kind=oom_kind,
@@ -54,14 +102,11 @@ def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
             device_fault=status == "crashed" and any(mark in str(error) for mark in _DEVICE_FAULT_MARKS),
             values=_memory_at_failure(trial["device"]["backend"]),
         )
-    channel.settimeout(_ACKNOWLEDGE_TIMEOUT_S)
-    try:
-        channel.recv(1)
-    except OSError:
-        pass  # the worker is busy or gone: the labels have been sent
+    link.wait_for_go()  # one that failed while it was made ready is looked at when it is its turn
+    link.wait("bye", _ACKNOWLEDGE_TIMEOUT_S)  # without it the worker is busy or gone: the labels have been sent
 
 
-def _measure(trial: dict[str, Any], report: Report) -> None:
+def _measure(trial: dict[str, Any], link: TrialLink) -> None:
     from featurize.trial import config_from_mapping
     from workers.devices import DeviceChoice, Slot, make_device
     from workers.settings import TrialSettings
@@ -69,7 +114,7 @@ def _measure(trial: dict[str, Any], report: Report) -> None:
     config = config_from_mapping(trial["config"])
     settings = TrialSettings.from_mapping(trial["settings"])
     device = make_device(DeviceChoice(**trial["device"]))
-    device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], report)
+    device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], link)
 
 
 def classify(
@@ -110,13 +155,19 @@ def _memory_at_failure(backend: str) -> dict[str, float]:
 
 
 def _free_device_mib(trial: dict[str, Any]) -> float | None:
-    """Device memory that nobody holds, in MiB; None where there is no device, or it cannot be asked any more."""
+    """Device memory that the trial could still take, in MiB; None where there is no device, or it can't be asked."""
     if trial["device"]["backend"] != "cuda":
         return None
     try:
         import torch
 
-        return torch.cuda.mem_get_info()[0] / 2**20 if torch.cuda.is_initialized() else None
+        if not torch.cuda.is_initialized():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        fraction = trial["slot"].get("memory_fraction")
+        if fraction is not None:  # the card plays a smaller one
+            free = min(free, fraction * total - torch.cuda.memory_reserved())
+        return free / 2**20
     except RuntimeError:  # the context is broken: the failure itself says so
         return None
 

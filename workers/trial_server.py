@@ -5,9 +5,11 @@ imports what the first training step needs and then runs no operator and touches
 within milliseconds with a clean context and allocator. Start reading at `serve`.
 
 Wire: one SOCK_SEQPACKET socket, a JSON object a packet.
-  worker -> server   {"run": TRIAL} + one file descriptor, the trial's own socket   |   {"kill": true}
+  worker -> server   {"run": TRIAL} + one file descriptor, the trial's own socket   |   {"kill": PID}
   server -> worker   {"hello": ENVIRONMENT}, {"started": PID}, {"exited": PID, "code": N | null, "signal": N | null}
-End of file on the socket means that the worker died: the running trial is killed and the server exits.
+A trial's output goes to a log of its own, `trial_log(folder, PID)`. Two trials at most live at a time: the one that is
+measured, and the next, which is made ready and waits. End of file on the socket means that the worker died: its trials
+are killed and the server exits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ _PR_SET_PDEATHSIG = 1
 PACKET_BYTES = 1 << 20
 
 
-def serve(control: socket.socket, log_path: str) -> None:
+def trial_log(folder: str, pid: int) -> str:
+    """Where a trial's standard output and error go."""
+    return os.path.join(folder, f"trial-{pid}.log")
+
+
+def serve(control: socket.socket, folder: str) -> None:
     """Fork and reap trials until the control socket ends. Runs on the main thread, with one thread only."""
     from workers.environment import software_environment
 
@@ -36,14 +43,15 @@ def serve(control: socket.socket, log_path: str) -> None:
     _send(control, {"hello": {**software_environment(), "threads": _thread_count()}})
     gc.collect()
     gc.freeze()  # what is here now is never collected: children do not copy its pages
-    child: int | None = None
+    children: set[int] = set()
     while True:
         readable, _, _ = select.select([control, wake_read], [], [])
         if wake_read in readable:
             os.read(wake_read, 512)
-            if child is not None and (exited := _reap(child)) is not None:
-                child = None
-                _send(control, exited)
+            for child in tuple(children):
+                if (exited := _reap(child)) is not None:
+                    children.remove(child)
+                    _send(control, exited)
         if control not in readable:
             continue
         packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 1)
@@ -51,18 +59,19 @@ def serve(control: socket.socket, log_path: str) -> None:
             break
         message = json.loads(packet)
         if "run" in message:
-            assert child is None, "one trial at a time"
-            child = _fork(message["run"], descriptors[0], control, (wake_read, wake_write), log_path)
+            assert len(children) < 2, "one trial that runs, and one that is made ready"
+            child = _fork(message["run"], descriptors[0], control, (wake_read, wake_write), folder)
             os.close(descriptors[0])
+            children.add(child)
             _send(control, {"started": child})
-        elif child is not None:
-            _kill_group(child)
-    if child is not None:
+        elif message["kill"] in children:
+            _kill_group(message["kill"])
+    for child in children:
         _kill_group(child)
         os.waitpid(child, 0)
 
 
-def _fork(trial: dict, descriptor: int, control: socket.socket, wake: tuple[int, int], log_path: str) -> int:
+def _fork(trial: dict, descriptor: int, control: socket.socket, wake: tuple[int, int], folder: str) -> int:
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -78,7 +87,7 @@ def _fork(trial: dict, descriptor: int, control: socket.socket, wake: tuple[int,
         for end in wake:
             os.close(end)
         _be_the_first_to_go()
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        log = os.open(trial_log(folder, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -144,7 +153,7 @@ def _thread_count() -> int | None:
 
 
 def main() -> None:
-    """`python -m workers.trial_server FD LOG_PATH`: the worker passes its socket's number and the trial log's path."""
+    """`python -m workers.trial_server FD FOLDER`: the worker passes its socket's number and where logs of trials go."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
     from featurize.training import preload
 

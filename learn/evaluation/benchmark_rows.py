@@ -86,8 +86,7 @@ def of_runs(settings: BenchmarkSettings) -> Selection:
         members = np.flatnonzero(rows.family == family)
         chosen += members[sample(rows.module[members].tolist(), settings.rows, f"{settings.seed}/{family}")].tolist()
     rows = rows.subset(sorted(chosen))
-    if unreadable := rows.counts.get("unreadable"):
-        notes.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
+    notes += rows.left_out
     for family in sorted(set(rows.family)):
         notes += _doubts(family, rows.doubt[rows.family == family].tolist())
     if "simulated" in rows.count("source"):

@@ -17,6 +17,7 @@ def main() -> None:
     import bench_overhead
     import bench_query
     import bench_queue
+    import bench_sampling
     import bench_trace
 
     from workers.devices import DeviceChoice
@@ -34,6 +35,10 @@ def main() -> None:
     query = bench_query.run()
     print("\ntrace and replay of a training step, one thread: ours against MemTracker under FakeTensorMode")
     trace = bench_trace.run()
+    print(
+        "\nsampling at 10 Hz: recorded NVML and GPM, an exporter's page of eight GPUs, the process; a trial beside it"
+    )
+    sampling = bench_sampling.run()
     print("\nestimates, one thread: the fast path of trial configs, and the full path")
     estimate = bench_estimate.run()
 
@@ -55,6 +60,18 @@ def main() -> None:
             f"{first['first_run_ray_s']:.1f} s",
             f"`cluster=inline`: {first['first_run_inline_s']:.1f} s",
             "20 s",
+        ),
+        (
+            "sampling every source at 10 Hz, without the driver's own time",
+            f"{sampling['core_share']:.1%} of a core",
+            "",
+            "2 %",
+        ),
+        (
+            "a CPU trial's step time with telemetry",
+            f"{sampling['slowdown']:+.1%}",
+            f"half-width {sampling['slowdown_half_width']:.1%}, of pairs with and without",
+            "1 %",
         ),
         (
             "grouped query, 1 M runs and 20 M samples",

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the recordings li
 from dcgm_server import DcgmServer
 from recorded_nvml import A100_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
 
-from warehouse.schema import METRICS
+from warehouse.schema import METRICS, SAMPLE_QUALITIES
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, Target
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.gpm import GpmSensor
@@ -30,10 +30,11 @@ RATIOS = {name for name, (unit, _) in METRICS.items() if unit == "ratio"}
 
 @dataclass
 class Case:
-    """A sensor, what makes its source move on, and a target it cannot know."""
+    """A sensor, what makes its source move on and what makes it fail, and a target it cannot know."""
 
     sensor: Sensor
     step: Callable[[], None] = lambda: None
+    fail: Callable[[], None] | None = None
     target: Target = field(default_factory=lambda: Target(A100_UUID, os.getpid()))
     unknown: Target = field(default_factory=lambda: Target(UNKNOWN_UUID, os.getpid()))
 
@@ -41,14 +42,19 @@ class Case:
 @contextlib.contextmanager
 def nvml_case() -> Iterator[Case]:
     nvml = RecordedNvml(pids={"trial": os.getpid()})
-    yield Case(NvmlSensor(nvml, pcie=True), nvml.advance)
+
+    def fail() -> None:
+        for query in nvml.answers[0].keys() - {"nvmlDeviceGetUUID"}:
+            nvml.answers[0][query] = {"error": 999}
+
+    yield Case(NvmlSensor(nvml), nvml.advance, fail)
 
 
 @contextlib.contextmanager
 def gpm_case() -> Iterator[Case]:
     nvml = FakeGpmNvml()
     nvml.returns[13] = 3
-    yield Case(GpmSensor(nvml))
+    yield Case(GpmSensor(nvml), fail=lambda: setattr(nvml, "failing", 999))
 
 
 @contextlib.contextmanager
@@ -62,7 +68,7 @@ def dcgm_case() -> Iterator[Case]:
             server.replace(str(last[0]), str(new))
             last[0] = new
 
-        yield Case(DcgmSensor(server.url), step)
+        yield Case(DcgmSensor(server.url), step, lambda: setattr(server, "status", 500))
 
 
 @contextlib.contextmanager
@@ -83,6 +89,10 @@ def case(request):
 def readings(case: Case, enough: int = 4) -> list[Sample]:
     """At least `enough` samples: asked again and again, as the sampler does, until the sensor has them."""
     case.sensor.watch(case.target)
+    return more_readings(case, enough)
+
+
+def more_readings(case: Case, enough: int) -> list[Sample]:
     found: list[Sample] = []
     deadline = time.monotonic() + 30
     while len(found) < enough:
@@ -113,7 +123,32 @@ def test_sample_times_grow_and_are_not_in_the_future(case):
     before_ns = time.monotonic_ns()
     times = [sample.t_ns for sample in readings(case)]
     assert times == sorted(times)
-    assert before_ns <= times[0] and times[-1] <= time.monotonic_ns()
+    lag_ns = case.sensor.lag_s * 1e9
+    assert before_ns <= times[0] and times[-1] <= time.monotonic_ns() - lag_ns
+
+
+def test_an_average_begins_before_it_ends_and_intervals_do_not_go_back(case):
+    intervals = [(sample.since_ns, sample.t_ns) for sample in readings(case) if sample.since_ns is not None]
+    assert all(since_ns < t_ns for since_ns, t_ns in intervals)
+    assert intervals == sorted(intervals)
+
+
+def test_qualities_are_words_of_the_schema_and_reasons_come_with_what_is_not_measured(case):
+    for sample in readings(case):
+        assert sample.quality in SAMPLE_QUALITIES
+        assert bool(sample.reasons) == (sample.quality in ("unavailable", "suspect"))
+        assert bool(sample.values) == (sample.quality != "unavailable")
+
+
+def test_a_source_that_fails_for_once_says_so_and_keeps_no_old_values(case):
+    if case.fail is None:
+        pytest.skip("this source does not fail without its process")
+    readings(case, enough=1)
+    case.fail()
+    case.step = lambda: None
+    (failed,) = more_readings(case, enough=1)
+    assert (failed.values, failed.quality) == ({}, "unavailable")
+    assert all(reason.isidentifier() for reason in failed.reasons) and failed.reasons
 
 
 def test_every_value_is_a_number_and_none_is_negative(case):

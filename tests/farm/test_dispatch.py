@@ -37,6 +37,7 @@ class ScriptedExecutor:
         self.clock = clock
         self.outcomes = {index: list(script) for index, script in (outcomes or {}).items()}
         self.handed_out = []
+        self.announced = []  # with each task, the index of the one that comes next
         self._task = None
         self.closed = False
         self.restarted = []
@@ -47,8 +48,9 @@ class ScriptedExecutor:
     def idle(self):
         return [] if self._task else ["w"]
 
-    def submit(self, worker, task):
+    def submit(self, worker, task, upcoming=None):
         self._task = task
+        self.announced.append(None if upcoming is None else upcoming.task_index)
         self.handed_out.append((task.job_id, task.task_index, task.attempt))
 
     def wait(self, timeout_s):
@@ -128,11 +130,11 @@ def queue(folder):
         yield queue
 
 
-def submit(queue, n, job_id="mlp-00000001", priority=0):
+def submit(queue, n, job_id="mlp-00000001", priority=0, settings="{}"):
     config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
     job = Job(
         job_id=job_id, family="mlp", space_json="{}", n=n, seed=0, policy="uniform",
-        priority=priority, device=DEVICE, settings_json="{}", submitted_at=0.0,
+        priority=priority, device=DEVICE, settings_json=settings, submitted_at=0.0,
     )  # fmt: skip
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
@@ -204,6 +206,88 @@ def test_jobs_of_higher_priority_come_first(folder, queue):
     submit(queue, 2, "mlp-00000002", priority=5)
     executor, _ = work(folder, queue)
     assert [job for job, _, _ in executor.handed_out] == ["mlp-00000002"] * 2 + ["mlp-00000001"] * 2
+
+
+def test_a_worker_is_told_what_comes_next_so_that_it_can_make_it_ready(folder, queue):
+    submit(queue, 3, settings='{"prepare_ahead":"always"}')
+    executor, _ = work(folder, queue)
+    assert [index for _, index, _ in executor.handed_out] == [0, 1, 2]
+    assert executor.announced == [1, 2, None]
+    assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
+
+
+def test_a_trial_that_outlasts_its_lease_inside_of_an_inline_executor_is_not_run_twice(folder, queue):
+    submit(queue, 3)
+
+    class Slow(ScriptedExecutor):
+        def wait(self, timeout_s):
+            self.clock.now += 100.0  # the dispatcher's only thread runs the trial: nobody renews the lease meanwhile
+            return super().wait(timeout_s)
+
+    executor = Slow(Clock())
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(Stop(), NoLock())
+    assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (2, 1)]
+    assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
+
+
+def test_nothing_is_announced_for_a_simulated_device_unless_it_is_asked_for(folder, queue):
+    submit(queue, 2, settings='{"prepare_ahead":"auto"}')
+    executor, _ = work(folder, queue)
+    assert executor.announced == [None, None]
+
+
+def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(folder, queue):
+    submit(queue, 3, settings='{"prepare_ahead":"always"}')
+    stop = Stop()
+
+    class StopsAfterOne(ScriptedExecutor):
+        def wait(self, timeout_s):
+            stop.requested = True
+            return super().wait(timeout_s)
+
+    executor = StopsAfterOne(Clock())
+    assert not Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(stop, NoLock())
+    assert [index for _, index, _ in executor.handed_out] == [0] and executor.announced == [1]
+    executor, _ = work(folder, queue)
+    assert executor.handed_out == [("mlp-00000001", 1, 1), ("mlp-00000001", 2, 1)]
+
+
+def test_the_last_tasks_do_not_wait_for_a_busy_worker_they_were_announced_to(folder, queue):
+    submit(queue, 2, settings='{"prepare_ahead":"always"}')
+
+    class TwoWorkers(ScriptedExecutor):
+        """Worker `a` is slow: what it was told of next is run by `b`, which comes later."""
+
+        tasks: dict  # worker -> task
+
+        def __init__(self, clock):
+            super().__init__(clock)
+            self.tasks, self.rounds = {}, 0
+
+        def idle(self):
+            here = ["a"] if self.rounds == 0 else ["a", "b"]
+            return [name for name in here if name not in self.tasks]
+
+        def submit(self, worker, task, upcoming=None):
+            self.tasks[worker] = task
+            self.handed_out.append((worker, task.task_index))
+
+        def wait(self, timeout_s):
+            self.rounds += 1
+            slow = "a" in self.tasks and self.rounds < 4
+            ended = [name for name in self.tasks if not (name == "a" and slow)]
+            return [
+                Completion(worker=name, task=task, result=result_of(task, "ok"))
+                for name, task in [(name, self.tasks.pop(name)) for name in ended]
+            ]
+
+        def running(self):
+            return dict(self.tasks)
+
+    executor = TwoWorkers(Clock())
+    assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(Stop(), NoLock())
+    assert executor.handed_out == [("a", 0), ("b", 1)]
+    assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]
 
 
 def test_a_request_to_stop_hands_out_nothing_more_and_loses_nothing(folder, queue):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the NVML recording lives there
 
-from recorded_nvml import RecordedNvml
+from dcgm_server import DcgmServer
+from recorded_nvml import MIG_SESSION, SLICE_UUID, FakeGpmNvml, RecordedNvml
 
 from conf.cli import run
 from farm import doctor
@@ -72,6 +74,52 @@ def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(capsys, tmp_path, 
     assert run("doctor", doctor.entry, overrides) == 0
     table = capsys.readouterr().out
     assert "NVIDIA DGX Display" in table and "550.54.15" in table
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with a GPU that has GPM."""
+    nvml = FakeGpmNvml()
+    nvml.returns[13] = 3
+    for module in ("nvml", "gpm", "dcgm"):
+        monkeypatch.setattr(f"workers.telemetry.{module}.open_nvml", lambda: _opened(nvml))
+    monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(nvml, {}))
+    monkeypatch.setattr(doctor, "_LISTEN_S", 0.6)
+    return nvml
+
+
+def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_path, hopper):
+    with DcgmServer() as server:
+        found = report(capsys, override(tmp_path), f"telemetry.dcgm_url={server.url}")["telemetry"]
+        assert "fp16_active" not in found["gpm"]["metrics"] and "drama" in found["gpm"]["metrics"]
+        assert "Not Supported" in found["gpm"]["not_given"]["fp16_active"]
+        assert {"power_w", "pcie_tx_mib_s"} <= set(found["nvml"]["metrics"])
+        assert "smact" in found["dcgm"]["metrics"]
+        assert "counter file" in found["dcgm"]["not_given"]["int_active"]
+        assert found["dcgm"]["interval_s"] is None
+        assert "renews its figures less often" in found["dcgm"]["note"]  # the page never changes
+        assert "infra/dcgm-exporter/README.md" in found["dcgm"]["note"]
+        assert run("doctor", doctor.entry, [override(tmp_path), f"telemetry.dcgm_url={server.url}"]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "without fp16_active: GPM: Not Supported" in table
+    assert "without tensor_hmma_active, tensor_imma_active" in table
+
+
+def test_machine_without_an_exporter_is_told_how_to_start_one(capsys, tmp_path, hopper):
+    found = report(capsys, override(tmp_path), "telemetry.dcgm_url=http://127.0.0.1:9/metrics")["telemetry"]
+    assert not found["dcgm"]["available"] and "infra/dcgm-exporter/README.md" in found["dcgm"]["note"]
+
+
+def test_mig_slices_and_a_multi_process_service_are_shown(capsys, tmp_path, monkeypatch, no_gpu):
+    (tmp_path / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
+    environment = {"CUDA_VISIBLE_DEVICES": SLICE_UUID, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(MIG_SESSION), environment))
+    found = report(capsys, override(tmp_path / "data"))["gpus"]
+    assert [gpu["usable"] for gpu in found] == [False, True, False, False]
+    assert [gpu["mig_profile"] for gpu in found] == [None, "3g.20gb", "1g.5gb", None]
+    assert run("doctor", doctor.entry, [override(tmp_path / "data")]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "MIG slice 3g.20gb" in table and "multi-process service (MPS)" in table
 
 
 def test_json_has_the_same_keys_whatever_is_missing(capsys, tmp_path, no_gpu):

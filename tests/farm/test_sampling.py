@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from conf.errors import UsageError
 from farm.sampling import POLICIES as POINTS_OF
-from farm.sampling import Limits, sample, sample_range
+from farm.sampling import Limits, checked_batch_sizes, sample, sample_range
 from farm.space import Space, parse_space
 from featurize import families
 from featurize.layers import Layer, rough_memory_mib, totals
@@ -267,3 +267,35 @@ def test_any_seed_and_index_give_a_valid_config(seed, index, policy):
                                 "depth": {"low": 1, "high": 9}, "batch_size": {"low": 1, "high": 999}})  # fmt: skip
     config = sample(space, seed, index, policy)
     assert (1 <= config.input_size <= 4096) and (1 <= config.depth <= 9) and (2 <= config.classes <= 9)
+
+
+def own_space(family):
+    return Space.from_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{family}.yaml")))
+
+
+def test_batch_sizes_repeat_every_sampled_trial_and_nothing_else_of_it():
+    space = own_space("cnn")
+    sizes = (8, 2, 64)
+    configs = list(sample_range(space, 5, 0, 11, batch_sizes=sizes))
+    assert [config.batch_size for config in configs] == [8, 2, 64] * 3 + [8, 2]
+    networks = [dataclasses.replace(config, batch_size=1) for config in configs]
+    assert len(set(networks)) == 4 and all(networks[i] == networks[i - i % 3] for i in range(11))
+    assert list(sample_range(space, 5, 4, 9, batch_sizes=sizes)) == configs[4:9]
+    assert sample(space, 5, 7, batch_sizes=sizes) == configs[7]
+    assert list(sample_range(space, 5, 3, 3, batch_sizes=sizes)) == []
+
+
+def test_a_trial_is_within_the_limits_at_every_batch_size():
+    space, limits = own_space("mlp"), Limits(max_memory_mib=300)
+    rejections = Counter()
+    configs = list(sample_range(space, 0, 0, 30, "uniform", limits, rejections, batch_sizes=(1, 4096)))
+    layers = families.get_family("mlp").layers
+    assert all(rough_memory_mib(layers(c), c.batch_size, c.optimizer) <= 300 for c in configs)
+    assert rejections, "points that fit at batch size 1 only were drawn again"
+    assert all(one.depth == other.depth for one, other in zip(configs[::2], configs[1::2], strict=True))
+
+
+@pytest.mark.parametrize("wrong", [8, [], [8, 8], [0], [True], ["8"], [2.5]])
+def test_batch_sizes_that_are_none_are_refused(wrong):
+    with pytest.raises(UsageError, match="batch_sizes must be a list of distinct integers >= 1"):
+        checked_batch_sizes(wrong)

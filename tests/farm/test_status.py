@@ -7,7 +7,7 @@ import pytest
 
 from conf.cli import run
 from farm import cancel, status
-from farm.jobs import Job, Queue
+from farm.jobs import Doubt, Job, Queue
 from farm.lock import DispatcherLock
 from farm.space import parse_space
 from warehouse.folder import DataFolder
@@ -116,6 +116,8 @@ def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
             "by_status": {"crashed": 1, "ok": 1},
             "rate_per_min": None,
             "eta_s": None,
+            "by_quality": {},
+            "quality_reasons": {},
             "space": {
                 "family": "mlp",
                 "space": [["depth", {"low": 1, "high": 3, "scale": "uniform"}], ["batch_size", 8]],
@@ -184,6 +186,29 @@ def test_a_job_in_a_folder_without_jobs_exits_with_2_and_names_the_folder(call, 
     code, _, err = call(module, "job=cnn-1")
     assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
     assert not folder.root.exists()
+
+
+def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, queue, dispatcher):
+    submit(queue)
+    submit(queue, "mlp-0badcafe")
+    now = 1_000_000_000.0
+    (task,) = queue.lease("w", 1, now, 60.0)
+    assert queue.repeat(task, now, "labels not trusted: other_process (one)", ("other_process",))
+    for quality in ("suspect", "suspect", "untrusted"):
+        (task,) = queue.lease("w", 1, now, 60.0)
+        doubt = Doubt(quality=quality, reasons=("power_cap",) if quality == "suspect" else ("power_cap", "ecc_errors"))
+        assert queue.finish(task, "ok", now, doubt=doubt)
+        assert not queue.finish(task, "ok", now, doubt=doubt), "counted once"
+    code, out, _ = call(status)
+    assert code == 0 and "labels in doubt" in out
+    said = "suspect 2, untrusted 1, repeated 1 (power_cap 3, ecc_errors 1"
+    assert [said in line for line in out.splitlines() if "mlp-0" in line] == [True, False]
+    _, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
+    (job,) = json.loads(out)["jobs"]
+    assert job["by_quality"] == {"suspect": 2, "untrusted": 1, "repeated": 1}
+    assert job["quality_reasons"] == {"power_cap": 3, "ecc_errors": 1, "other_process": 1}
+    _, out, _ = call(status, "job=mlp-00c0ffee")
+    assert f"labels in doubt: {said}, other_process 1)" in out
 
 
 def test_an_unknown_format_lists_the_known_ones(call, queue):

@@ -12,6 +12,9 @@ import pytest
 from conf import cli
 from farm import submit as submit_module
 from farm import work as work_module
+from farm.jobs import Queue
+from farm.ray_executor import ClusterSettings
+from featurize.families import family_names
 from warehouse import connect
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -70,12 +73,47 @@ def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):
     assert rows(data, "SELECT DISTINCT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
 
 
+def test_a_share_of_a_card_plays_a_smaller_one_and_the_row_says_so(data):
+    wide = ("arch.space.input_size=20000", "arch.space.linear_layers=2", "arch.space.topology=uniform", "n=2")
+    assert submit(data, *wide, "device=simulated") == 0
+    assert submit(data, *wide, "device=simulated", "device.memory_fraction=0.05") == 0
+    found = rows(data, "SELECT DISTINCT memory_fraction, status, oom_kind, device_memory_mib FROM runs ORDER BY ALL")
+    assert found == [(0.05, "oom", "device", 40_326.0), (None, "ok", None, 40_326.0)]
+
+
+def test_all_of_the_card_is_the_same_job_as_no_share(data, capsys):
+    assert submit(data, "n=1", "device=simulated") == 0
+    assert submit(data, "n=1", "device=simulated", "device.memory_fraction=1") == 0
+    assert "0 trials added (1 were queued before)" in capsys.readouterr().out
+
+
+def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, capsys):
+    assert submit(data, "n=4", "batch_sizes=[8,32]") == 0
+    assert submit(data, "n=5", "batch_sizes=[8,32]") == 0
+    assert "1 trials added (4 were queued before), 5 in all" in capsys.readouterr().out
+    found = rows(data, "SELECT batch_size, config->>'depth', config->>'input_size' FROM runs ORDER BY task_index")
+    assert [row[0] for row in found] == [8, 32, 8, 32, 8]
+    assert found[0][1:] == found[1][1:] and found[2][1:] == found[3][1:] and found[0][1:] != found[2][1:]
+    assert submit(data, "n=4") == 0
+    assert rows(data, "SELECT count(DISTINCT job_id) FROM runs") == [(2,)], "the sizes are part of the job's identity"
+
+
 def test_detach_queues_and_work_runs_it(data, capsys):
     assert submit(data, "n=3", "detach=true") == 0
     assert "`python -m farm.work` runs it" in capsys.readouterr().out
     assert rows(data, "SELECT count(*) FROM runs") == [(0,)]
     assert cli.run("work", work_module.entry, [f"data={data}", "cluster=inline"]) == 0
     assert rows(data, "SELECT count(*) FROM runs") == [(3,)]
+
+
+def test_work_that_has_its_time_leaves_when_it_is_over_and_goes_on_later(data):
+    assert submit(data, "n=2", "detach=true") == 0
+    folder, cluster = DataFolder.resolve(data), ClusterSettings(kind="inline")
+    with Queue.open(folder.queue) as queue:
+        assert work_module.work(folder, queue, cluster, seconds=0) == cli.EXIT_INTERRUPTED
+        assert queue.counts().queued == 2
+        assert work_module.work(folder, queue, cluster, seconds=600) == 0
+    assert rows(data, "SELECT count(*) FROM runs") == [(2,)]
 
 
 def test_the_job_keeps_the_configuration_it_was_submitted_with(data):
@@ -114,6 +152,9 @@ BAD = {
     "n=1 device=cuda": "cuda",
     "n=1 device=simulated device.model=A1000": "unknown device 'A1000'; known: A100-SXM4-40GB",
     "n=1 device=simulated device.count=0": "device.count must be an integer >= 1, got 0",
+    "n=1 device=simulated device.memory_fraction=0": "device.memory_fraction must be a number > 0 and <= 1, got 0",
+    "n=1 device=cpu device.memory_fraction=0.5": "unknown key 'device.memory_fraction'",
+    "n=1 batch_sizes=[8,8]": "batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got [8, 8]",
     "n=1 telemetry.sources=[nvlm]": "nvlm",
     "n=1 telemetry.dcgm_url=nowhere": "telemetry.dcgm_url",
     "n=1 arch.space.batch_size={low:9,high:3}": "batch_size",
@@ -137,7 +178,7 @@ def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, c
 
 def test_no_family_lists_the_families(data, capsys):
     assert cli.run("submit", submit_module.entry, ["n=1", f"data={data}"]) == 2
-    assert "+arch=cnn, +arch=mlp, +arch=timm, +arch=transformer" in capsys.readouterr().err
+    assert ", ".join(f"+arch={name}" for name in family_names()) in capsys.readouterr().err
 
 
 def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys):

@@ -1,12 +1,18 @@
 """A worker on a real GPU: pinned by UUID, measured by NVML, out of memory as a result. Skipped where there is none."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from featurize.families import get_family
+from featurize.families import family_names, get_family
 from featurize.trial import canonical_json
 from workers.devices import DeviceChoice, DeviceUnavailable, make_device
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import TaskSpec, Worker
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "featurize"))
+from small_configs import small_config
 
 pytestmark = pytest.mark.gpu
 CHOICE = DeviceChoice(backend="cuda")
@@ -23,19 +29,20 @@ def worker():
     worker.close()
 
 
-def run(worker, family, index=0, **values):
-    config = get_family(family).Config(**values)
-    settings = TrialSettings(window=WindowSettings(kind="adaptive", max_seconds=5.0))
-    return worker.run(
-        TaskSpec(
-            job_id=f"{family}-00000000",
-            task_index=index,
-            attempt=1,
-            config=canonical_json(config.to_mapping()),
-            settings=canonical_json(settings.to_mapping()),
-            seed=0,
-        )
+def task(config, index=0, **settings):
+    settings = TrialSettings(window=WindowSettings(kind="adaptive", max_seconds=5.0), **settings)
+    return TaskSpec(
+        job_id=f"{config.family}-00000000",
+        task_index=index,
+        attempt=1,
+        config=canonical_json(config.to_mapping()),
+        settings=canonical_json(settings.to_mapping()),
+        seed=0,
     )
+
+
+def run(worker, family, index=0, **values):
+    return worker.run(task(get_family(family).Config(**values), index))
 
 
 def cnn(**changes):
@@ -50,6 +57,28 @@ def test_the_trial_server_has_not_touched_cuda_and_every_trial_starts_clean(work
     again = run(worker, "cnn", 1, **cnn()).run
     assert (first["status"], again["status"]) == ("ok", "ok"), first["error"] or again["error"]
     assert again["peak_memory_mib"] == pytest.approx(first["peak_memory_mib"], rel=0.01)
+
+
+def test_a_trial_that_was_made_ready_on_the_host_measures_the_same(worker):
+    config = get_family("cnn").Config(**cnn())
+    first, second = (task(config, index, prepare_ahead="always") for index in (0, 1))
+    fresh = worker.run(first, second).run
+    prepared = worker.run(second).run
+    assert (fresh["prepared"], prepared["prepared"]) == (False, True)
+    assert prepared["peak_memory_mib"] == pytest.approx(fresh["peak_memory_mib"], rel=0.01)
+    assert prepared["peak_allocated_mib"] == pytest.approx(fresh["peak_allocated_mib"], rel=0.01)
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_every_family_trains(worker, family):
+    measured = worker.run(task(small_config(family, 3))).run
+    assert measured["status"] == "ok", measured["error"]
+    assert measured["peak_memory_mib"] > measured["peak_allocated_mib"] > 0
+
+
+def test_an_idle_card_of_ones_own_gives_runs_that_can_be_trusted(worker):
+    measured = run(worker, "cnn", **cnn(batch_size=62, image_size=128)).run
+    assert measured["quality"] == "trusted", measured["quality_reasons"]
 
 
 def test_labels_come_from_the_device(worker):
@@ -67,6 +96,20 @@ def test_more_than_the_card_is_an_oom_and_the_next_trial_runs(worker):
     result = run(worker, "mlp", batch_size=4, input_size=300_000, classes=2, depth=2, topology="uniform")
     assert (result.run["status"], result.run["oom_kind"]) == ("oom", "device")
     assert run(worker, "cnn", **cnn()).run["status"] == "ok"
+
+
+def test_a_share_of_the_card_plays_a_smaller_one(worker):
+    wide = {"batch_size": 4, "input_size": 20_000, "classes": 2, "depth": 2, "topology": "uniform"}  # some 10 GB
+    slot = make_device(CHOICE).slots()[0]
+    small = Worker(DeviceChoice(backend="cuda", memory_fraction=0.02), slot.device_uuid, "gpu-small")
+    try:
+        limited = run(small, "mlp", **wide).run
+    finally:
+        small.close()
+    assert (limited["status"], limited["oom_kind"], limited["memory_fraction"]) == ("oom", "device", 0.02)
+    assert limited["device_memory_mib"] == slot.device_memory_mib
+    whole = run(worker, "mlp", **wide).run
+    assert (whole["status"], whole["memory_fraction"]) == ("ok", None), whole["error"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

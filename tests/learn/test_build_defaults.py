@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import datetime
 import errno
 import io
 import json
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from learn_rows import write_runs
 
 from conf import cli
 from conf.errors import UsageError
@@ -24,6 +26,8 @@ from learn.estimators import get_estimator
 from learn.fastpath import fast_configs, fast_nets
 from learn.fastpath.fast import FastPath
 from learn.learned import hybrid
+from warehouse import dataset
+from warehouse.export import ExportSettings, export
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT",
@@ -54,7 +58,8 @@ def published(folder, timm=True):
 
 
 def small(patched):
-    """A build of seconds: fewer trees, shorter distillation, on MLPs only."""
+    """A build of seconds: fewer trees, shorter distillation, on MLPs only, without the project's own data set."""
+    patched.setattr(dataset, "repository_folder", lambda: ROOT / "nowhere")
     configs = fast_configs.distillation_configs
     patched.setattr(fast_configs, "distillation_configs", lambda _n, seed=0: configs(45, seed, families=("mlp",)))
     patched.setattr(fast_nets, "STEPS", 50)
@@ -349,7 +354,7 @@ import os, signal, sys
 from learn.build_defaults import BuildSettings, build
 def dying(step, done, of):
     os.kill(os.getpid(), signal.SIGKILL)
-build(BuildSettings(path=sys.argv[1], out=sys.argv[2], data=sys.argv[3], workers=0), progress=dying)
+build(BuildSettings(path=sys.argv[1], out=sys.argv[2], data=sys.argv[3], datasets=False, workers=0), progress=dying)
 """
 
 
@@ -365,3 +370,42 @@ def test_a_killed_build_leaves_the_older_models_as_they_were(tmp_path, place, bu
     with pytest.raises(UsageError, match="holds no file"):
         build(BuildSettings(path=str(tmp_path), out=str(tmp_path / "models")), progress=nobody)
     assert contents(tmp_path / "models") == before and list(tmp_path.iterdir()) == [tmp_path / "models"]
+
+
+def measured_set(folder, n=12):
+    """A data set as `warehouse.export` writes it: MLPs that an H100 measured, in several precisions."""
+    data = folder.parent / "measured"
+    configs = [
+        mlp.Config(batch_size=16, input_size=200 + 50 * i, classes=3, depth=2, precision=("fp32", "bf16")[i % 2])
+        for i in range(n)
+    ]
+    ended = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    write_runs(
+        data, configs, source="measured", device="NVIDIA H100 80GB HBM3", device_memory_mib=81_559.0,
+        device_uuid="GPU-1", finished_at=ended,
+    )  # fmt: skip
+    export(ExportSettings(data=str(data), out=str(folder)))
+    return folder
+
+
+def test_runs_of_a_data_set_are_fitted_on_beside_the_published_ones_and_the_card_says_so(place):
+    published(place / "some files")
+    folder = measured_set(place / "set")
+    out = place / "out with set"
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()):
+        small(patched)
+        assert run(f"path={place / 'some files'}", f"out={out}", f"datasets='{quoted(folder)}'", "workers=0") == 0
+    for target in TARGETS:
+        meta = json.loads((out / target / "meta.json").read_text())
+        assert meta["rows"]["source"]["measured"] == 12 and meta["rows"]["source"]["imported"] >= ROWS
+        assert meta["rows"]["device"]["NVIDIA H100 80GB HBM3"] == 12
+    assert "**And on** 12 runs that the farm measured" in (out / "MODEL_CARD.md").read_text()
+
+
+def quoted(path):
+    return str(path).replace("'", "\\'")
+
+
+def test_a_data_set_that_is_not_there_is_told():
+    with pytest.raises(UsageError, match="datasets must be true, false or the folder of a data set, got 'nowhere'"):
+        BuildSettings(path=str(ROOT), datasets="nowhere")

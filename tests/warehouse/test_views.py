@@ -29,7 +29,12 @@ def connection(folder):
 
 def test_an_empty_warehouse_has_every_column_and_no_row(folder):
     with contextlib.closing(warehouse.connect(folder)) as connection:
-        for view, schema in (("runs", RUN_SCHEMA), ("telemetry", TELEMETRY_SCHEMA), ("jobs", JOB_SCHEMA)):
+        for view, schema in (
+            ("runs", RUN_SCHEMA),
+            ("attempts", RUN_SCHEMA),
+            ("telemetry", TELEMETRY_SCHEMA),
+            ("jobs", JOB_SCHEMA),
+        ):
             relation = connection.sql(f"SELECT * FROM {view}")
             assert set(schema.names) <= set(relation.columns)
             assert relation.fetchall() == []
@@ -109,6 +114,21 @@ def test_files_of_an_older_schema_are_read_with_nulls(folder):
             ("J-000001", "cnn", 4, None),
             ("old", "cnn", 3, None),
         ]
+
+
+def test_runs_leave_out_attempts_that_were_repeated_and_attempts_show_all(folder):
+    writer = RunWriter(folder)
+    writer.write(run_row(1, final=True, attempt=2), samples())
+    writer.write(run_row(1, run_id="J-000001-a1", final=False, quality="untrusted", status="ok"), samples())
+    writer.write(run_row(2), samples())
+    writer.write_job({"job_id": "J", "family": "cnn", "n": 2})
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT run_id FROM runs ORDER BY 1").fetchall() == [("J-000001",), ("J-000002",)]
+        assert connection.execute("SELECT run_id, final FROM attempts ORDER BY 1").fetchall() == [
+            ("J-000001", True), ("J-000001-a1", False), ("J-000002", None),
+        ]  # fmt: skip
+        assert connection.execute("SELECT runs, ok FROM jobs").fetchall() == [(2, 2)]
+        assert connection.sql("FROM runs").columns == connection.sql("FROM attempts").columns
 
 
 def test_a_column_this_code_does_not_know_does_no_harm(folder):

@@ -57,6 +57,7 @@ def test_a_run_without_samples_is_kept(folder):
         ({"status": "successful"}, "status must be one of ok, oom"),
         ({"source": "guessed"}, "source must be one of"),
         ({"oom_kind": "disk"}, "oom_kind must be one of"),
+        ({"quality": "fine"}, "quality must be one of trusted, suspect, untrusted"),
         ({"smact": 55.0}, r"smact must be in \[0, 1\], got 55.0"),
         ({"drama": -0.1}, r"drama must be in \[0, 1\]"),
         ({"power_w": float("nan")}, "power_w must be a finite number or None"),
@@ -85,6 +86,7 @@ def test_every_broken_rule_is_reported_together(folder):
         ({"gpu_util": [0.1, 99.0, None]}, r"gpu_util must be in \[0, 1\]"),
         ({"run_id": ["J-000001", "J-000001", "other"]}, "run_id must be 'J-000001' in every row"),
         ({"phase": ["warmup", None, "later"]}, "phase must be one of"),
+        ({"quality": ["measured", None, "odd"]}, "quality must be one of measured, repeated, unavailable, suspect"),
         ({"power_w": [1.0, float("inf"), None]}, "power_w must be finite"),
     ],
 )

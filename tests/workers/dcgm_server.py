@@ -10,15 +10,34 @@ PAGE = Path(__file__).parent / "data" / "dcgm_exporter_metrics.txt"
 
 
 class DcgmServer:
-    """Use as a context manager; `url` is where it listens, `page` and `status` what it answers."""
+    """Use as a context manager; `url` is where it listens, `page` and `status` what it answers.
 
-    def __init__(self) -> None:
-        self.page = PAGE.read_text()
+    Connections are kept, as dcgm-exporter keeps them, unless `hang_up` is set. Clear `speaking`, and requests are
+    not answered until it is set. `connections` counts.
+    """
+
+    def __init__(self, page: Path = PAGE) -> None:
+        self.page = page.read_text()
         self.status = 200
+        self.hang_up = False
+        self.connections = 0
+        self.speaking = threading.Event()
+        self.speaking.set()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = 5  # a handler ends with its test
+            disable_nagle_algorithm = True  # as Go does
+
+            def setup(self) -> None:
+                super().setup()
+                owner.connections += 1
+
             def do_GET(self) -> None:
+                owner.speaking.wait(5)
+                if owner.hang_up:  # without saying so beforehand
+                    self.close_connection = True
                 body = owner.page.encode()
                 self.send_response(owner.status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -42,6 +61,7 @@ class DcgmServer:
         return self
 
     def __exit__(self, *_exception) -> None:
+        self.speaking.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

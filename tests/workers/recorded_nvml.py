@@ -12,8 +12,11 @@ from pathlib import Path
 import pynvml
 
 SESSION = Path(__file__).parent / "data" / "nvml_session.json"
+MIG_SESSION = Path(__file__).parent / "data" / "nvml_mig_session.json"
 A100_UUID = "GPU-5a7c1f0e-3d21-4b8a-9c44-0f6d2e81b701"
 DISPLAY_UUID = "GPU-8daf4c31-6054-7ebd-cf77-3c9051b4ea34"
+SLICE_UUID = "MIG-1b4a2c6e-70d3-5f18-8b29-43c6d7e8f901"  # 3g.20gb, GPU instance 1
+SMALL_SLICE_UUID = "MIG-2c5b3d7f-81e4-6029-9c3a-54d7e8f90a12"  # 1g.5gb, GPU instance 9
 UNKNOWN_UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
@@ -21,19 +24,26 @@ class RecordedNvml:
     """Answers from the recording; `advance` steps every device to its next frame. `calls` counts by function name.
 
     `pids` maps the recording's names of processes to real pids. `initialised` counts nvmlInit less nvmlShutdown.
+    Handles are indices, those of MIG slices (index, place). What has no answer in the recording, the driver does not
+    know.
     """
 
     NVMLError = pynvml.NVMLError
     NVML_CLOCK_SM = pynvml.NVML_CLOCK_SM
     NVML_CLOCK_MEM = pynvml.NVML_CLOCK_MEM
     NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
-    NVML_PCIE_UTIL_TX_BYTES = pynvml.NVML_PCIE_UTIL_TX_BYTES
-    NVML_PCIE_UTIL_RX_BYTES = pynvml.NVML_PCIE_UTIL_RX_BYTES
+    NVML_FI_DEV_PCIE_COUNT_TX_BYTES = pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES
+    NVML_FI_DEV_PCIE_COUNT_RX_BYTES = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES
+    NVML_VALUE_TYPE_UNSIGNED_INT = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    NVML_VOLATILE_ECC = pynvml.NVML_VOLATILE_ECC
+    NVML_COMPUTEMODE_PROHIBITED = pynvml.NVML_COMPUTEMODE_PROHIBITED
 
     def __init__(self, path: Path = SESSION, pids: dict[str, int] | None = None) -> None:
         recording = json.loads(path.read_text())
         self._driver_version = recording["driver_version"]
         self.answers = [dict(device["answers"]) for device in recording["devices"]]
+        self.slices = [device.get("slices", []) for device in recording["devices"]]
         self._frames = [list(device["frames"]) for device in recording["devices"]]
         self._pids = pids or {}
         self.initialised = 0
@@ -64,27 +74,60 @@ class RecordedNvml:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int | tuple[int, int]:
         for index, answers in enumerate(self.answers):
             if answers["nvmlDeviceGetUUID"] == uuid:
                 return index
+            for place, found in enumerate(self.slices[index]):
+                if found is not None and found["nvmlDeviceGetUUID"] == uuid:
+                    return index, place
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list:
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> tuple[int, int]:
+        if place >= len(self.slices[handle]) or self.slices[handle][place] is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return handle, place
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: tuple[int, int]) -> int:
+        return handle[0]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle) -> list:
+        return self._processes("nvmlDeviceGetComputeRunningProcesses", handle)
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle) -> list:
+        return self._processes("nvmlDeviceGetGraphicsRunningProcesses", handle)
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle) -> list:
+        return self._processes("nvmlDeviceGetMPSComputeRunningProcesses", handle)
+
+    def _processes(self, name: str, handle) -> list:
         return [
             types.SimpleNamespace(pid=self._pids.get(p["pid"], p["pid"]), usedGpuMemory=p["usedGpuMemory"])
-            for p in self._answer("nvmlDeviceGetComputeRunningProcesses", handle)
+            for p in self._answer(name, handle)
             if isinstance(self._pids.get(p["pid"], p["pid"]), int)
         ]
+
+    def nvmlDeviceGetFieldValues(self, handle, fields: list[int]):
+        recorded = vars(self._answer("nvmlDeviceGetFieldValues", handle))
+        values = (pynvml.c_nvmlFieldValue_t * len(fields))()
+        for value, field in zip(values, fields, strict=True):
+            value.fieldId = field
+            if str(field) in recorded:
+                value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
+                value.value.ullVal = recorded[str(field)]
+            else:
+                value.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
+        return values
 
     def __getattr__(self, name: str):
         if not name.startswith("nvmlDeviceGet"):
             raise AttributeError(name)
         return lambda handle, *arguments: self._answer(name, handle, *arguments)
 
-    def _answer(self, name: str, handle: int, *arguments):
+    def _answer(self, name: str, handle, *arguments):
         self.calls[name] = self.calls.get(name, 0) + 1
-        value = self.answers[handle][name]
+        answers = self.answers[handle] if isinstance(handle, int) else self.slices[handle[0]][handle[1]]
+        value = answers.get(name, {"error": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
         if isinstance(value, dict) and "error" in value:
             raise pynvml.NVMLError(value["error"])
         if arguments:
@@ -98,12 +141,15 @@ class FakeGpmNvml(RecordedNvml):
     c_nvmlGpmMetricsGet_t = pynvml.c_nvmlGpmMetricsGet_t
     NVML_GPM_METRICS_GET_VERSION = pynvml.NVML_GPM_METRICS_GET_VERSION
 
-    def __init__(self, supported: bool = True) -> None:
-        super().__init__()
+    def __init__(self, supported: bool = True, path: Path = SESSION) -> None:
+        super().__init__(path)
         self.supported = supported
-        self.percent = {1: 96.0, 2: 81.25, 3: 40.0, 5: 20.0, 10: 44.0, 11: 0.0, 12: 100.004, 13: 3.0}
-        self.percent |= {20: 12.5, 21: 800.0}  # MiB/s
+        self.percent = {1: 96.0, 2: 81.25, 3: 40.0, 4: 6.25, 5: 20.0, 6: 0.0, 7: 18.0, 9: 0.5}
+        self.percent |= {10: 44.0, 11: 0.0, 12: 100.004, 13: 3.0}
+        self.percent |= {20: 12.5, 21: 800.0, 60: 1024.0, 61: 2048.0}  # MiB/s
         self.returns: dict[int, int] = {}
+        self.failing: int | None = None  # the return code of every GPM sample
+        self.instances: list[int] = []  # MIG GPU instances that were sampled
         self.allocated = 0
         self.taken = 0
 
@@ -118,8 +164,14 @@ class FakeGpmNvml(RecordedNvml):
         self.allocated -= 1
 
     def nvmlGpmSampleGet(self, handle: int, buffer):
+        if self.failing is not None:
+            raise pynvml.NVMLError(self.failing)
         self.taken += 1
         return buffer
+
+    def nvmlGpmMigSampleGet(self, handle: int, instance_id: int, buffer):
+        self.instances.append(instance_id)
+        return self.nvmlGpmSampleGet(handle, buffer)
 
     def nvmlGpmMetricsGet(self, get):
         assert get.version == self.NVML_GPM_METRICS_GET_VERSION

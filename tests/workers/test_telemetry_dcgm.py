@@ -1,20 +1,35 @@
-"""The dcgm sensor against a real HTTP server with pages in dcgm-exporter's format."""
+"""The dcgm sensor against a real HTTP server with pages in the formats of dcgm-exporter's releases."""
 
 from __future__ import annotations
 
+import csv
 import itertools
 import os
+import types
+from pathlib import Path
 
 import pytest
-from dcgm_server import DcgmServer
-from recorded_nvml import A100_UUID, DISPLAY_UUID, UNKNOWN_UUID
+from dcgm_server import PAGE, DcgmServer
+from recorded_nvml import (
+    A100_UUID,
+    DISPLAY_UUID,
+    MIG_SESSION,
+    SLICE_UUID,
+    SMALL_SLICE_UUID,
+    UNKNOWN_UUID,
+    RecordedNvml,
+)
 
 from conf.errors import UsageError
 from workers.telemetry.base import SensorUnavailable, Target
-from workers.telemetry.dcgm import DcgmSensor, parse_page
+from workers.telemetry.dcgm import DcgmSensor
+from workers.telemetry.dcgm_page import FIELDS, PageReader
 
 OLD_STYLE_UUID = "GPU-6b8d2a1f-4e32-5c9b-ad55-1a7e3f92c812"
 MIG_UUID = "GPU-7c9e3b20-5f43-6dac-be66-2b8f40a3d923"
+DATA = PAGE.parent
+INFRA = Path(__file__).parents[2] / "infra" / "dcgm-exporter"
+MS = 1_000_000
 
 
 class Clock:
@@ -25,7 +40,7 @@ class Clock:
         return self.now_ns
 
     def pass_s(self, seconds: float) -> None:
-        self.now_ns += int(seconds * 1e9)
+        self.now_ns += round(seconds * 1e9)
 
 
 @pytest.fixture
@@ -40,90 +55,232 @@ def clock():
 
 
 def watched(server: DcgmServer, clock: Clock, uuid: str = A100_UUID, **options) -> DcgmSensor:
+    """A sensor that watches since 0.5 s, so that its lag reaches no further back."""
     sensor = DcgmSensor(server.url, clock_ns=clock, **options)
     sensor.watch(Target(uuid, os.getpid()))
+    clock.pass_s(0.5)
     return sensor
 
 
-def test_fields_of_our_gpu_come_in_our_units(server, clock):
+class Energy:
+    """Makes a page that differs from the one before, as a GPU's energy counter does."""
+
+    def __init__(self, server: DcgmServer) -> None:
+        self.server, self.now = server, 81234605949
+
+    def grow(self) -> None:
+        self.server.replace(str(self.now), str(self.now + 1))
+        self.now += 1
+
+
+def qualities(samples) -> list[str]:
+    return [sample.quality for sample in samples]
+
+
+COMMON = {
+    "smact": 0.812045,
+    "smocc": 0.387214,
+    "drama": 0.44193,
+    "memory_used_mib": 9215,
+    "gpu_util": 0.97,
+    "memory_util": 0.41,
+    "power_w": 312.48,
+    "energy_j": 81234605.949,
+    "sm_clock_mhz": 1410,
+    "memory_clock_mhz": 1215,
+    "temperature_c": 41,
+}
+PIPES = {
+    "gract": 0.96231,
+    "tensor_active": 0.205117,
+    "fp64_active": 0,
+    "fp32_active": 0.11884,
+    "fp16_active": 0.01,
+    "pcie_tx_mib_s": 2,
+    "pcie_rx_mib_s": 500,
+}
+OURS = {
+    "tensor_imma_active": 0,
+    "tensor_hmma_active": 0.205117,
+    "tensor_dfma_active": 0,
+    "int_active": 0.064,
+    "nvlink_tx_mib_s": 1,
+    "nvlink_rx_mib_s": 3,
+    "ecc_uncorrected": 0,
+}
+OLD_NAMES = "dcgm_exporter_2.4_1x_names.txt"
+RELEASES = {
+    "dcgm_exporter_2.0.txt": COMMON,
+    OLD_NAMES: COMMON,
+    "dcgm_exporter_3.1_kubernetes.txt": COMMON | PIPES,
+    "dcgm_exporter_3.3.txt": COMMON | PIPES,
+    "dcgm_exporter_4_kubernetes.txt": COMMON | PIPES | OURS,
+}
+
+
+def test_every_page_is_of_a_release_in_the_table():
+    pages = {path.name for path in DATA.glob("dcgm_exporter_*.txt")}
+    assert pages == {*RELEASES, PAGE.name, "dcgm_exporter_3.3_mig.txt"}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_each_releases_labels_and_names_are_understood(release, clock):
+    with DcgmServer(DATA / release) as server:
+        sensor = watched(server, clock)
+        Energy(server).grow()
+        (sample,) = sensor.sample()
+        assert sample.values == RELEASES[release] | {"energy_j": 81234605.950}
+        assert set(sample.values).isdisjoint(sensor.dropped)
+        assert set(sample.values) | set(sensor.dropped) == set(sensor.metrics)
+        idle = watched(server, clock, OLD_STYLE_UUID)
+        server.replace("70230060115", "70230060116")
+        (other,) = idle.sample()
+        assert set(other.values) == set(RELEASES[release])
+        assert (other.values["smact"], other.values["power_w"]) == (0.0, 52.345)
+
+
+def test_blank_numbers_and_fields_that_are_not_served_are_no_values(server, clock):
     sensor = watched(server, clock)
-    clock.pass_s(1)
-    server.replace("81234605949", "81234640120")
+    Energy(server).grow()
     (sample,) = sensor.sample()
-    assert sample.t_ns == clock.now_ns
-    assert sample.values == {
-        "smact": 0.812045,
-        "smocc": 0.387214,
-        "drama": 0.44193,
-        "gract": 0.96231,
-        "tensor_active": 0.205117,
-        "fp32_active": 0.11884,
-        "memory_used_mib": 9215,
-        "gpu_util": 0.97,
-        "memory_util": 0.41,
-        "power_w": 312.48,
-        "energy_j": 81234640.120,
-        "sm_clock_mhz": 1410,
-        "memory_clock_mhz": 1215,
-        "temperature_c": 41,
-    }  # fp64_active is DCGM's blank number on this page, fp16_active is not in it
+    assert "fp64_active" not in sample.values  # DCGM's blank number on this page
     assert "counter file" in sensor.dropped["fp16_active"]
+    assert sample.values["pcie_tx_mib_s"] == 2150400 / 2**20
 
 
 def test_older_label_style_matches_and_a_measured_zero_stays_zero(server, clock):
     sensor = watched(server, clock, OLD_STYLE_UUID)
     server.replace("70230060115", "70230065000")
     (sample,) = sensor.sample()
-    assert sample.values["smact"] == 0.0
-    assert sample.values["gpu_util"] == 0.0
-    assert sample.values["memory_used_mib"] == 450
+    assert (sample.values["smact"], sample.values["gpu_util"], sample.values["memory_used_mib"]) == (0.0, 0.0, 450)
 
 
-def test_page_from_before_the_trial_and_repeated_pages_give_no_reading(server, clock):
+def test_values_are_put_back_by_the_lag_and_average_one_interval(server, clock):
+    sensor, energy = watched(server, clock), Energy(server)
+    energy.grow()
+    (first,) = sensor.sample()
+    assert first.t_ns == clock.now_ns - 300 * MS
+    assert first.since_ns is None  # the exporter's interval is not known yet
+    clock.pass_s(0.1)
+    energy.grow()
+    (second,) = sensor.sample()
+    assert (second.t_ns, second.since_ns) == (clock.now_ns - 300 * MS, clock.now_ns - 400 * MS)
+    assert sensor.interval_s == 0.1
+
+
+def test_lag_is_an_argument_and_a_setting(server, clock):
+    sensor, energy = watched(server, clock, lag_s=0.0), Energy(server)
+    energy.grow()
+    assert sensor.sample()[0].t_ns == clock.now_ns
+    settings = types.SimpleNamespace(dcgm_url=server.url, dcgm_lag_s=0.15)
+    assert DcgmSensor.create(settings, A100_UUID).lag_s == 0.15
+    del settings.dcgm_lag_s
+    assert DcgmSensor.create(settings, A100_UUID).lag_s == DcgmSensor(server.url).lag_s == 0.3
+
+
+def test_what_is_of_the_time_before_the_trial_is_not_given(server, clock):
+    sensor, energy = DcgmSensor(server.url, clock_ns=clock), Energy(server)
+    sensor.watch(Target(A100_UUID, os.getpid()))
+    clock.pass_s(0.3)
+    energy.grow()
+    assert sensor.sample() == []  # 0.3 s old: as old as the trial
+    clock.pass_s(0.1)
+    energy.grow()
+    assert qualities(sensor.sample()) == ["measured"]
+
+
+def test_scrapes_between_updates_are_repeated_with_their_values(server, clock):
     sensor = watched(server, clock)
-    for _ in range(5):
-        clock.pass_s(0.2)
-        assert sensor.sample() == []
+    for _ in range(3):
+        clock.pass_s(0.1)
+        (sample,) = sensor.sample()
+        assert sample.quality == "repeated" and sample.since_ns is None
+        assert sample.values["smact"] == 0.812045
+        assert sample.t_ns == clock.now_ns - 300 * MS
     server.replace("0.812045", "0.500000")
-    assert sensor.sample()[0].values["smact"] == 0.5
-    assert sensor.sample() == []
+    (sample,) = sensor.sample()
+    assert sample.quality == "measured" and sample.values["smact"] == 0.5
+    assert qualities(sensor.sample()) == ["repeated"]
 
 
 def test_change_of_another_gpu_is_no_reading_of_ours(server, clock):
     sensor = watched(server, clock)
     server.replace("70230060115", "70230065000")
-    assert sensor.sample() == []
+    assert qualities(sensor.sample()) == ["repeated"]
 
 
-def test_value_that_stays_the_same_is_reported_at_the_exporters_interval(server, clock):
-    sensor = watched(server, clock)
-    for energy_mj in (81234605949, 81234605950, 81234605951):  # the exporter's interval is learned: a second
-        server.replace(str(energy_mj), str(energy_mj + 1))
+def test_value_that_stays_the_same_is_measured_at_the_exporters_interval(server, clock):
+    sensor, energy = watched(server, clock), Energy(server)
+    for _ in range(3):  # the exporter's interval is learned: a second
+        energy.grow()
         clock.pass_s(1)
-        assert len(sensor.sample()) == 1
-    times = []
+        assert qualities(sensor.sample()) == ["measured"]
+    samples = []
     for _ in range(20):  # then nothing changes for four seconds
         clock.pass_s(0.2)
-        times += [sample.t_ns for sample in sensor.sample()]
+        samples += sensor.sample()
+    assert len(samples) == 20
+    times = [sample.t_ns for sample in samples if sample.quality == "measured"]
     assert len(times) == 4
     assert {later - earlier for earlier, later in itertools.pairwise(times)} == {1_000_000_000}
 
 
-def test_unchanged_page_is_reported_after_the_default_interval_where_none_was_learned(server, clock):
-    sensor = watched(server, clock, interval_s=2)
+def test_a_missed_update_does_not_lengthen_the_interval(server, clock):
+    sensor, energy = watched(server, clock), Energy(server)
+    for gap in (0.1, 0.11, 0.09, 0.2, 0.1, 0.1):
+        clock.pass_s(gap)
+        energy.grow()
+        (sample,) = sensor.sample()
+    assert sensor.interval_s == pytest.approx(0.1)
+    assert sample.t_ns - sample.since_ns == pytest.approx(100 * MS)
+
+
+def test_unchanged_page_is_measured_after_the_default_interval_where_none_was_learned(server, clock):
+    sensor = DcgmSensor(server.url, clock_ns=clock, interval_s=2)
+    sensor.watch(Target(A100_UUID, os.getpid()))
     clock.pass_s(1.9)
-    assert sensor.sample() == []
+    assert qualities(sensor.sample()) == ["repeated"]
     clock.pass_s(0.1)
-    assert len(sensor.sample()) == 1
+    assert qualities(sensor.sample()) == ["measured"]
 
 
-def test_stalled_profiling_on_a_busy_gpu_is_missing_and_not_zero(server, clock):
+def test_stalled_profiling_on_a_busy_gpu_is_suspect_and_keeps_its_values(server, clock):
     sensor = watched(server, clock)
     for figure in ("0.962310", "0.812045", "0.387214", "0.205117", "0.441930", "0.118840"):
         server.replace(f" {figure}", " 0.000000")
     (sample,) = sensor.sample()
-    assert sample.values["gpu_util"] == 0.97
-    assert {"smact", "smocc", "drama", "gract", "tensor_active", "fp32_active"}.isdisjoint(sample.values)
+    assert (sample.quality, sample.reasons) == ("suspect", ("profiling_zero",))
+    assert sample.values["gpu_util"] == 0.97 and sample.values["smact"] == sample.values["drama"] == 0
+
+
+def test_zeros_on_an_idle_gpu_are_measured(server, clock):
+    sensor = watched(server, clock, OLD_STYLE_UUID)
+    server.replace("70230060115", "70230065000")
+    (sample,) = sensor.sample()
+    assert sample.quality == "measured" and sample.values["smact"] == 0
+
+
+def test_mig_slice_is_read_off_its_instances_rows(clock):
+    with DcgmServer(DATA / "dcgm_exporter_3.3_mig.txt") as server:
+        energy = Energy(server)
+        figures = {}
+        for uuid in (SLICE_UUID, SMALL_SLICE_UUID, f"MIG-{A100_UUID}/1/0"):
+            sensor = watched(server, clock, uuid, nvml=RecordedNvml(MIG_SESSION))
+            energy.grow()
+            clock.pass_s(0.1)
+            (sample,) = sensor.sample()
+            figures[uuid] = (sample.values["smact"], sample.values["memory_used_mib"])
+            assert {"gpu_util", "power_w", "energy_j", "pcie_tx_mib_s"}.isdisjoint(sample.values)
+            assert "not of a MIG slice" in sensor.dropped["power_w"]
+        assert figures == {
+            SLICE_UUID: (0.7, 2048),
+            SMALL_SLICE_UUID: (0.812045, 9215),
+            f"MIG-{A100_UUID}/1/0": (0.7, 2048),
+        }
+        with pytest.raises(SensorUnavailable, match="MIG instance 5"):
+            watched(server, clock, f"MIG-{A100_UUID}/5/0")
+        with pytest.raises(SensorUnavailable, match="split by MIG"):
+            watched(server, clock, A100_UUID)
 
 
 BROKEN_URLS = (
@@ -165,20 +322,114 @@ def test_gpu_that_the_exporter_cannot_tell_of_is_a_reason(server, clock, uuid, r
         watched(server, clock, uuid)
 
 
-def test_one_failed_scrape_is_survived_and_a_gone_exporter_is_reported(server, clock):
+def test_failed_scrapes_are_unavailable_and_an_exporter_gone_for_seconds_ends_the_sensor(server, clock):
     sensor = watched(server, clock)
     server.status = 500
-    assert sensor.sample() == []
+    (sample,) = sensor.sample()
+    assert (sample.quality, sample.reasons, sample.values) == ("unavailable", ("exporter_error",), {})
+    assert sample.t_ns == clock.now_ns - 300 * MS
     server.status = 200
     server.replace("0.812045", "0.500000")
-    assert len(sensor.sample()) == 1
+    assert qualities(sensor.sample()) == ["measured"]
     server.status = 500
-    assert sensor.sample() == sensor.sample() == []
+    for _ in range(30):  # a restart takes a while
+        assert qualities(sensor.sample()) == ["unavailable"]
+        clock.pass_s(0.1)
     with pytest.raises(SensorUnavailable, match="500"):
         sensor.sample()
 
 
-def test_torn_page_and_foreign_text_say_nothing():
-    torn = f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",UUID="{A100_UUID}"}} 97\nDCGM_FI_PROF_SM_ACTIVE{{gpu="0",UUID="{A100_UUID}"'
-    assert parse_page(torn, A100_UUID)[0] == {"DCGM_FI_DEV_GPU_UTIL": 97}
-    assert parse_page(f"<html>{A100_UUID} is = not { {} }</html>", A100_UUID) == ({}, False, False)
+def test_exporter_that_does_not_answer_in_time_is_told_from_one_that_refuses(server, clock):
+    sensor = watched(server, clock)
+    server.speaking.clear()
+    (sample,) = sensor.sample()
+    assert (sample.quality, sample.reasons) == ("unavailable", ("exporter_timeout",))
+    server.speaking.set()
+    assert qualities(sensor.sample()) == ["repeated"]  # and the late answer is not taken for this one's
+
+
+def test_one_connection_serves_all_scrapes_and_is_opened_again_when_the_exporter_hung_up(server, clock):
+    sensor = watched(server, clock)
+    for _ in range(5):
+        sensor.sample()
+    assert server.connections == 1
+    server.hang_up = True
+    for _ in range(3):
+        assert qualities(sensor.sample()) == ["repeated"]
+    assert server.connections == 3
+
+
+def read(page: str, uuid: str = A100_UUID):
+    reader = PageReader(uuid)
+    return reader.read(page), reader.seen, reader.sliced
+
+
+@pytest.mark.parametrize("label", ["UUID", "uuid", "gpu_uuid", "GPU_UUID"])
+def test_uuid_is_found_under_every_releases_label(label):
+    assert read(f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",{label}="{A100_UUID}"}} 97') == (
+        {"DCGM_FI_DEV_GPU_UTIL": 97},
+        True,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",pod="{A100_UUID}",UUID="GPU-other"}} 97',  # in another label
+        f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",UUID="{A100_UUID}1"}} 97',  # the beginning of another UUID
+        f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",UUID="{A100_UUID}"}} ',
+        f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",UUID="{A100_UUID}"}} NaN',
+        f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",UUID="{A100_UUID}"}} many',
+        f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",UUID="{A100_UUID}"',
+        f"# HELP {A100_UUID} {{}} 97",
+        f"<html>{A100_UUID} is = not {{ }} </html>",
+    ],
+)
+def test_torn_and_foreign_lines_say_nothing(line):
+    whole = f'DCGM_FI_DEV_FB_USED{{gpu="0",UUID="{A100_UUID}",pod="a}} \\"b"}} 7 1700000000'
+    assert read(f"{line}\n{whole}\r\n{line}")[0] == {"DCGM_FI_DEV_FB_USED": 7}
+
+
+@pytest.mark.parametrize("page", sorted({*RELEASES, "dcgm_exporter_3.3_mig.txt", PAGE.name} - {OLD_NAMES}))
+def test_rows_are_read_as_prometheus_own_parser_reads_them(page):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = (DATA / page).read_text()
+    rows = "\n".join(line for line in text.splitlines() if not line.startswith("#")) + "\n"
+    for uuid in (A100_UUID, OLD_STYLE_UUID, DISPLAY_UUID):
+        expected = {}
+        for family in text_string_to_metric_families(rows):
+            for sample in family.samples:
+                labels = {name.lower(): value for name, value in sample.labels.items()}
+                if labels.get("uuid") == uuid and not labels.get("gpu_i_id") and sample.name in FIELDS:
+                    expected[sample.name] = sample.value
+        assert PageReader(uuid).read(text) == expected
+
+
+def test_pods_that_come_and_go_do_not_fill_the_memory():
+    reader = PageReader(A100_UUID)
+    for pod in range(10_000):
+        line = f'DCGM_FI_DEV_GPU_UTIL{{UUID="{A100_UUID}",pod="train-{pod}"}} {pod % 100}'
+        assert reader.read(line) == {"DCGM_FI_DEV_GPU_UTIL": pod % 100}
+    assert len(reader._heads) < 5000
+
+
+def counter_rows() -> list[list[str]]:
+    with open(INFRA / "counters.csv", newline="") as file:
+        return [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+
+
+def test_our_counter_file_has_the_fields_that_the_sensor_reads_and_no_others():
+    rows = [row for row in counter_rows() if not row[0].startswith("#")]
+    fields = [row[0] for row in rows]
+    assert len(set(fields)) == len(fields)
+    assert set(fields) == set(FIELDS)
+
+
+def test_our_counter_file_is_in_the_exporters_format():
+    for row in counter_rows():
+        assert len(row) == 3, row  # comments too: older releases read them as rows
+        if not row[0].startswith("#"):
+            assert row[1] in ("gauge", "counter")
+            assert row[2] and '"' not in "".join(row)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
-from recorded_nvml import A100_UUID, DISPLAY_UUID, RecordedNvml
+from recorded_nvml import A100_UUID, DISPLAY_UUID, MIG_SESSION, SLICE_UUID, SMALL_SLICE_UUID, RecordedNvml
 
 from workers.devices.discovery import discover_gpus, torch_cuda_build
 
@@ -34,8 +36,85 @@ def test_gpu_that_drives_a_display_is_no_worker_whatever_its_model():
     nvml = RecordedNvml()
     nvml.answers[1]["nvmlDeviceGetDisplayActive"] = 1
     found = discover_gpus(nvml, {})
-    assert found.gpus[1].excluded_reason == "drives a display"
+    assert "drives a display" in found.gpus[1].excluded_reason
     assert [gpu.index for gpu in found.usable] == [0, 2, 4]
+
+
+def test_only_gpu_of_a_machine_that_drives_its_display_is_used_when_named_by_its_whole_uuid():
+    nvml = RecordedNvml()
+    del nvml.answers[1:]
+    nvml.answers[0]["nvmlDeviceGetDisplayActive"] = 1
+    assert f"CUDA_VISIBLE_DEVICES={A100_UUID}" in discover_gpus(nvml, {}).reason
+    assert usable(nvml, CUDA_VISIBLE_DEVICES=A100_UUID) == [0]
+    for vague in ("0", A100_UUID[:12], "GPU-"):
+        assert usable(nvml, CUDA_VISIBLE_DEVICES=vague) == []
+
+
+def test_gpu_whose_compute_mode_is_prohibited_is_no_worker():
+    nvml = RecordedNvml()
+    nvml.answers[0]["nvmlDeviceGetComputeMode"] = 2
+    found = discover_gpus(nvml, {})
+    assert "nvidia-smi -i 0 -c DEFAULT" in found.gpus[0].excluded_reason
+    nvml.answers[0]["nvmlDeviceGetComputeMode"] = 3  # one process at a time: so does the farm
+    assert usable(nvml) == [0, 1, 2, 4]
+
+
+def test_mig_slices_are_workers_where_cuda_visible_devices_names_them():
+    nvml = RecordedNvml(MIG_SESSION)
+    found = discover_gpus(nvml, {"CUDA_VISIBLE_DEVICES": f"{SMALL_SLICE_UUID},{SLICE_UUID}"})
+    assert [(gpu.index, gpu.uuid, gpu.mig_profile, gpu.name) for gpu in found.usable] == [
+        (0, SLICE_UUID, "3g.20gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),  # as NVML's name says
+        (0, SMALL_SLICE_UUID, "1g.5gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"),  # from its attributes
+    ]
+    assert [gpu.memory_mib for gpu in found.usable] == [19968, 4864]
+    assert [gpu.mig for gpu in found.gpus] == [True, True, True, False]
+    assert "name slices in CUDA_VISIBLE_DEVICES" in found.gpus[0].excluded_reason
+    assert found.gpus[3].excluded_reason == "left out by CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (SLICE_UUID, [SLICE_UUID]),
+        (f"MIG-{A100_UUID}/9/0", [SMALL_SLICE_UUID]),  # as drivers before R470 name it
+        (SLICE_UUID[:10], [SLICE_UUID]),
+        ("MIG-", []),  # names several
+        (f"{SLICE_UUID}1", []),
+        (A100_UUID, []),  # the GPU that is split
+        ("1", ["GPU-6b8d2a1f-4e32-5c9b-ad55-1a7e3f92c812"]),
+    ],
+)
+def test_a_slice_is_named_by_its_uuid(visible, expected):
+    found = discover_gpus(RecordedNvml(MIG_SESSION), {"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.uuid for gpu in found.usable] == expected
+
+
+def test_slices_that_nobody_named_are_listed_with_how_to_use_them():
+    found = discover_gpus(RecordedNvml(MIG_SESSION), {})
+    assert [gpu.index for gpu in found.usable] == [1]
+    assert f"CUDA_VISIBLE_DEVICES={SLICE_UUID}" in found.gpus[1].excluded_reason
+
+
+def test_multi_process_service_is_recognised_by_its_living_daemon(tmp_path):
+    pipes = tmp_path / "a'; echo foo"
+    pipes.mkdir()
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes)}
+    assert not any(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
+    (pipes / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
+    assert all(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
+    (pipes / "nvidia-cuda-mps-control.pid").write_text("999999999")  # killed: the folder is still there
+    assert not any(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
+
+
+def test_multi_process_server_is_recognised_on_the_gpu_that_it_holds(tmp_path):
+    program = tmp_path / "nvidia-cuda-mps-server"
+    program.symlink_to(shutil.which("sleep"))
+    with subprocess.Popen([program, "60"]) as server:
+        nvml = RecordedNvml(pids={"server": server.pid})
+        nvml.answers[1]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": "server", "usedGpuMemory": 31457280}]
+        found = discover_gpus(nvml, {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+        server.kill()
+    assert [gpu.mps for gpu in found.gpus] == [False, True, False, False, False]
 
 
 def test_other_compute_model_of_like_size_is_a_worker():

@@ -6,12 +6,38 @@ import os
 import subprocess
 import sys
 
+import pynvml
 import pytest
-from recorded_nvml import A100_UUID, DISPLAY_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
+from recorded_nvml import (
+    A100_UUID,
+    DISPLAY_UUID,
+    MIG_SESSION,
+    SLICE_UUID,
+    SMALL_SLICE_UUID,
+    UNKNOWN_UUID,
+    FakeGpmNvml,
+    RecordedNvml,
+)
 
+from workers.telemetry import gpu_processes
 from workers.telemetry.base import SensorUnavailable, Target
 from workers.telemetry.gpm import GpmSensor
-from workers.telemetry.nvml import NvmlSensor, belongs_to
+from workers.telemetry.gpu_processes import belongs_to
+from workers.telemetry.nvml import Nvml, NvmlSensor
+
+STRANGER = 999_999_999  # in the recording: a process that is not the trial's
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def host_pids(monkeypatch):
+    """As on a host; wherever the tests run."""
+    monkeypatch.setattr(gpu_processes, "in_initial_pid_namespace", lambda: True)
+
+
+@pytest.fixture
+def container(monkeypatch):
+    monkeypatch.setattr(gpu_processes, "in_initial_pid_namespace", lambda: False)
 
 
 def watched(nvml: RecordedNvml, uuid: str = A100_UUID, **options) -> NvmlSensor:
@@ -37,6 +63,9 @@ def test_readings_come_in_our_units():
         "memory_clock_mhz": 1215,
         "temperature_c": 38,
         "throttle_reasons": 0,
+        "ecc_uncorrected": 0,
+        "other_processes": 0,
+        "other_memory_mib": 0,
     }
 
 
@@ -56,13 +85,122 @@ def test_process_memory_is_the_trials_tree_only_and_absent_while_it_has_no_conte
         child.communicate(b"\n")
 
 
-def test_processes_of_another_pid_namespace_are_reported_as_such():
+def test_processes_of_another_pid_namespace_are_reported_as_such_and_not_counted(container):
     nvml = RecordedNvml(pids={"trial": 999_999_998})
     sensor = watched(nvml)
+    for _ in range(2):  # none listed, then two that are not here
+        (sample,) = sensor.sample()
+        for metric in ("process_memory_mib", "other_processes", "other_memory_mib"):
+            assert metric not in sample.values
+            assert "--pid=host" in sensor.dropped[metric]
+        nvml.advance()
+
+
+def test_in_a_container_others_are_counted_once_the_trials_own_process_was_listed(container):
+    nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
+    sensor = watched(nvml)
+    nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": STRANGER, "usedGpuMemory": MIB}]
+    (before,) = sensor.sample()  # one of this number is here, but is it meant?
+    assert "other_processes" not in before.values
     nvml.advance()
+    (after,) = sensor.sample()
+    assert (after.values["other_processes"], after.values["other_memory_mib"]) == (1, 64)
+    assert after.values["process_memory_mib"] == 423
+    assert {"other_processes", "process_memory_mib"}.isdisjoint(sensor.dropped)
+
+
+def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monkeypatch):
+    nvml, clock = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()}), Clock()
+    draws = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        monkeypatch.setattr(gpu_processes, "belongs_to", lambda pid, root: pid == root)  # else both are ours
+        nvml.answers[0]["nvmlDeviceGetGraphicsRunningProcesses"] = [
+            {"pid": draws.pid, "usedGpuMemory": 16 * MIB},
+            {"pid": STRANGER, "usedGpuMemory": 16 * MIB},  # in both lists: counted once, by what computing takes
+        ]
+        sensor = watched(nvml, clock_ns=clock)
+        nvml.advance()
+        (sample,) = sensor.sample()
+        assert (sample.values["other_processes"], sample.values["other_memory_mib"]) == (2, 80)
+        assert sample.values["process_memory_mib"] == 423
+        nvml.answers[0]["nvmlDeviceGetGraphicsRunningProcesses"] = []
+        clock.pass_ms(100)
+        assert sensor.sample()[0].values["other_processes"] == 2  # asked once a second
+        clock.pass_ms(1000)
+        assert sensor.sample()[0].values["other_processes"] == 1
+    finally:
+        draws.communicate(b"\n")
+
+
+def test_processes_of_the_farm_are_not_others():
+    nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
+    nvml.advance()
+    sensor = watched(nvml)
+    assert sensor.sample()[0].values["other_processes"] == 1
+    sensor.ignore([os.getppid()])
+    assert sensor.sample()[0].values["other_processes"] == 0
+    sensor.watch(Target(A100_UUID, os.getpid()))
+    assert sensor.sample()[0].values["other_processes"] == 0
+    known = NvmlSensor(nvml, known_pids=frozenset([os.getppid()]))
+    known.watch(Target(A100_UUID, os.getpid()))
+    assert known.sample()[0].values["other_processes"] == 0
+
+
+def test_what_a_process_is_is_asked_once_while_it_stays_listed(monkeypatch):
+    nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
+    nvml.advance()
+    asked = []
+    monkeypatch.setattr(gpu_processes, "belongs_to", lambda pid, root: asked.append(pid) or pid == root)
+    sensor = watched(nvml)
+    for _ in range(5):
+        sensor.sample()
+    assert sorted(asked) == sorted([os.getpid(), os.getppid()])
+
+
+def test_clients_of_a_multi_process_service_stand_in_a_list_of_their_own(monkeypatch):
+    monkeypatch.setattr(
+        gpu_processes, "_name", lambda pid: "nvidia-cuda-mps-server" if pid == os.getppid() else "python"
+    )
+    nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
+    nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": STRANGER, "usedGpuMemory": 30 * MIB}]
+    nvml.answers[0]["nvmlDeviceGetMPSComputeRunningProcesses"] = [{"pid": "trial", "usedGpuMemory": 500 * MIB}]
+    sensor = watched(nvml)
+    sensor.sample()
     (sample,) = sensor.sample()
-    assert "process_memory_mib" not in sample.values
-    assert "--pid=host" in sensor.dropped["process_memory_mib"]
+    assert sample.values["process_memory_mib"] == 500
+    assert sample.values["other_processes"] == 0  # the service computes nothing of its own
+
+
+def test_uncorrected_errors_are_read_once_a_second():
+    nvml, clock = RecordedNvml(), Clock()
+    sensor = watched(nvml, clock_ns=clock)
+    seen = []
+    for _ in range(12):
+        seen.append(sensor.sample()[0].values.get("ecc_uncorrected"))
+        nvml.answers[0]["nvmlDeviceGetTotalEccErrors"] = {"1": 2}
+        clock.pass_ms(100)
+    assert seen == [0, *[None] * 9, 2, None]
+
+
+def test_mig_slice_has_its_memory_and_processes_and_its_gpus_clocks():
+    nvml = RecordedNvml(MIG_SESSION, pids={"trial": os.getpid(), "neighbour": os.getppid()})
+    sensor = watched(nvml, SLICE_UUID)
+    (sample,) = sensor.sample()
+    assert sample.values == {
+        "memory_used_mib": 1083179008 / MIB,
+        "process_memory_mib": 1024,
+        "other_processes": 0,
+        "other_memory_mib": 0,
+        "sm_clock_mhz": 1410,
+        "memory_clock_mhz": 1215,
+        "temperature_c": 44,
+        "throttle_reasons": 0,
+        "ecc_uncorrected": 0,
+    }
+    for metric in ("gpu_util", "memory_util", "power_w", "energy_j", "pcie_tx_mib_s", "pcie_rx_mib_s"):
+        assert "MIG slice" in sensor.dropped[metric]
+    (other,) = watched(nvml, SMALL_SLICE_UUID).sample()
+    assert other.values["other_processes"] == 1
 
 
 def test_query_that_a_device_lacks_is_asked_once_and_reported():
@@ -77,6 +215,9 @@ def test_query_that_a_device_lacks_is_asked_once_and_reported():
         "gpu_util": "not supported by this device",
         "memory_util": "not supported by this device",
         "throttle_reasons": "not known to this driver",
+        "ecc_uncorrected": "not known to this driver",
+        "pcie_tx_mib_s": "not known to this driver",
+        "pcie_rx_mib_s": "not known to this driver",
     }
     assert nvml.calls["nvmlDeviceGetTotalEnergyConsumption"] == 1
 
@@ -102,15 +243,44 @@ def test_lost_gpu_ends_the_sensor_with_its_reason():
         sensor.sample()
 
 
-def test_pcie_is_left_out_unless_asked_for_and_then_rare():
+def test_reading_without_any_value_is_unavailable():
     nvml = RecordedNvml()
-    assert "pcie_tx_mib_s" not in watched(nvml).sample()[0].values
-    sensor = watched(nvml, pcie=True)
-    first, second = sensor.sample()[0], sensor.sample()[0]
-    assert first.values["pcie_tx_mib_s"] == pytest.approx(350 / 1024)
-    assert first.values["pcie_rx_mib_s"] == pytest.approx(1250 / 1024)
-    assert "pcie_tx_mib_s" not in second.values
-    assert "pcie_tx_mib_s" in sensor.metrics
+    sensor = watched(nvml)
+    for query in list(nvml.answers[0]):
+        if query != "nvmlDeviceGetUUID":
+            nvml.answers[0][query] = {"error": 999}
+    (sample,) = sensor.sample()
+    assert (sample.values, sample.quality, sample.reasons) == ({}, "unavailable", ("nvml_error",))
+    assert not {"power_w", "gpu_util"} & set(sensor.dropped)  # it may pass
+
+
+def test_pcie_traffic_comes_from_counters_and_a_counter_that_wrapped_says_nothing():
+    nvml, clock = RecordedNvml(), Clock()
+    sensor = watched(nvml, clock_ns=clock)
+    rates = []
+    for _ in range(6):
+        rates.append({name: value for name, value in sensor.sample()[0].values.items() if name.startswith("pcie")})
+        nvml.advance()
+        clock.pass_ms(100)
+    still = {"pcie_tx_mib_s": 0, "pcie_rx_mib_s": 0}
+    assert rates == [
+        {},
+        still,
+        {"pcie_tx_mib_s": pytest.approx(100), "pcie_rx_mib_s": pytest.approx(1000)},
+        still,
+        still,
+        {"pcie_tx_mib_s": 0},
+    ]
+
+
+def test_two_readings_that_are_too_close_give_no_rate():
+    nvml, clock = RecordedNvml(), Clock()
+    sensor = watched(nvml, clock_ns=clock)
+    sensor.sample()
+    clock.pass_ms(10)
+    assert "pcie_tx_mib_s" not in sensor.sample()[0].values
+    clock.pass_ms(40)
+    assert "pcie_tx_mib_s" in sensor.sample()[0].values
 
 
 def test_close_gives_back_what_the_constructor_took():
@@ -153,19 +323,64 @@ def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
     assert sensor.sample() == [] and nvml.taken == 1  # too close: the older sample stays
     clock.pass_ms(1)
     (sample,) = sensor.sample()
-    assert sample.t_ns == clock.now_ns
+    assert (sample.t_ns, sample.since_ns) == (clock.now_ns, clock.now_ns - 100_000_000)
     assert sample.values == {
         "gract": 0.96,
         "smact": 0.8125,
         "smocc": 0.4,
+        "int_active": 0.0625,
         "tensor_active": 0.2,
+        "tensor_dfma_active": 0.0,
+        "tensor_hmma_active": 0.18,
+        "tensor_imma_active": 0.005,
         "drama": 0.44,
         "fp64_active": 0.0,
         "fp32_active": 1.0,
         "fp16_active": 0.03,
         "pcie_tx_mib_s": 12.5,
         "pcie_rx_mib_s": 800.0,
+        "nvlink_rx_mib_s": 1024.0,
+        "nvlink_tx_mib_s": 2048.0,
     }
+
+
+def test_gpm_sample_that_failed_is_unavailable_and_the_next_reading_spans_it():
+    nvml, clock = FakeGpmNvml(), Clock()
+    sensor = GpmSensor(nvml, clock_ns=clock)
+    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.sample()
+    start_ns = clock.now_ns
+    clock.pass_ms(100)
+    nvml.failing = 999
+    (failed,) = sensor.sample()
+    assert (failed.values, failed.quality, failed.reasons) == ({}, "unavailable", ("nvml_error",))
+    clock.pass_ms(100)
+    nvml.failing = None
+    (sample,) = sensor.sample()
+    assert (sample.since_ns, sample.quality) == (start_ns, "measured")
+
+
+@pytest.mark.parametrize(("code", "times"), [(15, 1), (999, 10)])
+def test_gpm_that_is_gone_or_never_comes_back_ends_the_sensor(code, times):
+    nvml, clock = FakeGpmNvml(), Clock()
+    sensor = GpmSensor(nvml, clock_ns=clock)
+    sensor.watch(Target(A100_UUID, os.getpid()))
+    nvml.failing = code
+    for _ in range(times - 1):
+        assert sensor.sample()[0].quality == "unavailable"
+        clock.pass_ms(100)
+    with pytest.raises(SensorUnavailable, match="GPM"):
+        sensor.sample()
+
+
+def test_gpm_of_a_mig_slice_samples_its_gpu_instance():
+    nvml, clock = FakeGpmNvml(path=MIG_SESSION), Clock()
+    sensor = GpmSensor(nvml, clock_ns=clock)
+    sensor.watch(Target(SMALL_SLICE_UUID, os.getpid()))
+    sensor.sample()
+    clock.pass_ms(100)
+    (sample,) = sensor.sample()
+    assert nvml.instances == [9, 9] and sample.values["smact"] == 0.8125
 
 
 @pytest.mark.parametrize("nonsense", [float("nan"), -1.0, 250.0, float("inf")])
@@ -197,6 +412,20 @@ def test_gpm_buffers_are_freed_and_reused_from_trial_to_trial():
     assert nvml.allocated == 2
     sensor.close()
     assert nvml.allocated == 0 and nvml.initialised == 0
+
+
+def test_profiling_of_a_slice_that_shares_its_gpu_instance_is_refused_and_its_memory_is_not():
+    nvml = FakeGpmNvml(path=MIG_SESSION)
+    nvml.slices[0][0]["nvmlDeviceGetAttributes"]["computeInstanceSliceCount"] = 1
+    with pytest.raises(SensorUnavailable, match="shares with other compute instances"):
+        GpmSensor(nvml).watch(Target(SLICE_UUID, os.getpid()))
+    assert "memory_used_mib" in watched(nvml, SLICE_UUID).sample()[0].values
+
+
+def test_the_part_of_nvml_that_is_used_is_there():
+    used = {name for name in (*vars(Nvml), *Nvml.__annotations__) if name.lower().startswith("nvml")}
+    assert len(used) > 30 and all(hasattr(pynvml, name) for name in used)
+    assert all(hasattr(RecordedNvml(), name) for name in used)
 
 
 @pytest.mark.parametrize("sensor", [NvmlSensor, GpmSensor])

@@ -1,9 +1,10 @@
-"""The sampler's threads and reports, the factory, the window means and the table."""
+"""The sampler's threads and reports, the factory and the table."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 from dcgm_server import DcgmServer
@@ -20,7 +21,6 @@ from workers.telemetry.sampler import (
     TelemetrySampler,
     TelemetrySettings,
     make_sensors,
-    time_weighted_mean,
     to_table,
 )
 
@@ -132,6 +132,76 @@ def test_slow_sensor_does_not_hold_up_the_others():
     sampler.stop()
 
 
+class Lagging(Scripted):
+    """An exporter: what it gives at its nth call is of `times_ms[n]` and averages `interval_ms`."""
+
+    lag_s, slow = 0.3, True
+
+    def __init__(self, times_ms, interval_ms, nth=1):
+        self._base_ns = time.monotonic_ns()
+        super().__init__("dcgm", self._of, nth)
+        self._times_ms, self._interval_ns = list(times_ms), int(interval_ms * 1e6)
+
+    def _of(self, call):
+        if call > len(self._times_ms):
+            return []
+        t_ns = self._base_ns + int(self._times_ms[call - 1] * 1e6)
+        return [Sample(t_ns, {"smact": 0.5}, since_ns=t_ns - self._interval_ns)]
+
+
+def stopped_at(sensor, until_ms):
+    sampler = TelemetrySampler([sensor], period_s=0.001)
+    sampler.start(TARGET)
+    assert sensor.sampled.wait(10)
+    until_ns = None if until_ms is None else sensor._base_ns + int(until_ms * 1e6)
+    return [(sample.t_ns - sensor._base_ns) / 1e6 for _, sample in sampler.stop(until_ns)]
+
+
+def test_a_source_that_lags_is_read_on_until_it_has_spoken_of_the_windows_end():
+    sensor = Lagging([-400, -300, -200, -100, 0, 100, 200], 100)
+    sensor.period_s = 0.002
+    assert stopped_at(sensor, until_ms=-50)[:5] == [-400, -300, -200, -100, 0]
+
+
+def test_a_lagging_source_reads_on_while_the_trial_may_end():
+    sensor, quick = Lagging([-400, -300, -200, -100, 0, 100], 100), Scripted("nvml", reading, nth=1)
+    sensor.period_s, quick.period_s = 0.002, 3600.0
+    sampler = TelemetrySampler([sensor, quick], period_s=0.001)
+    sampler.start(TARGET)
+    assert sensor.sampled.wait(10) and quick.sampled.wait(10)
+    sampler.wind_up(sensor._base_ns - 50_000_000)
+    assert quick.calls == 2 and quick.closed == 0, "read a last time, at once"
+    samples = sampler.stop()
+    assert max(sample.t_ns for name, sample in samples if name == "dcgm") >= sensor._base_ns - 50_000_000
+    assert quick.calls == 2 and quick.closed == 1
+
+
+def test_a_source_that_could_not_speak_of_the_windows_end_within_a_second_is_not_waited_for():
+    sensor = Lagging([-10_000], 30_000)
+    sensor.period_s = 3600.0
+    assert stopped_at(sensor, until_ms=0) == [-10_000]
+    assert sensor.calls == 1
+
+
+def test_without_a_window_no_source_is_waited_for():
+    sensor = Lagging([0], 100)
+    sensor.period_s = 3600.0
+    assert stopped_at(sensor, until_ms=None) == [0]
+    assert sensor.calls == 1
+
+
+def test_new_samples_are_given_once_and_stop_gives_them_all():
+    sensor = Scripted("nvml", reading)
+    sampler = TelemetrySampler([sensor], period_s=0.001)
+    sampler.start(TARGET)
+    assert sensor.sampled.wait(10)
+    first = sampler.new_samples()
+    second = sampler.new_samples()
+    assert [sample.t_ns for _, sample in first + second] == list(range(1, 1 + len(first) + len(second)))
+    assert first and sampler.stop()[: len(first)] == first
+    assert sampler.new_samples() == []
+
+
 def test_metric_that_a_device_lacks_is_reported_by_name():
     nvml = RecordedNvml()
     nvml.answers[0]["nvmlDeviceGetTotalEnergyConsumption"] = {"error": 3}
@@ -201,47 +271,9 @@ def test_table_of_sensors_names_classes_that_exist(source):
     assert sensor.name == source and sensor.create
 
 
-def samples_of(*pairs):
-    return [Sample(t_ns, {"smact": value}) for t_ns, value in pairs]
-
-
-def test_mean_weights_each_value_with_the_time_that_it_ends():
-    assert time_weighted_mean(samples_of((10, 1.0), (100, 0.0)), "smact", 0, 100) == pytest.approx(0.1)
-
-
-def test_mean_counts_zeros_and_ignores_the_order_and_other_metrics():
-    samples = [*samples_of((100, 0.0), (50, 1.0)), Sample(10, {"smocc": 0.7})]
-    assert time_weighted_mean(samples, "smact", 0, 100) == pytest.approx(0.5)
-
-
-def test_an_idle_second_before_the_window_is_not_charged_to_it():
-    """A 1 Hz exporter, idle until 10.0 s, busy in the window from 10.2 to 11.4 s."""
-    samples = samples_of((9000, 0.0), (10_000, 0.0), (11_000, 1.0), (12_000, 1.0), (13_000, 0.0))
-    assert time_weighted_mean(samples, "smact", 10_200, 11_400) == pytest.approx(1.0)
-
-
-def test_the_first_sample_after_the_window_stands_for_its_rest_and_later_ones_for_nothing():
-    samples = samples_of((20, 0.3), (60, 1.0), (110, 0.0), (120, 0.9))
-    assert time_weighted_mean(samples, "smact", 20, 100) == pytest.approx(0.5)
-
-
-def test_the_first_value_stands_for_the_time_since_the_windows_start():
-    assert time_weighted_mean(samples_of((50, 0.4)), "smact", 0, 100) == pytest.approx(0.4)
-
-
-@pytest.mark.parametrize("samples", [[], samples_of((5, 0.3)), samples_of((101, 0.3))])
-def test_window_without_a_sample_has_no_mean(samples):
-    assert time_weighted_mean(samples, "smact", 10, 100) is None
-
-
-def test_sample_on_the_windows_last_instant_is_its_mean():
-    assert time_weighted_mean(samples_of((100, 0.3)), "smact", 10, 100) == 0.3
-    assert time_weighted_mean(samples_of((10, 0.3)), "smact", 10, 10) == 0.3
-
-
 def test_table_has_phases_units_and_nulls():
     samples = [
-        ("process", Sample(3_000_000, {"rss_mib": 100.0})),
+        ("process", Sample(3_000_000, {"rss_mib": 100.0}, "suspect", ("sampler_gap", "clock_jump"))),
         ("nvml", Sample(1_000_000, {"power_w": 50.0, "throttle_reasons": 4})),
         ("nvml", Sample(2_000_000, {"power_w": 0.0})),
         ("nvml", Sample(5_000_000, {"power_w": 60.0})),
@@ -252,6 +284,8 @@ def test_table_has_phases_units_and_nulls():
     assert [row["t_ms"] for row in rows] == [0.5, 1.5, 2.5, 4.5]
     assert [row["phase"] for row in rows] == [None, "warmup", "window", None]
     assert [row["power_w"] for row in rows] == [50.0, 0.0, None, 60.0]
+    assert [row["quality"] for row in rows] == ["measured", "measured", "suspect", "measured"]
+    assert [row["reasons"] for row in rows] == [None, None, "sampler_gap,clock_jump", None]
     assert rows[0]["throttle_reasons"] == 4
     assert rows[0]["run_id"] == "a'; echo foo"
     assert all(rows[0][metric] is None for metric in METRICS if metric not in ("power_w", "throttle_reasons"))

@@ -5,6 +5,7 @@ Start reading at `base.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 from conf.errors import UsageError
@@ -37,15 +38,16 @@ def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:
             raise UsageError(
                 f"device={choice.backend}: {reason}; device=auto takes simulated GPUs where there is none"
             ) from reason
-    cuda = DeviceChoice(backend="cuda")
+    cuda = DeviceChoice(backend="cuda", memory_fraction=choice.memory_fraction)
     try:
         make_device(cuda).slots()
         return cuda, f"device: {_describe(cuda)}"
     except DeviceUnavailable as reason:
-        simulated = DeviceChoice(backend="simulated", count=choice.count, spec=choice.spec)
+        simulated = dataclasses.replace(choice, backend="simulated")
         return simulated, f"device: {_describe(simulated)}, because there is no usable GPU here ({reason})"
 
 
 def _describe(choice: DeviceChoice) -> str:
     slots = make_device(choice).slots()
-    return f"{len(slots)} x {slots[0].device_name} ({choice.backend})"
+    share = "" if choice.memory_fraction is None else f", {choice.memory_fraction:g} of its memory"
+    return f"{len(slots)} x {slots[0].device_name} ({choice.backend}{share})"

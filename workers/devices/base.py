@@ -6,7 +6,7 @@ Start reading at `Device`. Torch-free; a backend imports torch only inside `meas
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -18,7 +18,23 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "cuda", "cpu", "simulated")
 
-Report = Callable[..., None]
+
+class Link(Protocol):
+    """A trial's end of its line to the worker; `workers.trial.TrialLink` is the real one."""
+
+    ahead: bool  # the trial is made ready while another one runs, so it must not touch the device before the go
+
+    def report(self, event: str, **values: Any) -> None:
+        """Tell the worker of an event (see `workers.trial`)."""
+        ...
+
+    def told(self, word: str) -> bool:
+        """Whether the worker has said this word yet; never waits."""
+        ...
+
+    def wait_for_go(self) -> bool:
+        """Wait until it is this trial's turn. False, at once, for a trial that was not made ready ahead."""
+        ...
 
 
 class DeviceUnavailable(RuntimeError):
@@ -30,22 +46,36 @@ class DeviceChoice:
     """The `device` key of a command: which backend, how many workers, and the device description to model.
 
     `spec` holds the fields of `featurize.device_spec.DeviceSpec`; only `simulated` needs it (`auto` may).
-    `memory_limit_mib` is for `cpu`: the host memory that one trial may take.
+    `memory_limit_mib` is for `cpu`: the host memory that one trial may take. `memory_fraction` is for GPUs: a trial's
+    caching allocator may take this share of the card's memory, so that the card plays a smaller one; 1 becomes None.
     """
 
     backend: str
     count: int | None = None
     spec: Mapping[str, Any] | None = None
     memory_limit_mib: float | None = None
+    memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise unknown_name("device", self.backend, BACKENDS)
         if self.count is not None and (not isinstance(self.count, int) or self.count < 1):
             raise UsageError(f"device.count must be an integer >= 1, got {self.count!r}")
+        fraction = self.memory_fraction
+        if fraction is None:
+            return
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+            raise UsageError(f"device.memory_fraction must be a number > 0 and <= 1, got {fraction!r}")
+        if self.backend == "cpu":
+            raise UsageError("device.memory_fraction is for GPUs; device=cpu has device.memory_limit_mib")
+        object.__setattr__(self, "memory_fraction", None if fraction == 1 else float(fraction))
 
     def to_mapping(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """The fields; without `memory_fraction` where there is none, so that jobs from before it keep their ids."""
+        values = dataclasses.asdict(self)
+        if self.memory_fraction is None:
+            del values["memory_fraction"]
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +87,9 @@ class Slot:
     device_uuid: str | None
     device_memory_mib: float | None
     driver_version: str | None = None
+    memory_fraction: float | None = None  # share of its memory that trials are allowed; None: all of it
+    mig_profile: str | None = None  # of a MIG slice, such as 1g.5gb
+    mps: bool | None = None  # whether CUDA's multi-process service runs on it
 
 
 @runtime_checkable
@@ -66,6 +99,7 @@ class Device(Protocol):
     backend: str
     source: str  # warehouse.schema.SOURCES: what its rows say of themselves
     sampled: bool  # whether the worker samples telemetry while the trial runs; otherwise the trial reports its own
+    prepares: bool  # whether the next trial's process can be made ready on the host without touching what is measured
 
     def slots(self) -> tuple[Slot, ...]:
         """The places this machine has. Raises `DeviceUnavailable` with the reason when there is none."""
@@ -75,6 +109,6 @@ class Device(Protocol):
         """Environment variables for the trial server of this slot: what pins it to its device."""
         ...
 
-    def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, report: Report) -> None:
-        """Build, warm up and measure one trial; call `report` for each event (see `workers.trial`)."""
+    def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:
+        """Build, warm up and measure one trial; `link.report` each event (see `workers.trial`)."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from workers.devices.base import DeviceChoice, Report, Slot
+from workers.devices.base import DeviceChoice, Link, Slot
 
 
 class CpuDevice:
@@ -17,6 +17,7 @@ class CpuDevice:
     backend = "cpu"
     source = "measured"
     sampled = True
+    prepares = False  # the cores are what is measured
 
     def __init__(self, choice: DeviceChoice):
         self.choice = choice
@@ -31,7 +32,7 @@ class CpuDevice:
     def environment(self, slot: Slot) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
-    def measure(self, config, slot: Slot, settings, seed: int, report: Report) -> None:
+    def measure(self, config, slot: Slot, settings, seed: int, link: Link) -> None:
         import torch
 
         from workers.devices.training import measure_training
@@ -39,7 +40,7 @@ class CpuDevice:
 
         torch.set_num_threads(thread_budget(self.count))
         limit_memory(slot.device_memory_mib)
-        measure_training(config, CpuMeter(), settings, seed, report)
+        measure_training(config, CpuMeter, settings, seed, link)
 
     def _limit_mib(self) -> float:
         if self.choice.memory_limit_mib is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.devices.base import DeviceChoice, DeviceUnavailable, Report, Slot
+from workers.devices.base import DeviceChoice, DeviceUnavailable, Link, Slot
 
 
 class CudaDevice:
@@ -11,6 +11,7 @@ class CudaDevice:
     backend = "cuda"
     source = "measured"
     sampled = True
+    prepares = True
 
     def __init__(self, choice: DeviceChoice):
         self.choice = choice
@@ -33,6 +34,9 @@ class CudaDevice:
                 device_uuid=gpu.uuid,
                 device_memory_mib=gpu.memory_mib,
                 driver_version=found.driver_version,
+                memory_fraction=self.choice.memory_fraction,
+                mig_profile=gpu.mig_profile,
+                mps=gpu.mps,
             )
             for index, gpu in enumerate(usable)
         )
@@ -41,17 +45,26 @@ class CudaDevice:
         """By UUID: indices differ between NVML (PCI bus order) and CUDA (fastest first)."""
         return {"CUDA_VISIBLE_DEVICES": slot.device_uuid or "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def measure(self, config, slot: Slot, settings, seed: int, report: Report) -> None:
+    def measure(self, config, slot: Slot, settings, seed: int, link: Link) -> None:
         import torch
 
         from workers.devices.training import measure_training
 
-        device = torch.device("cuda", 0)
-        torch.cuda.init()
-        cudnn = torch.backends.cudnn.version()
-        report("environment", cudnn_version=None if cudnn is None else str(cudnn))
-        torch.cuda.reset_peak_memory_stats()
-        measure_training(config, CudaMeter(device), settings, seed, report)
+        def open_meter() -> CudaMeter:
+            torch.cuda.init()
+            if slot.memory_fraction is not None:
+                # Of the whole card, for the caching allocator alone: context and libraries lie outside it.
+                torch.cuda.set_per_process_memory_fraction(slot.memory_fraction, 0)
+            cudnn = torch.backends.cudnn.version()
+            link.report("environment", cudnn_version=None if cudnn is None else str(cudnn))
+            torch.cuda.reset_peak_memory_stats()
+            torch.set_num_threads(threads)
+            return CudaMeter(torch.device("cuda", 0))
+
+        threads = torch.get_num_threads()
+        if link.ahead:  # one core at most: another trial is being measured
+            torch.set_num_threads(1)
+        measure_training(config, open_meter, settings, seed, link)
 
 
 class CudaMeter:
@@ -68,10 +81,11 @@ class CudaMeter:
 
     def memory(self) -> dict[str, float]:
         """allocated_mib, reserved_mib now, and their peaks since the process started."""
-        stats = self._cuda.memory_stats(self.device)
+        stats = self._cuda.memory_stats_as_nested_dict(self.device)  # `memory_stats` would flatten and sort all of it
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return {
-            "allocated_mib": stats["allocated_bytes.all.current"] / 2**20,
-            "reserved_mib": stats["reserved_bytes.all.current"] / 2**20,
-            "peak_allocated_mib": stats["allocated_bytes.all.peak"] / 2**20,
-            "peak_reserved_mib": stats["reserved_bytes.all.peak"] / 2**20,
+            "allocated_mib": allocated["current"] / 2**20,
+            "reserved_mib": reserved["current"] / 2**20,
+            "peak_allocated_mib": allocated["peak"] / 2**20,
+            "peak_reserved_mib": reserved["peak"] / 2**20,
         }

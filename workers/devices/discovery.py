@@ -1,6 +1,6 @@
 """Which GPUs this machine has, and which of them may be workers; through NVML, without torch and without a context.
 
-Start reading at `discover_gpus`.
+Start reading at `discover_gpus`; `cuda_visible_devices` is how the user's choice is read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,17 @@ from workers.telemetry.nvml import Nvml, as_text, initialise, open_nvml
 
 _BYTES_PER_MIB = 1024**2
 _MUCH_SMALLER = 0.25  # of the main model's memory: a display adapter next to compute GPUs, not another compute GPU
+_MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service unless CUDA_MPS_PIPE_DIRECTORY says
+_PROFILE = re.compile(r"\bMIG\s+(\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU as NVML numbers it (PCI bus order). `excluded_reason` is None for one that may be a worker."""
+    """One GPU as NVML numbers it (PCI bus order), or a MIG slice of it. `excluded_reason`: None for a possible worker.
+
+    A slice has its GPU's `index`, its own `uuid` (`MIG-...`), memory and `mig_profile` (`1g.5gb`; None: a whole GPU).
+    `mig` says whether the GPU is in MIG mode, `mps` whether CUDA programs reach it through a multi-process service.
+    """
 
     index: int
     uuid: str
@@ -32,6 +38,9 @@ class GpuInfo:
     display_active: bool | None
     mig: bool | None
     compute_capability: tuple[int, int] | None
+    mig_profile: str | None = None
+    old_uuid: str | None = None  # a slice's name in drivers before R470, which CUDA_VISIBLE_DEVICES still takes
+    mps: bool = False
     excluded_reason: str | None = None
 
 
@@ -48,11 +57,21 @@ class Discovery:
         return tuple(gpu for gpu in self.gpus if gpu.excluded_reason is None)
 
 
-def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
-    """Every GPU of this machine, each with the reason if it must not be a worker. Never raises for missing hardware.
+@dataclass(frozen=True)
+class _Facts:
+    """What decides about a GPU besides `GpuInfo`."""
 
-    Excluded: a GPU that drives a display, a much smaller model than the machine's main one (a DGX Station's display GPU
-    sits between the A100s in every numbering), one split by MIG, and what CUDA_VISIBLE_DEVICES leaves out.
+    display_mode: bool
+    prohibited: bool  # its compute mode lets nobody compute
+
+
+def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
+    """Every GPU of this machine and its MIG slices, each with the reason if it must not be a worker.
+
+    Never raises for missing hardware. Excluded: a GPU that drives a display (unless CUDA_VISIBLE_DEVICES names its
+    whole UUID), a much smaller model than the machine's main one (a DGX Station's display GPU sits between the A100s in
+    every numbering), one in MIG mode (its slices that CUDA_VISIBLE_DEVICES names are workers instead), one whose
+    compute mode is `prohibited`, and what CUDA_VISIBLE_DEVICES leaves out.
     """
     environment = os.environ if environment is None else environment
     try:
@@ -64,21 +83,26 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
         return Discovery(reason=str(reason))
     try:
         driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
-        found, displays = [], {}
+        service = _mps_service(environment)
+        found: list[GpuInfo] = []
+        facts: dict[int, _Facts] = {}
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                gpu = _describe(nvml, index, handle)
+                gpu = _describe(nvml, index, handle, service)
             except nvml.NVMLError as error:  # a lost GPU must not hide the others
                 found.append(_unreadable(index, error))
                 continue
-            found.append(gpu)
-            displays[index] = bool(_ask(nvml, nvml.nvmlDeviceGetDisplayMode, handle))
+            found += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
+            facts[index] = _Facts(
+                display_mode=bool(_ask(nvml, nvml.nvmlDeviceGetDisplayMode, handle)),
+                prohibited=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED,
+            )
     except nvml.NVMLError as error:
         return Discovery(reason=f"NVML: {error}")
     finally:
         _ask(nvml, nvml.nvmlShutdown)
-    gpus = _exclude(found, displays, environment)
+    gpus = _exclude(found, facts, environment)
     return Discovery(
         gpus=gpus,
         driver_version=None if driver is None else as_text(driver),
@@ -114,7 +138,7 @@ def _ask(nvml: Nvml, query: Any, *arguments: Any) -> Any:
         return None
 
 
-def _describe(nvml: Nvml, index: int, handle: Any) -> GpuInfo:
+def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo:
     memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     display = _ask(nvml, nvml.nvmlDeviceGetDisplayActive, handle)
     mig = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)
@@ -127,7 +151,71 @@ def _describe(nvml: Nvml, index: int, handle: Any) -> GpuInfo:
         display_active=None if display is None else bool(display),
         mig=None if mig is None else bool(mig[0]),
         compute_capability=None if capability is None else tuple(capability),
+        mps=mps_service or _mps_server(nvml, handle),
     )
+
+
+def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
+    """The MIG devices of a GPU in MIG mode; of one that NVML does not describe, what it does say."""
+    found = []
+    for place in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        device = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
+        uuid = None if device is None else _ask(nvml, nvml.nvmlDeviceGetUUID, device)
+        if uuid is None:  # places without a slice are "not found"
+            continue
+        memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, device)
+        attributes = _ask(nvml, nvml.nvmlDeviceGetAttributes, device)
+        name = _ask(nvml, nvml.nvmlDeviceGetName, device)
+        profile = _profile(as_text(name) if name is not None else "", attributes)
+        ids = [
+            _ask(nvml, ask, device) for ask in (nvml.nvmlDeviceGetGpuInstanceId, nvml.nvmlDeviceGetComputeInstanceId)
+        ]
+        found.append(
+            replace(
+                gpu,
+                uuid=as_text(uuid),
+                name=gpu.name if profile is None else f"{gpu.name} MIG {profile}",
+                memory_mib=None if memory is None else memory.total / _BYTES_PER_MIB,
+                mig_profile=profile,
+                old_uuid=None if None in ids else f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}",
+                mps=gpu.mps or _mps_server(nvml, device),
+            )
+        )
+    return found
+
+
+def _profile(name: str, attributes: Any) -> str | None:
+    """`1g.5gb`, as NVML ends a slice's name with it, or from its share of the GPU's slices and its memory."""
+    if found := _PROFILE.search(name):
+        return found[1]
+    if attributes is None:
+        return None
+    whole, part = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
+    gigabytes = round(attributes.memorySizeMB / 1024)
+    return f"{whole}g.{gigabytes}gb" if part in (0, whole) else f"{part}c.{whole}g.{gigabytes}gb"
+
+
+def _mps_service(environment: Mapping[str, str]) -> bool:
+    """Whether a multi-process service listens where CUDA programs started with `environment` look for one."""
+    pipes = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_PIPES)
+    try:
+        pid = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
+    except (OSError, ValueError):  # the pipes outlive a service that was killed, its pid says whether it lives
+        return False
+    return Path(f"/proc/{pid}").exists()
+
+
+def _mps_server(nvml: Nvml, handle: Any) -> bool:
+    """Whether a multi-process server holds this GPU, whoever's."""
+    import psutil
+
+    for process in _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+        try:
+            if psutil.Process(process.pid).name().startswith("nvidia-cuda-mps"):
+                return True
+        except (psutil.Error, ValueError):
+            continue
+    return False
 
 
 def _unreadable(index: int, error: Exception) -> GpuInfo:
@@ -143,22 +231,24 @@ def _unreadable(index: int, error: Exception) -> GpuInfo:
     )
 
 
-def _exclude(gpus: list[GpuInfo], displays: Mapping[int, bool], environment: Mapping[str, str]) -> tuple[GpuInfo, ...]:
+def _exclude(
+    gpus: Sequence[GpuInfo], facts: Mapping[int, _Facts], environment: Mapping[str, str]
+) -> tuple[GpuInfo, ...]:
     main = _main_model(gpus)
-    visible = _visible(gpus, environment)
+    visible = cuda_visible_devices(gpus, environment)
     return tuple(
         gpu
         if gpu.excluded_reason
-        else replace(gpu, excluded_reason=_reason(gpu, main, displays.get(gpu.index, False), visible))
+        else replace(gpu, excluded_reason=_reason(gpu, main, facts[gpu.index], visible, environment))
         for gpu in gpus
     )
 
 
-def _main_model(gpus: list[GpuInfo]) -> tuple[str, float] | None:
+def _main_model(gpus: Sequence[GpuInfo]) -> tuple[str, float] | None:
     """(name, memory of one in MiB) of the model that has most memory in all."""
     by_name: dict[str, list[GpuInfo]] = defaultdict(list)
     for gpu in gpus:
-        if gpu.memory_mib is not None:
+        if gpu.memory_mib is not None and not _is_slice(gpu):
             by_name[gpu.name].append(gpu)
     if not by_name:
         return None
@@ -166,49 +256,66 @@ def _main_model(gpus: list[GpuInfo]) -> tuple[str, float] | None:
     return group[0].name, max(gpu.memory_mib for gpu in group)
 
 
-def _reason(gpu: GpuInfo, main: tuple[str, float] | None, display: bool, visible: set[int] | None) -> str | None:
-    if gpu.display_active:
-        return "drives a display"
+def _is_slice(gpu: GpuInfo) -> bool:
+    return gpu.uuid.startswith("MIG-")
+
+
+def _reason(
+    gpu: GpuInfo,
+    main: tuple[str, float] | None,
+    facts: _Facts,
+    visible: set[str] | None,
+    environment: Mapping[str, str],
+) -> str | None:
+    if _is_slice(gpu):
+        if visible is not None and gpu.uuid in visible:
+            return None
+        return f"a MIG slice that CUDA_VISIBLE_DEVICES does not name; CUDA_VISIBLE_DEVICES={gpu.uuid} makes it a worker"
     if main is not None and gpu.name != main[0]:
         # display mode alone says little: many compute GPUs report it as enabled
         if gpu.memory_mib is not None and gpu.memory_mib < _MUCH_SMALLER * main[1]:
             return f"a display adapter next to {main[0]}: {gpu.memory_mib:.0f} MiB against {main[1]:.0f}"
-        if display and "display" in gpu.name.lower():
+        if facts.display_mode and "display" in gpu.name.lower():
             return f"a display adapter next to {main[0]}"
+    if gpu.display_active and gpu.uuid not in _entries(environment):
+        return f"drives a display; to use it all the same, name it: CUDA_VISIBLE_DEVICES={gpu.uuid}"
     if gpu.mig:
-        return f"in MIG mode, whose slices are no workers; turn it off with nvidia-smi -i {gpu.index} -mig 0"
-    if visible is not None and gpu.index not in visible:
+        return (
+            f"in MIG mode: name slices in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them), or turn it off with "
+            f"nvidia-smi -i {gpu.index} -mig 0"
+        )
+    if facts.prohibited:
+        return f"its compute mode is prohibited; nvidia-smi -i {gpu.index} -c DEFAULT allows computing"
+    if visible is not None and gpu.uuid not in visible:
         return "left out by CUDA_VISIBLE_DEVICES"
     return None
 
 
-def _visible(gpus: list[GpuInfo], environment: Mapping[str, str]) -> set[int] | None:
-    """NVML indices that CUDA_VISIBLE_DEVICES lets through; None where it is not set.
+def _entries(environment: Mapping[str, str]) -> list[str]:
+    return [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
 
-    As CUDA reads it: entries are indices or (beginnings of) UUIDs, and the first one that names nothing ends the list.
-    CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, while NVML counts by PCI bus; which is fastest is
-    judged by compute capability and memory, which tells a display adapter from compute GPUs.
+
+def cuda_visible_devices(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> set[str] | None:
+    """UUIDs of what CUDA_VISIBLE_DEVICES lets through; None where it is not set.
+
+    As CUDA reads it: entries are indices or (beginnings of) UUIDs, of GPUs or MIG slices, and the first one that names
+    nothing ends the list. CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, while NVML counts by PCI
+    bus; which is fastest is judged by compute capability and memory, which tells a display adapter from compute GPUs.
     """
-    text = environment.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
+    if "CUDA_VISIBLE_DEVICES" not in environment:
         return None
-    order = [gpu.index for gpu in gpus]
+    whole = [gpu for gpu in gpus if not _is_slice(gpu)]
     if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        order = [
-            gpu.index
-            for gpu in sorted(
-                gpus, key=lambda gpu: (gpu.compute_capability or (0, 0), gpu.memory_mib or 0), reverse=True
-            )
-        ]
-    visible: set[int] = set()
-    for entry in (part.strip() for part in text.split(",")):
+        whole.sort(key=lambda gpu: (gpu.compute_capability or (0, 0), gpu.memory_mib or 0), reverse=True)
+    visible: set[str] = set()
+    for entry in _entries(environment):
         if entry.isdigit():
-            named = order[int(entry) : int(entry) + 1]
+            named = whole[int(entry) : int(entry) + 1]
         else:
-            named = [gpu.index for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+            named = [gpu for gpu in gpus if entry and (gpu.uuid.startswith(entry) or gpu.old_uuid == entry)]
         if len(named) != 1:
             break
-        visible.update(named)
+        visible.add(named[0].uuid)
     return visible
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from workers.devices.base import DeviceChoice, Report, Slot
+from workers.devices.base import DeviceChoice, Link, Slot
 
 DEFAULT_MODEL = "A100-SXM4-40GB"
 _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
@@ -19,11 +19,13 @@ class SimulatedDevice:
     backend = "simulated"
     source = "simulated"
     sampled = False
+    prepares = False  # tracing the step is the whole work, and every core has a trial already
 
     def __init__(self, choice: DeviceChoice):
         from featurize.device_spec import device_from_mapping, load_device
 
         self.spec = device_from_mapping(dict(choice.spec)) if choice.spec else load_device(DEFAULT_MODEL)
+        self.choice = choice
         self.count = choice.count or 4
 
     def slots(self) -> tuple[Slot, ...]:
@@ -33,6 +35,7 @@ class SimulatedDevice:
                 device_name=self.spec.name,
                 device_uuid=f"SIM-{self.spec.name}-{index}",
                 device_memory_mib=self.spec.memory_mib,
+                memory_fraction=self.choice.memory_fraction,
             )
             for index in range(self.count)
         )
@@ -40,7 +43,7 @@ class SimulatedDevice:
     def environment(self, slot: Slot) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
-    def measure(self, config, slot: Slot, settings, seed: int, report: Report) -> None:
+    def measure(self, config, slot: Slot, settings, seed: int, link: Link) -> None:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
@@ -50,12 +53,13 @@ class SimulatedDevice:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
-        step = simulate(trace, self.spec, config)
-        report("built", parameters=step.parameters)
+        step = simulate(trace, self.spec, config, memory=_limited(trace, self.spec, config, slot.memory_fraction))
+        link.wait_for_go()
+        link.report("built", parameters=step.parameters)
         if not step.fits:
             raise SimulatedOutOfMemoryError(
                 f"{self.spec.name} (simulated): the step needs {step.peak_memory_mib:.0f} MiB, "
-                f"the device has {self.spec.memory_mib:.0f} MiB"
+                f"the device has {self.spec.memory_mib:.0f} MiB{_share(slot)}"
             )
         window = settings.window
         step_s = step.step_time_ms / 1e3
@@ -66,10 +70,10 @@ class SimulatedDevice:
             steps = max(1, min(steps, math.floor(window.max_seconds / step_s)))
         window_s = steps * step_s
         ended = "fixed" if window.kind == "fixed" else "steady" if window_s >= window.min_seconds else "max_seconds"
-        report("warmup", t_ns=0)
-        report("window", t_ns=round(warmup_s * 1e9))
-        self._report_samples(step, warmup_s, window_s, report)
-        report(
+        link.report("warmup", t_ns=0)
+        link.report("window", t_ns=round(warmup_s * 1e9))
+        self._report_samples(step, warmup_s, window_s, link)
+        link.report(
             "result",
             window_end_ns=round((warmup_s + window_s) * 1e9),
             window_ended=ended,
@@ -83,7 +87,7 @@ class SimulatedDevice:
             },
         )
 
-    def _report_samples(self, step, warmup_s: float, window_s: float, report: Report) -> None:
+    def _report_samples(self, step, warmup_s: float, window_s: float, link: Link) -> None:
         """What a sampler would read every 100 ms of virtual time: the model knows means, so every sample is one."""
         steady = {
             "memory_used_mib": step.peak_memory_mib,
@@ -99,7 +103,22 @@ class SimulatedDevice:
         }
         for index in range(max(1, math.floor(window_s / _SAMPLE_PERIOD_S))):
             t_s = warmup_s + index * _SAMPLE_PERIOD_S
-            report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady)
+            link.report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady)
+
+
+def _limited(trace, spec, config, fraction: float | None):
+    """The replay in an allocator that may take `fraction` of the device, as on the real one; None: without a limit."""
+    if fraction is None:
+        return None
+    from featurize.allocator_settings import AllocatorSettings
+    from featurize.replay import replay
+
+    settings = AllocatorSettings(per_process_memory_fraction=fraction)
+    return replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings)
+
+
+def _share(slot: Slot) -> str:
+    return "" if slot.memory_fraction is None else f", of which it may take {slot.memory_fraction:g}"
 
 
 class SimulatedOutOfMemoryError(RuntimeError):

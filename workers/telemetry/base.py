@@ -17,10 +17,19 @@ class SensorUnavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading. `t_ns` is `time.monotonic_ns()` at the moment the values are of; no key means not measured."""
+    """One reading. `t_ns` is `time.monotonic_ns()` at the moment the values are of; no key means not measured.
+
+    Averages end at `t_ns`, which a source that lags has put back, and begin at `since_ns` (None: at the sample before).
+    `quality` is one of `warehouse.schema.SAMPLE_QUALITIES`: a sensor says `repeated` for what it had served before and
+    `unavailable`, without values, for a reading that failed; `workers.quality` finds what is suspect. `reasons` say
+    why.
+    """
 
     t_ns: int
     values: dict[str, float]
+    quality: str = "measured"
+    reasons: tuple[str, ...] = ()
+    since_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

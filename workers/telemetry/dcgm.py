@@ -1,108 +1,92 @@
 """The `dcgm` sensor: SM activity and other profiling figures of one GPU, scraped from NVIDIA's dcgm-exporter.
 
-Start reading at `DcgmSensor`; `parse_page` reads a page of the exporter, `_FIELDS` maps its fields to columns.
+Start reading at `DcgmSensor`; `dcgm_page` reads a page of the exporter. infra/dcgm-exporter/ says how to start one.
 """
 
 from __future__ import annotations
 
-import math
+import http.client
+import re
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import deque
 from collections.abc import Callable
-from http.client import HTTPException
 from typing import Any
 
 from conf.errors import UsageError
 from workers.telemetry.base import Sample, SensorUnavailable, Target
-from workers.telemetry.nvml import ratio
+from workers.telemetry.dcgm_page import FIELDS, PROFILING, WHOLE_GPU, PageReader
+from workers.telemetry.nvml import Nvml, as_text, find_gpu, initialise, open_nvml, refuse_shared
 
 DEFAULT_URL = "http://localhost:9400/metrics"
 EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
+LAG_S = 0.3  # how old DCGM's figures are when they are served, as NVIDIA's issue tracker and users measured it
 _TIMEOUT_S = 0.5
 _PAGE_LIMIT_BYTES = 16 * 1024**2
-_FAILURES_ALLOWED = 3  # in a row, before the exporter counts as gone
+_FAILURES_ALLOWED, _GONE_AFTER_S = 3, 3.0  # in a row, and for how long: then the exporter counts as gone
 _BUSY = 0.9
-
-# DCGM's "blank" numbers (dcgm_structs.h) mean not measured; some exporter versions print them.
-_INT32_BLANK = 0x7FFFFFF0
-_FLOAT_BLANK = 140737488355328.0
+# How drivers before R470 name a slice: its GPU, GPU instance and compute instance.
+_OLD_SLICE = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/(\d+)/\d+")
 
 
-def _share(value: float) -> float | None:
-    return ratio(value, full=1.0)
+class ScrapeFailed(SensorUnavailable):
+    """No page was had; `reason` is the word for it in `Sample.reasons`."""
 
-
-def _plain(value: float) -> float | None:
-    return value if 0 <= value < _INT32_BLANK else None
-
-
-def _joules(value: float) -> float | None:
-    return value / 1000 if 0 <= value < _FLOAT_BLANK else None
-
-
-# exporter's field -> (column, conversion; None when the number means nothing)
-_FIELDS: dict[str, tuple[str, Callable[[float], float | None]]] = {
-    "DCGM_FI_PROF_SM_ACTIVE": ("smact", _share),
-    "DCGM_FI_PROF_SM_OCCUPANCY": ("smocc", _share),
-    "DCGM_FI_PROF_DRAM_ACTIVE": ("drama", _share),
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": ("gract", _share),
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": ("tensor_active", _share),
-    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": ("fp16_active", _share),
-    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": ("fp32_active", _share),
-    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": ("fp64_active", _share),
-    "DCGM_FI_DEV_FB_USED": ("memory_used_mib", _plain),
-    "DCGM_FI_DEV_GPU_UTIL": ("gpu_util", ratio),
-    "DCGM_FI_DEV_MEM_COPY_UTIL": ("memory_util", ratio),
-    "DCGM_FI_DEV_POWER_USAGE": ("power_w", _plain),
-    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": ("energy_j", _joules),
-    "DCGM_FI_DEV_SM_CLOCK": ("sm_clock_mhz", _plain),
-    "DCGM_FI_DEV_MEM_CLOCK": ("memory_clock_mhz", _plain),
-    "DCGM_FI_DEV_GPU_TEMP": ("temperature_c", _plain),
-}
-_PROFILING = tuple(name for field, (name, _) in _FIELDS.items() if field.startswith("DCGM_FI_PROF_"))
+    def __init__(self, message: str, reason: str = "exporter_error") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class DcgmSensor:
-    """One GPU by UUID, from the exporter at `url`.
+    """One GPU or MIG slice by UUID, from the exporter at `url`.
 
-    The exporter serves values that it renews at its own interval (30 s by default, `-c 1000` makes it 1 s), so most
-    scrapes repeat what was read before. A scrape in which no field of our GPU changed gives no reading, until the
-    exporter's interval has passed since the last one: then the values truly stayed the same, and are reported as such.
-    The interval is learned from the changes seen (the shortest of the last few), and is `interval_s` before the first.
-    The page found by `watch` is of the time before the trial and is never reported. A reading's time is that of its
-    scrape: the values are up to one scrape and some 300 ms older, and profiling figures average the interval before.
+    The exporter serves values that it renews at its own interval (30 s by default, `-c 100` makes it 0.1 s), so scrapes
+    may repeat what was read before. A scrape in which no field of our GPU changed is a `repeated` sample with these
+    values, until the exporter's interval has passed since the last reading: then the values truly stayed the same, and
+    are a reading. The interval is learned from the changes seen, and is `interval_s` before.
 
-    DCGM's profiling sometimes stalls and gives zeros everywhere; a reading in which every profiling figure is exactly 0
-    while the GPU is at least 90 % busy is reported without them.
+    Time. What the exporter serves is of the past: DCGM computes profiling figures over the interval before and has them
+    some 0.3 s later. So a sample's time is that of its scrape less `lag_s`, and a reading averages the time since
+    `since_ns`, one interval earlier (None while the interval is not known). What such times put before `watch` is of
+    the time before the trial, and is not given.
+
+    A scrape that failed comes as `unavailable`, with the reason `exporter_timeout` or `exporter_error`. DCGM's
+    profiling sometimes stalls and gives zeros everywhere: a reading in which every activity is exactly 0 while the GPU
+    is at least 90 % busy is `suspect`, with the reason `profiling_zero`.
+
+    Of a MIG slice the exporter knows activity and memory; see `dropped` for what it has of the whole GPU only.
     """
 
     name = "dcgm"
-    metrics = tuple(name for name, _ in _FIELDS.values())
-    period_s = 0.2  # DCGM's figures are wrong below 0.1 s, and each look costs a scrape
+    metrics = tuple(name for name, _ in FIELDS.values())
+    period_s = 0.1  # DCGM's figures are wrong below it
     slow = True  # waits for the network: the sampler gives it a thread of its own
 
     def __init__(
         self,
         url: str = DEFAULT_URL,
         *,
+        lag_s: float = LAG_S,
         interval_s: float = EXPORTER_INTERVAL_S,
+        nvml: Nvml | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Raises `UsageError` for a URL that cannot be meant, `SensorUnavailable` where no exporter answers."""
+        """`nvml` looks up MIG slices; None: the real one.
+
+        Raises `UsageError` for a URL that cannot be meant, `SensorUnavailable` where no exporter answers.
+        """
         self._url = checked_url(url)
-        # no proxy: the exporter is on this machine or next to it
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.lag_s = lag_s
+        self._connection = _connection(self._url)
         self._default_interval_s = interval_s
+        self._nvml = nvml
         self._clock_ns = clock_ns
         self._closed = False
-        self._uuid: str | None = None
+        self._reader: PageReader | None = None
         self._fields: dict[str, float] = {}
-        self._changed_ns = self._reported_ns = 0
+        self._watched_ns = self._changed_ns = self._reported_ns = 0
         self._gaps_ns: deque[int] = deque(maxlen=8)
-        self._failures = 0
+        self._failures, self._failing_since_ns = 0, 0
         self.dropped: dict[str, str] = {}  # metric -> why it is not given
         self._scrape()
 
@@ -112,120 +96,175 @@ class DcgmSensor:
         if device_uuid is None:
             checked_url(settings.dcgm_url)
             raise SensorUnavailable("this worker has no GPU")
-        sensor = cls(settings.dcgm_url)
-        sensor._read(device_uuid)
+        sensor = cls(settings.dcgm_url, lag_s=getattr(settings, "dcgm_lag_s", LAG_S))
+        sensor._read(sensor._find(device_uuid))
         return sensor
+
+    @property
+    def interval_s(self) -> float | None:
+        """How often the exporter renews its values, in seconds; None before two changes were seen."""
+        return self._interval_ns() / 1e9 if self._gaps_ns else None
 
     def watch(self, target: Target) -> None:
         if self._closed:
             raise SensorUnavailable("the dcgm sensor was closed")
         if target.device_uuid is None:
             raise SensorUnavailable("this worker has no GPU")
-        self._fields = self._read(target.device_uuid)
-        self._uuid = target.device_uuid
-        self._changed_ns, self._reported_ns = 0, self._clock_ns()
+        reader = self._find(target.device_uuid)
+        self._fields = self._read(reader)
+        self._reader = reader
+        self._changed_ns, self._watched_ns = 0, self._clock_ns()
+        self._reported_ns = self._watched_ns
         self._gaps_ns.clear()
         self._failures = 0
-        given = {_FIELDS[field][0] for field in self._fields}
+        given = {FIELDS[field][0] for field in self._fields}
         self.dropped = {
             name: f"not in the counter file of the exporter at {self._url}"
             for name in self.metrics
             if name not in given
         }
+        if reader.instance_id is not None:
+            self.dropped |= dict.fromkeys(WHOLE_GPU, "the exporter has it of the whole GPU only, not of a MIG slice")
 
     def sample(self) -> list[Sample]:
-        if self._closed or self._uuid is None:
+        if self._closed or self._reader is None:
             raise SensorUnavailable("the dcgm sensor watches nothing")
-        t_ns = self._clock_ns()
+        now_ns = self._clock_ns()
+        t_ns = now_ns - int(self.lag_s * 1e9)
         try:
-            fields = self._read(self._uuid)
-        except SensorUnavailable:
-            self._failures += 1
-            if self._failures >= _FAILURES_ALLOWED:
-                raise
-            return []
+            fields = self._read(self._reader)
+        except SensorUnavailable as error:
+            return self._failed(now_ns, t_ns, error)
         self._failures = 0
         if fields != self._fields:
             if self._changed_ns:
-                self._gaps_ns.append(t_ns - self._changed_ns)
-            self._fields, self._changed_ns = fields, t_ns
-        elif t_ns - self._reported_ns < self._interval_ns():
-            return []
-        self._reported_ns = t_ns
+                self._gaps_ns.append(now_ns - self._changed_ns)
+            self._fields, self._changed_ns = fields, now_ns
+        elif now_ns - self._reported_ns < self._interval_ns():
+            return self._given(Sample(t_ns, self._values(fields), "repeated"))
+        self._reported_ns = now_ns
+        since_ns = t_ns - self._interval_ns() if self._gaps_ns else None
         values = self._values(fields)
-        return [Sample(t_ns, values)] if values else []
+        if self._stalled(values):
+            return self._given(Sample(t_ns, values, "suspect", ("profiling_zero",), since_ns))
+        return self._given(Sample(t_ns, values, since_ns=since_ns))
+
+    def _given(self, sample: Sample) -> list[Sample]:
+        return [sample] if sample.values and sample.t_ns > self._watched_ns else []
+
+    def _failed(self, now_ns: int, t_ns: int, error: SensorUnavailable) -> list[Sample]:
+        if not self._failures:
+            self._failing_since_ns = now_ns
+        self._failures += 1
+        if self._failures >= _FAILURES_ALLOWED and now_ns - self._failing_since_ns >= _GONE_AFTER_S * 1e9:
+            raise error
+        if t_ns <= self._watched_ns:
+            return []
+        return [Sample(t_ns, {}, "unavailable", (getattr(error, "reason", "exporter_error"),))]
 
     def _interval_ns(self) -> int:
-        return min(self._gaps_ns) if self._gaps_ns else int(self._default_interval_s * 1e9)
+        if not self._gaps_ns:
+            return int(self._default_interval_s * 1e9)
+        # A longer gap holds changes that were missed; among the others, scrapes fall a little early or late.
+        shortest = min(self._gaps_ns)
+        single = [gap for gap in self._gaps_ns if gap < 1.5 * shortest]
+        return sum(single) // len(single)
 
     def _values(self, fields: dict[str, float]) -> dict[str, float]:
         values = {}
         for field, raw in fields.items():
-            name, convert = _FIELDS[field]
+            name, convert = FIELDS[field]
             value = convert(raw)
-            if value is not None:
+            if value is not None and (self._reader.instance_id is None or name not in WHOLE_GPU):
                 values[name] = value
-        profiled = [name for name in _PROFILING if name in values]
-        if values.get("gpu_util", 0) >= _BUSY and not any(values[name] for name in profiled):
-            for name in profiled:
-                del values[name]
         return values
 
-    def _read(self, uuid: str) -> dict[str, float]:
-        """Our fields of this GPU, as the exporter prints them. Raises `SensorUnavailable`."""
-        fields, seen, sliced = parse_page(self._scrape(), uuid)
-        if not fields and sliced:
-            raise SensorUnavailable(f"{uuid} is split by MIG; the exporter at {self._url} tells of its slices only")
-        if not seen:
-            raise SensorUnavailable(f"the exporter at {self._url} knows no GPU with UUID {uuid}")
+    @staticmethod
+    def _stalled(values: dict[str, float]) -> bool:
+        profiled = [values[name] for name in PROFILING if name in values]
+        return bool(profiled) and values.get("gpu_util", 0) >= _BUSY and not any(profiled)
+
+    def _find(self, uuid: str) -> PageReader:
+        """What to look for on a page: the exporter names a slice by its GPU's UUID and the GPU instance."""
+        if not uuid.startswith("MIG-"):
+            return PageReader(uuid)
+        if old := _OLD_SLICE.fullmatch(uuid):
+            return PageReader(old[1], int(old[2]))
+        nvml = self._nvml
+        if nvml is None:
+            nvml = open_nvml()
+        else:
+            initialise(nvml)
+        try:
+            found = find_gpu(nvml, uuid)
+            refuse_shared(found, uuid)
+            return PageReader(as_text(nvml.nvmlDeviceGetUUID(found.gpu)), found.instance_id)
+        except nvml.NVMLError as error:
+            raise SensorUnavailable(f"NVML does not say which GPU {uuid} is part of: {error}") from error
+        finally:
+            nvml.nvmlShutdown()
+
+    def _read(self, reader: PageReader) -> dict[str, float]:
+        """Our fields, as the exporter prints them. Raises `SensorUnavailable`."""
+        fields = reader.read(self._scrape())
+        if not fields and reader.sliced:
+            raise SensorUnavailable(
+                f"{reader.uuid} is split by MIG; the exporter at {self._url} tells of its slices only"
+            )
+        if not reader.seen:
+            of_slice = "" if reader.instance_id is None else f" with a MIG instance {reader.instance_id}"
+            raise SensorUnavailable(f"the exporter at {self._url} knows no GPU with UUID {reader.uuid}{of_slice}")
         if not any(field.startswith("DCGM_FI_PROF_") for field in fields):
             raise SensorUnavailable(
-                f"the exporter at {self._url} gives no DCGM_FI_PROF_* fields for {uuid}: add them to its counter file "
-                "(dcgm-exporter -f), and check that the GPU and its permissions allow profiling"
+                f"the exporter at {self._url} gives no DCGM_FI_PROF_* fields for {reader.uuid}: start it with the "
+                "counter file infra/dcgm-exporter/counters.csv (dcgm-exporter -f), and check that the GPU and its "
+                "permissions allow profiling (--cap-add SYS_ADMIN)"
             )
         return fields
 
     def _scrape(self) -> str:
+        """The page, over a connection that is kept. Raises `ScrapeFailed`."""
+        kept = self._connection.sock is not None
         try:
-            with self._opener.open(self._url, timeout=_TIMEOUT_S) as answer:
-                return answer.read(_PAGE_LIMIT_BYTES).decode("utf-8", "replace")
-        except urllib.error.HTTPError as error:
-            raise SensorUnavailable(f"{self._url} answers {error.code} {error.reason}") from error
-        except (OSError, HTTPException) as error:  # URLError and time-outs are OSErrors
-            reason = getattr(error, "reason", None) or error
-            raise SensorUnavailable(f"no dcgm-exporter answers at {self._url}: {reason}") from error
+            try:
+                status, said, body = self._get()
+            except (http.client.RemoteDisconnected, ConnectionError):
+                self._connection.close()
+                if not kept:  # only a kept connection may have been closed meanwhile
+                    raise
+                status, said, body = self._get()
+        except TimeoutError as error:
+            self._connection.close()
+            message = f"the dcgm-exporter at {self._url} does not answer within {_TIMEOUT_S:g} s"
+            raise ScrapeFailed(message, "exporter_timeout") from error
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise ScrapeFailed(f"no dcgm-exporter answers at {self._url}: {error}") from error
+        if status != 200:
+            raise ScrapeFailed(f"{self._url} answers {status} {said}")
+        return body.decode("utf-8", "replace")
+
+    def _get(self) -> tuple[int, str, bytes]:
+        """(status, its words, body)."""
+        parts = urllib.parse.urlsplit(self._url)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._connection.request("GET", path, headers={"Accept": "text/plain"})
+        answer = self._connection.getresponse()
+        body = answer.read(_PAGE_LIMIT_BYTES)
+        if not answer.isclosed():  # longer than any page: what is left must not be taken for the next answer
+            self._connection.close()
+        return answer.status, answer.reason, body
 
     def close(self) -> None:
         self._closed = True
+        self._connection.close()
 
 
-def parse_page(page: str, uuid: str) -> tuple[dict[str, float], bool, bool]:
-    """(our fields of this GPU, whether any row is its, whether any row is of one of its MIG slices).
-
-    Only the GPU's own lines reach the parser: a page holds every GPU of the node. Without the `# TYPE` lines the
-    parser also leaves counters their names, to which it would add `_total`.
-    """
-    from prometheus_client.parser import text_string_to_metric_families
-
-    fields: dict[str, float] = {}
-    seen = sliced = False
-    for line in page.splitlines():
-        if uuid not in line or line.startswith("#"):
-            continue
-        try:
-            samples = [s for family in text_string_to_metric_families(line + "\n") for s in family.samples]
-        except ValueError:
-            continue  # a torn or foreign line says nothing
-        for row in samples:
-            labels = {name.lower(): value for name, value in row.labels.items()}
-            if labels.get("uuid") != uuid:  # exporter versions spell it UUID or uuid
-                continue
-            seen = True
-            if labels.get("gpu_i_id"):
-                sliced = True
-            elif row.name in _FIELDS and math.isfinite(row.value):
-                fields[row.name] = row.value
-    return fields, seen, sliced
+def _connection(url: str) -> http.client.HTTPConnection:
+    # no proxy: the exporter is on this machine or next to it
+    parts = urllib.parse.urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
 
 
 def checked_url(url: str) -> str:

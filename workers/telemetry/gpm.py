@@ -11,35 +11,44 @@ from collections.abc import Callable
 from typing import Any
 
 from workers.telemetry.base import Sample, SensorUnavailable, Target
-from workers.telemetry.nvml import Nvml, device_handle, initialise, open_nvml, ratio
+from workers.telemetry.nvml import GONE, GpuHandles, Nvml, find_gpu, initialise, open_nvml, ratio, refuse_shared
 
 _MIN_INTERVAL_NS = 100_000_000  # NVIDIA: figures from two samples closer than 100 ms are not reliable
+_FAILURES_ALLOWED = 10  # in a row, before GPM counts as gone
 
 # GPM metric id (nvmlGpmMetricId_t in nvml.h) -> column; the percentages become ratios
 _METRICS = {
     1: "gract",  # NVML_GPM_METRIC_GRAPHICS_UTIL
     2: "smact",  # NVML_GPM_METRIC_SM_UTIL
     3: "smocc",  # NVML_GPM_METRIC_SM_OCCUPANCY
+    4: "int_active",  # NVML_GPM_METRIC_INTEGER_UTIL
     5: "tensor_active",  # NVML_GPM_METRIC_ANY_TENSOR_UTIL
+    6: "tensor_dfma_active",  # NVML_GPM_METRIC_DFMA_TENSOR_UTIL
+    7: "tensor_hmma_active",  # NVML_GPM_METRIC_HMMA_TENSOR_UTIL
+    9: "tensor_imma_active",  # NVML_GPM_METRIC_IMMA_TENSOR_UTIL
     10: "drama",  # NVML_GPM_METRIC_DRAM_BW_UTIL
     11: "fp64_active",  # NVML_GPM_METRIC_FP64_UTIL
     12: "fp32_active",  # NVML_GPM_METRIC_FP32_UTIL
     13: "fp16_active",  # NVML_GPM_METRIC_FP16_UTIL
     20: "pcie_tx_mib_s",  # NVML_GPM_METRIC_PCIE_TX_PER_SEC, MiB/s already
     21: "pcie_rx_mib_s",  # NVML_GPM_METRIC_PCIE_RX_PER_SEC
+    60: "nvlink_rx_mib_s",  # NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC
+    61: "nvlink_tx_mib_s",  # NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC
 }
-_RATES = ("pcie_tx_mib_s", "pcie_rx_mib_s")
 
 
 class GpmSensor:
-    """One GPU by UUID. Each reading is the average between two GPM samples, so the first call after `watch` gives none.
+    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call gives none.
 
-    A reading's time is that of its second sample: it speaks of the time since the previous reading.
+    A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to give comes
+    as `unavailable`, with the reason `nvml_error`, and the next reading spans it. The figures of a MIG slice are those
+    of its GPU instance.
     """
 
     name = "gpm"
     metrics = tuple(_METRICS.values())
     period_s = 0.1
+    lag_s = 0.0
 
     def __init__(self, nvml: Nvml | Any | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -48,10 +57,13 @@ class GpmSensor:
         else:
             initialise(nvml)
         self._nvml: Any = nvml
-        self._handle: Any = None
+        self._found: GpuHandles | None = None
         self._older: Any = None  # two GPM sample buffers that change places
         self._newer: Any = None
         self._older_ns: int | None = None
+        self._failures = 0
+        self._question: Any = None  # one struct for all readings: it holds room for hundreds of metrics
+        self._entries: list[tuple[str, bool, Any]] = []  # (column, whether a percentage, its place in the struct)
         self.dropped: dict[str, str] = {}  # metric -> why this device does not give it
 
     @classmethod
@@ -59,28 +71,30 @@ class GpmSensor:
         """As `make_sensors` builds it: checks at once that the device has GPM."""
         sensor = cls()
         try:
-            sensor._supported_handle(device_uuid)
+            sensor._supported(device_uuid)
         except SensorUnavailable:
             sensor.close()
             raise
         return sensor
 
-    def _supported_handle(self, uuid: str | None) -> Any:
-        handle = device_handle(self._nvml, uuid)
+    def _supported(self, uuid: str | None) -> GpuHandles:
+        found = find_gpu(self._nvml, uuid)
         try:
-            supported = self._nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice
+            supported = self._nvml.nvmlGpmQueryDeviceSupport(found.gpu).isSupportedDevice
         except self._nvml.NVMLError as error:  # drivers before GPM do not know the call
             raise SensorUnavailable(f"GPM needs Hopper or later and a driver that knows it: {error}") from error
         if not supported:
-            name = self._nvml.nvmlDeviceGetName(handle)
+            name = self._nvml.nvmlDeviceGetName(found.gpu)
             raise SensorUnavailable(f"GPM needs Hopper or later, this is {name}; use dcgm for SM activity here")
-        return handle
+        refuse_shared(found, uuid)
+        return found
 
     def watch(self, target: Target) -> None:
         if self._nvml is None:
             raise SensorUnavailable("the gpm sensor was closed")
-        self._handle = self._supported_handle(target.device_uuid)
+        self._found = self._supported(target.device_uuid)
         self._older_ns = None
+        self._failures = 0
         self.dropped = {}
         try:
             if self._older is None:
@@ -89,39 +103,61 @@ class GpmSensor:
                 self._newer = self._nvml.nvmlGpmSampleAlloc()
         except self._nvml.NVMLError as error:
             raise SensorUnavailable(f"GPM gives no sample buffer: {error}") from error
+        if self._question is None:
+            self._ask()
+
+    def _ask(self) -> None:
+        question = self._nvml.c_nvmlGpmMetricsGet_t()
+        question.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        question.numMetrics = len(_METRICS)
+        for slot, (metric_id, name) in enumerate(_METRICS.items()):
+            entry = question.metrics[slot]
+            entry.metricId = metric_id
+            self._entries.append((name, not name.endswith("_mib_s"), entry))
+        self._question = question
 
     def sample(self) -> list[Sample]:
-        if self._nvml is None or self._handle is None:
+        if self._nvml is None or self._found is None:
             raise SensorUnavailable("the gpm sensor watches nothing")
-        now_ns = self._clock_ns()
-        if self._older_ns is not None and now_ns - self._older_ns < _MIN_INTERVAL_NS:
+        now_ns, since_ns = self._clock_ns(), self._older_ns
+        if since_ns is not None and now_ns - since_ns < _MIN_INTERVAL_NS:
             return []
         try:
-            self._nvml.nvmlGpmSampleGet(self._handle, self._newer)
-            values = self._values() if self._older_ns is not None else {}
+            self._take()
+            values = self._values() if since_ns is not None else {}
         except self._nvml.NVMLError as error:
-            raise SensorUnavailable(f"GPM: {error}") from error
+            self._failures += 1
+            if getattr(error, "value", None) in GONE or self._failures >= _FAILURES_ALLOWED:
+                raise SensorUnavailable(f"GPM: {error}") from error
+            return [Sample(now_ns, {}, "unavailable", ("nvml_error",))]
+        self._failures = 0
         self._older, self._newer, self._older_ns = self._newer, self._older, now_ns
-        return [Sample(now_ns, values)] if values else []
+        if since_ns is None:
+            return []
+        if not values:
+            return [Sample(now_ns, {}, "unavailable", ("nvml_error",))]
+        return [Sample(now_ns, values, since_ns=since_ns)]
+
+    def _take(self) -> None:
+        """Fill the newer buffer."""
+        found = self._found
+        if found.instance_id is None:
+            self._nvml.nvmlGpmSampleGet(found.gpu, self._newer)
+        else:
+            self._nvml.nvmlGpmMigSampleGet(found.gpu, found.instance_id, self._newer)
 
     def _values(self) -> dict[str, float]:
-        get = self._nvml.c_nvmlGpmMetricsGet_t()
-        get.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
-        get.sample1, get.sample2 = self._older, self._newer
-        get.numMetrics = len(_METRICS)
-        for slot, metric_id in enumerate(_METRICS):
-            get.metrics[slot].metricId = metric_id
-        self._nvml.nvmlGpmMetricsGet(get)
+        question = self._question
+        question.sample1, question.sample2 = self._older, self._newer
+        self._nvml.nvmlGpmMetricsGet(question)
         values = {}
-        for slot, name in enumerate(_METRICS.values()):
-            entry = get.metrics[slot]
-            if entry.nvmlReturn != 0:  # each metric has its own return code
-                self.dropped[name] = f"GPM: {self._nvml.NVMLError(entry.nvmlReturn)}"
+        for name, percentage, entry in self._entries:
+            code, figure = entry.nvmlReturn, entry.value
+            if code != 0:  # each metric has its own return code
+                if name not in self.dropped:
+                    self.dropped[name] = f"GPM: {self._nvml.NVMLError(code)}"
                 continue
-            if name in _RATES:
-                value = entry.value if math.isfinite(entry.value) and entry.value >= 0 else None
-            else:
-                value = ratio(entry.value)
+            value = ratio(figure) if percentage else _rate(figure)
             if value is not None:
                 values[name] = value
                 self.dropped.pop(name, None)
@@ -132,10 +168,14 @@ class GpmSensor:
         if nvml is None:
             return
         buffers = [buffer for buffer in (self._older, self._newer) if buffer is not None]
-        self._handle = self._older = self._newer = None
+        self._found = self._older = self._newer = None
         try:
             for buffer in buffers:
                 nvml.nvmlGpmSampleFree(buffer)
             nvml.nvmlShutdown()
         except nvml.NVMLError:
             pass  # a driver that is gone cannot be left in a worse state
+
+
+def _rate(figure: float) -> float | None:
+    return figure if math.isfinite(figure) and figure >= 0 else None

@@ -1,20 +1,23 @@
-"""The `nvml` sensor: memory, power, energy, clocks and utilization of one GPU, through NVIDIA's management library.
+"""The `nvml` sensor: memory, power, energy, clocks, utilization and other processes of one GPU, through NVML.
 
-Start reading at `NvmlSensor`; `Nvml` is all of the library that is used, `open_nvml` loads the real one.
+Start reading at `NvmlSensor`; `Nvml` is all of the library that is used, `open_nvml` loads the real one, `find_gpu`
+looks up what a UUID names.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from workers.telemetry.base import Sample, SensorUnavailable, Target
+from workers.telemetry.gpu_processes import GpuProcesses
 
 _BYTES_PER_MIB = 1024**2
-_PCIE_PERIOD_S = 1.0
+_SLOW_PERIOD_NS = 1_000_000_000  # of what rarely changes: ECC counts, processes that draw
+_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer give more noise than figure
 
 # NVML's return codes (nvml.h). What a device or driver cannot do it never will: asking again only costs time.
 _NEVER = {
@@ -24,7 +27,7 @@ _NEVER = {
     26: "deprecated",
 }
 # The whole device or library is gone.
-_GONE = {1, 9, 12, 15, 16, 18, 28}
+GONE = {1, 9, 12, 15, 16, 18, 28}
 
 
 class Nvml(Protocol):
@@ -34,8 +37,12 @@ class Nvml(Protocol):
     NVML_CLOCK_SM: int
     NVML_CLOCK_MEM: int
     NVML_TEMPERATURE_GPU: int
-    NVML_PCIE_UTIL_TX_BYTES: int
-    NVML_PCIE_UTIL_RX_BYTES: int
+    NVML_FI_DEV_PCIE_COUNT_TX_BYTES: int
+    NVML_FI_DEV_PCIE_COUNT_RX_BYTES: int
+    NVML_VALUE_TYPE_UNSIGNED_INT: int
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED: int
+    NVML_VOLATILE_ECC: int
+    NVML_COMPUTEMODE_PROHIBITED: int
 
     def nvmlInit(self) -> None: ...
     def nvmlShutdown(self) -> None: ...
@@ -56,8 +63,18 @@ class Nvml(Protocol):
     def nvmlDeviceGetClockInfo(self, handle: Any, type: int) -> int: ...
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int: ...
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any) -> int: ...
-    def nvmlDeviceGetPcieThroughput(self, handle: Any, counter: int) -> int: ...
+    def nvmlDeviceGetFieldValues(self, handle: Any, fields: list[int]) -> Any: ...
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, type: int, counter: int) -> int: ...
+    def nvmlDeviceGetComputeMode(self, handle: Any) -> int: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]: ...
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> list[Any]: ...
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> list[Any]: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int: ...
+    def nvmlDeviceGetComputeInstanceId(self, handle: Any) -> int: ...
+    def nvmlDeviceGetAttributes(self, handle: Any) -> Any: ...
 
 
 def open_nvml() -> Nvml:
@@ -90,14 +107,36 @@ def as_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def device_handle(nvml: Nvml, uuid: str | None) -> Any:
-    """NVML's handle of the GPU with this UUID. Raises `SensorUnavailable`."""
+@dataclass(frozen=True)
+class GpuHandles:
+    """What a UUID names: `device` is the GPU or MIG slice itself, `gpu` the whole GPU that it is, or is part of."""
+
+    device: Any
+    gpu: Any
+    instance_id: int | None = None  # of the MIG GPU instance; None: a whole GPU
+    shares_instance: bool = False  # with other compute instances: what is counted per GPU instance is not its alone
+
+
+def find_gpu(nvml: Nvml, uuid: str | None) -> GpuHandles:
+    """NVML's handles of the GPU or MIG slice with this UUID. Raises `SensorUnavailable`."""
     if uuid is None:
         raise SensorUnavailable("this worker has no GPU")
     try:
-        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        if not uuid.startswith("MIG-"):
+            return GpuHandles(handle, handle)
+        gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        part = nvml.nvmlDeviceGetAttributes(handle)
+        shares = 0 < part.computeInstanceSliceCount < part.gpuInstanceSliceCount
+        return GpuHandles(handle, gpu, nvml.nvmlDeviceGetGpuInstanceId(handle), shares)
     except nvml.NVMLError as error:
         raise SensorUnavailable(f"NVML knows no GPU with UUID {uuid}: {error}") from error
+
+
+def refuse_shared(found: GpuHandles, uuid: str) -> None:
+    """Raises `SensorUnavailable` for a slice whose GPU instance, which profiling counts, others compute on too."""
+    if found.shares_instance:
+        raise SensorUnavailable(f"profiling is per MIG GPU instance, which {uuid} shares with other compute instances")
 
 
 def ratio(value: float, full: float = 100.0) -> float | None:
@@ -109,97 +148,135 @@ def ratio(value: float, full: float = 100.0) -> float | None:
 
 
 class NvmlSensor:
-    """One GPU by UUID. A query that the device or driver lacks is asked once, then left out; see `dropped`.
+    """One GPU or MIG slice by UUID. A query that the device or driver lacks is asked once, then left out: `dropped`.
 
-    `gpu_util` and `memory_util` are NVML's own averages over its last 1/6 to 1 s, `power_w` covers a part of the
-    time only (on most boards a 1 s average): energy is to be taken from differences of `energy_j`.
-    PCIe throughput is off by default, since each of its two calls blocks for the 20 ms it measures; `pcie=True` takes
-    it once a second. `process_memory_mib` needs the pids that NVML reports to be of this pid namespace: in a container
-    that means the host's (`--pid=host`).
+    `gpu_util` and `memory_util` are NVML's own averages over its last 1/6 to 1 s, `power_w` covers a part of the time
+    only (on most boards a 1 s average): energy is to be taken from differences of `energy_j`. PCIe traffic comes from
+    the byte counters of newer drivers; the older query for it blocks for 20 ms in each direction and is not used.
+
+    `process_memory_mib`, `other_processes` and `other_memory_mib` (compute and graphics) need NVML's pids to be of this
+    pid namespace: in a container that means the host's (`--pid=host`). Of a MIG slice NVML knows memory and processes
+    only; clocks, temperature, throttle reasons and ECC errors are those of the GPU that it is part of.
+
+    A reading in which every query failed comes as `unavailable`, with the reason `nvml_error`.
     """
 
     name = "nvml"
     period_s = 0.1  # the counters behind memory and energy move at about this pace
+    lag_s = 0.0
+    metrics: tuple[str, ...] = (
+        "memory_used_mib", "process_memory_mib", "other_processes", "other_memory_mib", "gpu_util", "memory_util",
+        "power_w", "energy_j", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "throttle_reasons",
+        "ecc_uncorrected", "pcie_tx_mib_s", "pcie_rx_mib_s",
+    )  # fmt: skip
 
-    def __init__(self, nvml: Nvml | None = None, *, pcie: bool = False) -> None:
+    def __init__(
+        self,
+        nvml: Nvml | None = None,
+        *,
+        known_pids: frozenset[int] = frozenset(),
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`known_pids`: processes of the farm that may be on the GPU besides the trial's; see `ignore`."""
         if nvml is None:
             nvml = open_nvml()
         else:
             initialise(nvml)
         self._nvml: Nvml | None = nvml
-        self._handle: Any = None
-        self._target: Target | None = None
+        self._clock_ns = clock_ns
+        self._device: Any = None  # the GPU or the MIG slice
+        self._gpu: Any = None  # the GPU that it is part of
+        self._known_pids = known_pids
+        self._processes = GpuProcesses(0, known_pids)
+        self._graphics: dict[int, int | None] = {}
         self._readers: dict[str, Callable[[], dict[str, float]]] = {}
-        self._pcie = pcie
-        self._pcie_due_ns = 0
-        self._seen_process = False
+        self._slow_due_ns = 0
+        self._slow = False
+        self._pcie: tuple[int, tuple[int, int]] | None = None
         self.dropped: dict[str, str] = {}  # metric -> why this device does not give it
-        self.metrics: tuple[str, ...] = (
-            "memory_used_mib", "process_memory_mib", "gpu_util", "memory_util", "power_w", "energy_j",
-            "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "throttle_reasons",
-        )  # fmt: skip
-        if pcie:
-            self.metrics += ("pcie_tx_mib_s", "pcie_rx_mib_s")
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> NvmlSensor:
         """As `make_sensors` builds it: checks at once that the device is there."""
         sensor = cls()
         try:
-            device_handle(sensor._nvml, device_uuid)
+            find_gpu(sensor._nvml, device_uuid)
         except SensorUnavailable:
             sensor.close()
             raise
         return sensor
 
+    def ignore(self, pids: Iterable[int]) -> None:
+        """Do not count these processes, nor those below them, as others; for this trial and those watched later."""
+        self._known_pids = frozenset(pids)
+        self._processes.ignore(self._known_pids)
+
     def watch(self, target: Target) -> None:
         if self._nvml is None:
             raise SensorUnavailable("the nvml sensor was closed")
-        self._handle = device_handle(self._nvml, target.device_uuid)
-        self._target = target
-        self._seen_process = False
+        found = find_gpu(self._nvml, target.device_uuid)
+        self._device, self._gpu = found.device, found.gpu
+        self._processes = GpuProcesses(target.pid, self._known_pids)
+        self._graphics = {}
+        self._slow_due_ns = 0
+        self._pcie = None
         self.dropped = {}
-        self._readers = {
-            "memory_used_mib": self._memory,
-            "process_memory_mib": self._process_memory,
+        self._readers = {"memory_used_mib": self._memory, "process_memory_mib": self._process_memory}
+        of_whole_gpu = {
             "gpu_util": self._utilization,
             "power_w": self._power,
             "energy_j": self._energy,
+            "pcie_tx_mib_s": self._pcie_rates,
+        }
+        if found.instance_id is None:
+            self._readers |= of_whole_gpu
+        else:
+            for metric in of_whole_gpu:
+                self._drop(metric, "NVML does not give it for a MIG slice")
+        self._readers |= {
             "sm_clock_mhz": self._sm_clock,
             "memory_clock_mhz": self._memory_clock,
             "temperature_c": self._temperature,
             "throttle_reasons": self._throttle_reasons,
+            "ecc_uncorrected": self._ecc,
         }
-        if self._pcie:
-            self._readers["pcie_tx_mib_s"] = self._pcie_throughput
 
     def sample(self) -> list[Sample]:
-        if self._nvml is None or self._handle is None:
+        if self._nvml is None or self._device is None:
             raise SensorUnavailable("the nvml sensor watches nothing")
-        t_ns = time.monotonic_ns()
+        t_ns = self._clock_ns()
+        self._slow = t_ns >= self._slow_due_ns
+        if self._slow:
+            self._slow_due_ns = t_ns + _SLOW_PERIOD_NS
         values: dict[str, float] = {}
         for metric, read in list(self._readers.items()):
             try:
-                values |= read()
+                values.update(read())
             except self._nvml.NVMLError as error:
                 self._judge(metric, error)
-        return [Sample(t_ns, values)] if values else []
+        return [Sample(t_ns, values) if values else Sample(t_ns, {}, "unavailable", ("nvml_error",))]
 
     def _judge(self, metric: str, error: Exception) -> None:
         """What can never work is dropped, a lost device ends the sensor, anything else may pass by the next time."""
         code = getattr(error, "value", None)  # pynvml's version-mismatch error carries none
-        if code in _GONE:
+        if code in GONE:
             raise SensorUnavailable(_said(error)) from error
         if code in _NEVER or code is None:
             del self._readers[metric]
-            reason = _NEVER.get(code, str(error))
-            together = {"gpu_util": ("memory_util",), "pcie_tx_mib_s": ("pcie_rx_mib_s",)}.get(metric, ())
-            for name in (metric, *together):
-                self.dropped[name] = reason
+            self._drop(metric, _NEVER.get(code, str(error)))
+
+    def _drop(self, metric: str, reason: str) -> None:
+        """Say once why `metric`, and what comes of the same query, is not given."""
+        together = {
+            "gpu_util": ("memory_util",),
+            "pcie_tx_mib_s": ("pcie_rx_mib_s",),
+            "process_memory_mib": ("other_processes", "other_memory_mib"),
+        }
+        self.dropped.update(dict.fromkeys((metric, *together.get(metric, ())), reason))
 
     def close(self) -> None:
         nvml, self._nvml = self._nvml, None
-        self._handle = None
+        self._device = self._gpu = None
         if nvml is not None:
             try:
                 nvml.nvmlShutdown()
@@ -210,72 +287,97 @@ class NvmlSensor:
 
     def _memory(self) -> dict[str, float]:
         # version 1 of this struct counts the driver's own reservation as used, which is what a second job cannot have
-        return {"memory_used_mib": self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / _BYTES_PER_MIB}
+        return {"memory_used_mib": self._nvml.nvmlDeviceGetMemoryInfo(self._device).used / _BYTES_PER_MIB}
 
     def _process_memory(self) -> dict[str, float]:
-        listed = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        own = [p for p in listed if belongs_to(p.pid, self._target.pid)]
-        if own:
-            self._seen_process = True
+        nvml = self._nvml
+        listed = _charges(nvml.nvmlDeviceGetComputeRunningProcesses(self._device))
+        if self._slow:
+            self._graphics = self._optional(nvml.nvmlDeviceGetGraphicsRunningProcesses)
+        if self._processes.mps:  # its clients stand in a list of their own
+            listed = self._optional(nvml.nvmlDeviceGetMPSComputeRunningProcesses) | listed
+        share = self._processes.share(self._graphics | listed)
+        values = {}
+        if share.own_bytes is not None:
+            values["process_memory_mib"] = share.own_bytes / _BYTES_PER_MIB
+        if share.others is not None:
+            values["other_processes"] = share.others
+        if share.other_bytes is not None:
+            values["other_memory_mib"] = share.other_bytes / _BYTES_PER_MIB
+        if share.own_seen:
             self.dropped.pop("process_memory_mib", None)
-        elif listed and not self._seen_process:
-            self.dropped["process_memory_mib"] = (
-                "NVML lists processes, but none of this trial's; in a container the host's pids are needed (--pid=host)"
-            )
-        charged = [p.usedGpuMemory for p in own]
-        if not charged or None in charged:  # None: the driver does not say (WDDM, some containers)
+        elif share.reason is not None and not self._processes.seen_own:
+            self.dropped["process_memory_mib"] = share.reason
+        for name in ("other_processes", "other_memory_mib"):
+            if share.reason is None:
+                self.dropped.pop(name, None)
+            else:
+                self.dropped[name] = share.reason
+        return values
+
+    def _optional(self, list_processes: Callable[[Any], list[Any]]) -> dict[int, int | None]:
+        """A list that some devices and drivers lack: without it, what the list of compute processes says must do."""
+        try:
+            return _charges(list_processes(self._device))
+        except self._nvml.NVMLError as error:
+            if getattr(error, "value", None) in GONE:
+                raise
             return {}
-        return {"process_memory_mib": sum(charged) / _BYTES_PER_MIB}
 
     def _utilization(self) -> dict[str, float]:
-        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._device)
         shares = {"gpu_util": ratio(rates.gpu), "memory_util": ratio(rates.memory)}
         return {name: share for name, share in shares.items() if share is not None}
 
     def _power(self) -> dict[str, float]:
-        return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000}
+        return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(self._device) / 1000}
 
     def _energy(self) -> dict[str, float]:
-        return {"energy_j": self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000}
+        return {"energy_j": self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) / 1000}
 
     def _sm_clock(self) -> dict[str, float]:
-        return {"sm_clock_mhz": self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)}
+        return {"sm_clock_mhz": self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_SM)}
 
     def _memory_clock(self) -> dict[str, float]:
-        return {"memory_clock_mhz": self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_MEM)}
+        return {"memory_clock_mhz": self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_MEM)}
 
     def _temperature(self) -> dict[str, float]:
-        sensor = self._nvml.NVML_TEMPERATURE_GPU
-        return {"temperature_c": self._nvml.nvmlDeviceGetTemperature(self._handle, sensor)}
+        return {"temperature_c": self._nvml.nvmlDeviceGetTemperature(self._gpu, self._nvml.NVML_TEMPERATURE_GPU)}
 
     def _throttle_reasons(self) -> dict[str, float]:
         # the call's old name, which every driver knows; the new one is nvmlDeviceGetCurrentClocksEventReasons
-        return {"throttle_reasons": self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)}
+        return {"throttle_reasons": self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)}
 
-    def _pcie_throughput(self) -> dict[str, float]:
-        now_ns = time.monotonic_ns()
-        if now_ns < self._pcie_due_ns:
+    def _ecc(self) -> dict[str, float]:
+        if not self._slow:
             return {}
-        self._pcie_due_ns = now_ns + int(_PCIE_PERIOD_S * 1e9)
-        read, nvml = self._nvml.nvmlDeviceGetPcieThroughput, self._nvml
-        return {  # NVML says KB/s and counts 1024 bytes
-            "pcie_tx_mib_s": read(self._handle, nvml.NVML_PCIE_UTIL_TX_BYTES) / 1024,
-            "pcie_rx_mib_s": read(self._handle, nvml.NVML_PCIE_UTIL_RX_BYTES) / 1024,
+        nvml = self._nvml
+        uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        return {"ecc_uncorrected": nvml.nvmlDeviceGetTotalEccErrors(self._gpu, uncorrected, volatile)}
+
+    def _pcie_rates(self) -> dict[str, float]:
+        """MiB/s since the reading before, from counters that may wrap: a count that fell says nothing."""
+        nvml, now_ns = self._nvml, self._clock_ns()
+        if self._pcie is not None and now_ns - self._pcie[0] < _MIN_RATE_INTERVAL_NS:
+            return {}
+        fields = [nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES]
+        found = nvml.nvmlDeviceGetFieldValues(self._device, fields)
+        for field in found:
+            if field.nvmlReturn != 0:
+                raise nvml.NVMLError(field.nvmlReturn)
+        narrow = nvml.NVML_VALUE_TYPE_UNSIGNED_INT
+        counts = tuple(f.value.uiVal if f.valueType == narrow else f.value.ullVal for f in found)
+        before, self._pcie = self._pcie, (now_ns, counts)
+        if before is None:
+            return {}
+        elapsed_s = (now_ns - before[0]) / 1e9
+        return {
+            name: (count - last) / _BYTES_PER_MIB / elapsed_s
+            for name, count, last in zip(("pcie_tx_mib_s", "pcie_rx_mib_s"), counts, before[1], strict=True)
+            if count >= last
         }
 
 
-def belongs_to(pid: int, root: int) -> bool:
-    """Whether `pid` is `root`, of its session, or below it in the process tree."""
-    if pid == root:
-        return True
-    try:
-        if os.getsid(pid) == root:
-            return True
-    except OSError:  # vanished, or of another pid namespace
-        return False
-    import psutil
-
-    try:
-        return any(parent.pid == root for parent in psutil.Process(pid).parents())
-    except psutil.Error:
-        return False
+def _charges(listed: Iterable[Any]) -> dict[int, int | None]:
+    """pid -> bytes; None where the driver does not say (WDDM, some containers)."""
+    return {process.pid: process.usedGpuMemory for process in listed}

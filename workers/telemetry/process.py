@@ -77,6 +77,7 @@ class ProcessSensor:
     name = "process"
     metrics = ("cpu_cores", "rss_mib")
     period_s = 0.1
+    lag_s = 0.0
 
     def __init__(self, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns

@@ -1,4 +1,4 @@
-"""Samples a trial's sensors while it runs, and turns the readings into window means and rows of `telemetry`.
+"""Samples a trial's sensors while it runs, and turns the readings into rows of `telemetry`.
 
 Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a machine has.
 """
@@ -31,6 +31,7 @@ SENSORS = {
 }
 SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
 _JOIN_S = 2.0
+_READ_ON_S = 1.0  # at most, for a source that lags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[
 
 
 class TelemetrySampler:
-    """Owns its sensors for one trial: `start` watches the trial, `stop` samples a last time and closes the sensors.
+    """Owns its sensors for one trial: `start` watches the trial, `wind_up` samples a last time, `stop` ends it.
 
     Each sensor is read every `max(period_s, sensor.period_s)`, all from one thread, but those that wait for a network
     (`slow = True`) from one each. A reading that is late is taken once, not caught up on. `missing` says, once
@@ -87,11 +88,15 @@ class TelemetrySampler:
         self._sensors = tuple(sensors)
         self._period_s = period_s
         self._threads: list[threading.Thread] = []
+        self._common: threading.Thread | None = None  # of the sensors that do not wait for a network
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._samples: list[tuple[str, Sample]] = []
         self._watching: list[Sensor] = []
         self._stopped = False
+        self._last: dict[str, Sample] = {}  # each sensor's last reading
+        self._until_ns: int | None = None
+        self._told = 0  # how many of the samples `new_samples` has given
         self.missing: dict[str, str] = {}
 
     def start(self, target: Target) -> None:
@@ -109,20 +114,17 @@ class TelemetrySampler:
             name = "telemetry-" + "-".join(sensor.name for sensor in group)
             thread = threading.Thread(target=self._run, args=(group,), name=name, daemon=True)
             self._threads.append(thread)
+            if group is together:
+                self._common = thread
             thread.start()
 
-    def stop(self) -> list[tuple[str, Sample]]:
-        """Every reading as (sensor name, sample), by time. A second call gives nothing.
-
-        Call it while the trial still holds its memory: each sensor of the common thread is read a last time.
-        """
+    def stop(self, until_ns: int | None = None) -> list[tuple[str, Sample]]:
+        """Every reading as (sensor name, sample), by time, after `wind_up`. A second call gives nothing."""
         if self._stopped:
             return []
         self._stopped = True
-        self._stopping.set()
-        deadline = time.monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self.wind_up(until_ns)
+        self._join(self._threads)
         for sensor in self._watching:
             for metric, reason in getattr(sensor, "dropped", {}).copy().items():
                 self.missing.setdefault(f"{sensor.name}.{metric}", reason)
@@ -134,6 +136,33 @@ class TelemetrySampler:
         with self._lock:
             taken, self._samples = self._samples, []
         return sorted(taken, key=lambda pair: pair[1].t_ns)
+
+    def wind_up(self, until_ns: int | None = None) -> None:
+        """Read each sensor of the common thread a last time: call it while the trial still holds its memory.
+
+        A source that lags (`lag_s`) is read on in its own thread until it has spoken of `until_ns`, the window's end,
+        for its lag and two of its intervals and never more than a second; not at all where it cannot be done by then.
+        """
+        if not self._stopping.is_set():
+            self._until_ns = until_ns
+            self._stopping.set()
+            self._join([] if self._common is None else [self._common])
+
+    def _join(self, threads: list[threading.Thread]) -> None:
+        deadline = time.monotonic() + _JOIN_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def sensor_names(self) -> tuple[str, ...]:
+        """The sensors that watch the trial."""
+        return tuple(sensor.name for sensor in self._watching)
+
+    def new_samples(self) -> list[tuple[str, Sample]]:
+        """What was read since the last call, as (sensor name, sample); `stop` gives it again. From any thread."""
+        with self._lock:
+            new, self._told = self._samples[self._told :], len(self._samples)
+        return new
 
     def _run(self, group: list[Sensor]) -> None:
         """The sampling loop of one thread. Leaves a last round after `stop`, except to sensors that may wait long."""
@@ -153,8 +182,28 @@ class TelemetrySampler:
                 next_due = min(due[id(sensor)] for sensor in active)
                 self._stopping.wait(max(0.0, next_due - time.monotonic()))
         for sensor in active:
-            if not getattr(sensor, "slow", False):
+            if getattr(sensor, "lag_s", 0.0) > 0:
+                self._read_on(sensor)
+            elif not getattr(sensor, "slow", False):
                 self._take(sensor)
+
+    def _read_on(self, sensor: Sensor) -> None:
+        """Read a source that lags until it has spoken of the window's end."""
+        stopped_ns = time.monotonic_ns()
+        while (last := self._last.get(sensor.name)) is not None and self._until_ns is not None:
+            if last.since_ns is None:  # how often the source renews its values is not known yet
+                return
+            interval_ns = max(1, last.t_ns - last.since_ns)
+            missing = -((last.t_ns - self._until_ns) // interval_ns)  # readings, rounded up
+            lag_ns = int(sensor.lag_s * 1e9)
+            give_up_ns = stopped_ns + min(lag_ns + 2 * interval_ns, int(_READ_ON_S * 1e9))
+            due_ns = last.t_ns + missing * interval_ns + lag_ns
+            now_ns = time.monotonic_ns()
+            if missing <= 0 or max(due_ns, now_ns) >= give_up_ns:
+                return
+            time.sleep(max(0, min(int(sensor.period_s * 1e9), give_up_ns - now_ns)) / 1e9)
+            if not self._take(sensor):
+                return
 
     def _take(self, sensor: Sensor) -> bool:
         """Read one sensor; False when it is to be left out from now on."""
@@ -170,34 +219,9 @@ class TelemetrySampler:
         if found:
             with self._lock:
                 self._samples += [(sensor.name, sample) for sample in found]
+            if readings := [sample for sample in found if sample.quality in ("measured", "suspect")]:
+                self._last[sensor.name] = readings[-1]
         return True
-
-
-def time_weighted_mean(samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int) -> float | None:
-    """The mean of `metric` over [start_ns, end_ns], each value weighted with the time it stands for; zeros count.
-
-    `samples` are of one sensor. Utilization, profiling and power readings are means of the interval that they end, so a
-    value stands for the time since the sample before it (the first: since the window's start); the first sample after
-    the window stands for the rest of it. None unless at least one sample lies in the window: what was read around a
-    window that is shorter than the sensor's period says little about it.
-    """
-    readings = sorted((sample.t_ns, sample.values[metric]) for sample in samples if metric in sample.values)
-    inside = [value for t_ns, value in readings if start_ns <= t_ns <= end_ns]
-    if not inside:
-        return None
-    total = weight = 0
-    since_ns = start_ns
-    for t_ns, value in readings:
-        span_ns = min(t_ns, end_ns) - max(since_ns, start_ns)
-        if span_ns > 0:
-            total += value * span_ns
-            weight += span_ns
-        since_ns = t_ns
-        if t_ns >= end_ns:
-            break
-    if weight == 0:  # a single sample on the window's first instant, or a window without length
-        return inside[-1]
-    return total / weight
 
 
 def to_table(
@@ -223,6 +247,8 @@ def to_table(
         "t_ms": [(sample.t_ns - t0_ns) / 1e6 for _, sample in ordered],
         "sensor": [name for name, _ in ordered],
         "phase": [_phase(sample.t_ns, warmup_ns, window_ns, window_end_ns) for _, sample in ordered],
+        "quality": [sample.quality for _, sample in ordered],
+        "reasons": [",".join(sample.reasons) or None for _, sample in ordered],
     }
     for metric in METRICS:
         columns[metric] = [sample.values.get(metric) for _, sample in ordered]

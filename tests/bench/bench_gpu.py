@@ -1,0 +1,198 @@
+"""`make bench-gpu`: the same trials under the adaptive window, the fixed one, and as published; figures of each.
+
+Start reading at `run`. `python -m tests.bench.bench_gpu families=[cnn,gpt] n=40 seconds=60 repeats=3 minutes=9`: the
+same command goes on where it was, in the same data folder, so that it may be done in several short calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.errors import UsageError, unknown_name
+from farm.jobs import Queue
+from farm.ray_executor import ClusterSettings
+from farm.work import work
+from featurize.families import family_names
+from warehouse.folder import DataFolder
+from workers.devices import DeviceUnavailable
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu_figures
+from gpu_protocols import (
+    ADAPTIVE,
+    FIXED,
+    PROTOCOLS,
+    PUBLISHED,
+    Plan,
+    published_trials,
+    queue_trials,
+    run_published,
+    usable_device,
+)
+
+_COLUMNS = (
+    "run_id", "job_id", "family", "status", "started_at", "finished_at", "startup_s", "warmup_s", "window_s",
+    "prepared",
+    gpu_figures.MEMORY, *gpu_figures.RATIOS, *gpu_figures.OTHERS,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """The keys. `minutes` None: until it is done."""
+
+    families: Sequence[str] = ()
+    n: int = 40
+    seconds: float = 60
+    repeats: int = 3
+    protocols: Sequence[str] = PROTOCOLS
+    device: str = "cuda"
+    minutes: float | None = None
+    seed: int = 0
+    data: str = "data/bench-gpu"
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("families", "protocols"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        for known, names in (
+            (family_names(), self.families),
+            (PROTOCOLS, self.protocols),
+            (("cuda", "cpu"), (self.device,)),
+        ):
+            for name in names:
+                if name not in known:
+                    raise unknown_name("name", name, known)
+        for name, floor in (("n", 1), ("repeats", 1), ("seconds", 0.1), ("minutes", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or value < floor):
+                raise UsageError(f"{name} must be a number >= {floor}, got {value!r}")
+
+
+def settings_of(argv: Sequence[str]) -> BenchSettings:
+    """KEY=VALUE arguments as settings. Raises `UsageError`."""
+    from omegaconf import OmegaConf
+
+    known = [field.name for field in dataclasses.fields(BenchSettings)]
+    for item in argv:
+        if item.partition("=")[0] not in known or "=" not in item:
+            raise UsageError(f"unknown argument {item!r}; valid are KEY=VALUE of {', '.join(known)}")
+    return BenchSettings(**OmegaConf.to_container(OmegaConf.from_dotlist(list(argv))))
+
+
+def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
+    """Go on with the benchmark until it is done or the time is up; the figures so far. Raises `DeviceUnavailable`."""
+    began = time.monotonic()
+    plan = Plan(
+        choice=usable_device(settings.device),
+        families=tuple(settings.families) or family_names(),
+        n=settings.n,
+        repeats=settings.repeats,
+        seconds=settings.seconds,
+        seed=settings.seed,
+        protocols=tuple(settings.protocols),
+    )
+    if settings.device == "cpu":
+        say("on the CPU: small configurations, no GPU figures; this shows that the benchmark works, and no more")
+
+    def seconds_left() -> float:
+        return float("inf") if settings.minutes is None else 60 * settings.minutes - (time.monotonic() - began)
+
+    folder = DataFolder.resolve(settings.data).create()
+    with Queue.open(folder.queue) as queue:
+        done = all(_round(plan, folder, queue, k, seconds_left) for k in range(plan.n))
+    rows, published = measured(plan, folder), published_trials(plan, folder.root)
+    if not rows:
+        say("nothing has been measured yet; the same command goes on")
+        return {}
+    found = gpu_figures.figures(rows, published, settings.seconds)
+    found["plan"] = {
+        "device": plan.choice.backend, "families": sorted(plan.families), "n": plan.n, "repeats": plan.repeats,
+        "seed": plan.seed, "complete": done,
+    }  # fmt: skip
+    for line in gpu_figures.lines(found):
+        say(line)
+    say("all rounds are done" if done else "the time is up; the same command goes on where it was")
+    if settings.out is not None:
+        Path(settings.out).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    return found
+
+
+def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: Callable[[], float]) -> bool:
+    """One configuration of every family under every protocol; False when the time is up.
+
+    The adaptive runs follow one another, as on a farm; then each family is done with before the next one begins, so
+    that an early end leaves whole comparisons.
+    """
+    longest_s = plan.seconds + 30  # what is begun is finished
+
+    def worked_off() -> bool:
+        if queue.pending():
+            left_s = seconds_left() - longest_s
+            work(folder, queue, ClusterSettings(kind="inline"), seconds=None if left_s == float("inf") else left_s)
+        return not queue.pending()
+
+    families = sorted(plan.families)
+    if seconds_left() < longest_s:
+        return False
+    if ADAPTIVE in plan.protocols:
+        queue_trials(plan, queue, k, ADAPTIVE, families)
+        if not worked_off():
+            return False
+    for family in families:
+        for protocol in (FIXED, PUBLISHED):
+            if protocol not in plan.protocols:
+                continue
+            if seconds_left() < longest_s:
+                return False
+            if protocol == PUBLISHED:
+                run_published(plan, folder.root, k, family)
+            else:
+                queue_trials(plan, queue, k, FIXED, [family])
+                if not worked_off():
+                    return False
+    return True
+
+
+def measured(plan: Plan, folder: DataFolder) -> list[dict]:
+    """The farm's runs of this plan, each with its protocol, repeat and round."""
+    from warehouse import connect
+
+    named = re.compile(rf"bench-{plan.key}-(\w+)-(\d+)-(\d+)")
+    with contextlib.closing(connect(folder)) as connection:
+        found = connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY run_id").fetchall()
+    rows = []
+    for values in found:
+        row = dict(zip(_COLUMNS, values, strict=True))
+        if (name := named.fullmatch(row["job_id"])) is not None:
+            rows.append({**row, "protocol": name[1], "repeat": int(name[2]), "k": int(name[3])})
+    return rows
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        run(settings_of(argv))
+    except DeviceUnavailable as reason:
+        print(f"bench-gpu needs an NVIDIA GPU: {reason}")
+        return 2
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

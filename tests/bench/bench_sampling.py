@@ -1,0 +1,191 @@
+"""What telemetry costs: the share of a CPU core that sampling takes, and what it does to training beside it.
+
+Start reading at `run`; `python tests/bench/bench_sampling.py`. There need be no GPU: the sensors read recorded answers,
+so the time that a real driver takes for its answers is not in the figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import resource
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from featurize.families import get_family
+from workers.telemetry.base import Target
+from workers.telemetry.dcgm import DcgmSensor
+from workers.telemetry.gpm import GpmSensor
+from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.process import ProcessSensor
+from workers.telemetry.sampler import TelemetrySampler
+
+_RECORDINGS = Path(__file__).parent.parent / "workers"
+_GPUS = 8
+_PERIOD_S = 0.1
+_SAMPLE_S = 10.0
+_TURN_S = 0.5
+sys.path.insert(0, str(_RECORDINGS))
+
+
+def run(pairs: int = 60) -> dict[str, float]:
+    """`core_share` of sampling at 10 Hz, the same by sensor; `slowdown`: the median over `pairs` of turns of (median
+    step time with telemetry) / (without) - 1, with the half-width of its 95 % confidence interval."""
+    with exporter() as url:
+        result = {"core_share": core_share(_sensors(url))}
+        for sensor in _sensors(url):
+            result[f"core_share_{sensor.name}"] = core_share([sensor])
+        result |= slowdown(url, pairs)
+    for name, value in result.items():
+        print(f"{name:>26} {value:10.4f}")
+    return result
+
+
+def core_share(sensors: list) -> float:
+    """CPU seconds a second that this process, otherwise idle, spends on sampling."""
+    sampler = TelemetrySampler(sensors, _PERIOD_S)
+    sampler.start(Target(_uuid(0), os.getpid()))
+    time.sleep(1.0)  # what only the first readings do
+    before_s, began_s = _cpu_s(), time.perf_counter()
+    time.sleep(_SAMPLE_S)
+    used_s, elapsed_s = _cpu_s() - before_s, time.perf_counter() - began_s
+    samples = sampler.stop()
+    assert {name for name, _ in samples} == {sensor.name for sensor in sensors}, sampler.missing
+    return used_s / elapsed_s
+
+
+def slowdown(url: str, pairs: int) -> dict[str, float]:
+    """A loop that trains on the CPU in one thread, as a GPU's trial has one, with every sensor and with none in turns.
+
+    Turns are short, and medians are compared within a pair of them, so that a machine that drifts does not matter.
+    """
+    turns: list[tuple[bool, int, int]] = []  # (watched, from, to)
+    with subprocess.Popen(
+        [sys.executable, __file__, "train"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trial:
+        assert trial.stdout.readline().strip() == "trains"
+        for pair in range(pairs):
+            for watched in (pair % 2 == 0, pair % 2 == 1):
+                with contextlib.ExitStack() as held:
+                    if watched:
+                        sampler = TelemetrySampler(_sensors(url), _PERIOD_S)
+                        sampler.start(Target(_uuid(0), trial.pid))
+                        held.callback(sampler.stop)
+                        time.sleep(_PERIOD_S)
+                    began_ns = time.monotonic_ns()
+                    time.sleep(_TURN_S)
+                    turns.append((watched, began_ns, time.monotonic_ns()))
+        steps = json.loads(trial.communicate("enough\n")[0])
+    ratios = []
+    for pair in range(pairs):
+        medians = {}
+        for watched, began_ns, ended_ns in turns[2 * pair : 2 * pair + 2]:
+            medians[watched] = statistics.median(ms for t_ns, ms in steps if began_ns < t_ns <= ended_ns)
+        ratios.append(medians[True] / medians[False] - 1)
+    ratios.sort()
+    reach = max(1, round(0.98 * pairs**0.5))  # a median's 95 % interval, by order statistics: of any distribution
+    low, high = ratios[max(0, pairs // 2 - reach)], ratios[min(pairs - 1, pairs // 2 + reach)]
+    return {"slowdown": statistics.median(ratios), "slowdown_half_width": (high - low) / 2}
+
+
+def train() -> None:
+    """Train until a line comes; prints every step as (its end, ms)."""
+    import torch
+
+    from featurize.training import TrainingStep
+
+    torch.set_num_threads(1)
+    family = get_family("mlp")
+    config = family.Config(batch_size=64, input_size=512, classes=10, depth=4)
+    step = TrainingStep(family.build(config), config, torch.device("cpu"))
+    inputs, targets = family.batch(config, torch.device("cpu"))
+    steps, before_ns = [], time.monotonic_ns()
+    for index in itertools.count():
+        step(inputs, targets)
+        now_ns = time.monotonic_ns()
+        steps.append((now_ns, (now_ns - before_ns) / 1e6))
+        before_ns = now_ns
+        if index == 100:
+            print("trains", flush=True)
+        if select.select([sys.stdin], [], [], 0)[0]:
+            break
+    print(json.dumps(steps))
+
+
+def _sensors(url: str) -> list:
+    from recorded_nvml import FakeGpmNvml, RecordedNvml
+
+    recorded = RecordedNvml(pids={"trial": os.getpid()})
+    for _ in range(2):
+        recorded.advance()  # to where the trial runs
+    return [NvmlSensor(recorded), GpmSensor(FakeGpmNvml()), DcgmSensor(url), ProcessSensor()]
+
+
+def _uuid(gpu: int) -> str:
+    from recorded_nvml import A100_UUID
+
+    return A100_UUID if gpu == 0 else f"GPU-{gpu:08d}{A100_UUID[12:]}"
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+@contextlib.contextmanager
+def exporter() -> Iterator[str]:
+    """A page of eight GPUs, renewed at every scrape, in a process of its own; its URL."""
+    process = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def serve() -> None:
+    """Until killed. Prints the URL."""
+    from dcgm_server import PAGE
+    from recorded_nvml import A100_UUID
+
+    lines = []
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("#"):
+            lines.append(line)
+        elif A100_UUID in line:
+            lines += [line.replace(A100_UUID, _uuid(gpu)).replace('gpu="0"', f'gpu="{gpu}"') for gpu in range(_GPUS)]
+    page = "\n".join(lines) + "\n"
+    scrapes = 0
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            nonlocal scrapes
+            scrapes += 1
+            body = page.replace(" 312.480000", f" {300 + scrapes % 50}.480000").encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(f"http://127.0.0.1:{server.server_address[1]}/metrics", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    {"serve": serve, "train": train}.get("".join(sys.argv[1:]), run)()

@@ -1,0 +1,225 @@
+"""What `bench_gpu` prints: runs per hour of each protocol, how labels differ, how they repeat, where the time goes.
+
+Start reading at `figures`; everything is computed from rows, so that it can be asked for at any time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+MEMORY = "peak_memory_mib"
+RATIOS = ("smact", "smocc", "drama", "gpu_util")
+OTHERS = ("step_time_ms", "power_w")
+WANTED_RATIO = 10.0
+WANTED = {MEMORY: "median 0, 95 %", "smact": "90 %", "smocc": "90 %", "drama": "90 %"}
+_SESSION_GAP_S = 30.0  # between two runs: more than this, and the farm was not at work in between
+
+
+def costs_s(rows: Sequence[Mapping]) -> dict[str, float]:
+    """run_id -> the seconds that the farm was busy with it: from the end of the run before it to its own.
+
+    So what overlaps is counted once, and what lies between two runs is counted. The first run after a start of the farm
+    counts from its own beginning.
+    """
+    found: dict[str, float] = {}
+    before: datetime.datetime | None = None
+    for row in sorted(rows, key=lambda row: row["finished_at"]):
+        own_s = (row["finished_at"] - row["started_at"]).total_seconds()
+        since_s = own_s if before is None else (row["finished_at"] - before).total_seconds()
+        found[row["run_id"]] = own_s if since_s > own_s + _SESSION_GAP_S else since_s
+        before = row["finished_at"]
+    return found
+
+
+def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: float) -> dict:
+    """Every figure, as JSON has it. `rows` are runs of the farm with `protocol`, `repeat`, `family` and `k`."""
+    cost_s = costs_s(rows)
+    by: dict[str, list[Mapping]] = {}
+    for row in rows:
+        by.setdefault(row["protocol"], []).append(row)
+    each = {name: _per_hour([cost_s[row["run_id"]] for row in own], _statuses(own)) for name, own in sorted(by.items())}
+    if published:
+        each["published"] = _per_hour([trial["wall_s"] for trial in published], _statuses(published))
+    return {
+        "seconds": seconds,
+        "protocols": each,
+        "ratios": _ratios(rows, published, cost_s),
+        "labels": _differences(rows),
+        "repeatability": _repeatability(rows),
+        "time": _times(by.get("adaptive", []), cost_s),
+        "published_labels": _published_labels(rows, published),
+    }
+
+
+def _statuses(rows: Iterable[Mapping]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in rows:
+        found[row["status"]] = found.get(row["status"], 0) + 1
+    return dict(sorted(found.items()))
+
+
+def _per_hour(costs: Sequence[float], statuses: Mapping[str, int]) -> dict:
+    return {"runs": len(costs), "statuses": statuses, "runs_per_gpu_hour": 3600 * len(costs) / sum(costs)}
+
+
+def _ratios(rows: Sequence[Mapping], published: Sequence[Mapping], cost_s: Mapping[str, float]) -> dict:
+    """Adaptive against each other protocol, on the configurations that both have measured."""
+    ours: dict[tuple, list[float]] = {}
+    others: dict[str, dict[tuple, float]] = {"fixed": {}, "published": {}}
+    for row in rows:
+        if row["protocol"] == "adaptive":
+            ours.setdefault((row["family"], row["k"]), []).append(cost_s[row["run_id"]])
+        else:
+            others["fixed"][row["family"], row["k"]] = cost_s[row["run_id"]]
+    for trial in published:
+        others["published"][trial["family"], trial["k"]] = trial["wall_s"]
+    found = {}
+    for name, costs in others.items():
+        both = sorted(set(costs) & set(ours))
+        if both:
+            theirs = sum(costs[key] for key in both)
+            found[name] = {"pairs": len(both), "ratio": theirs / sum(statistics.mean(ours[key]) for key in both)}
+    return found
+
+
+def _pairs(rows: Sequence[Mapping]) -> list[tuple[Mapping, Mapping]]:
+    """(adaptive, fixed) of the same configuration; the first repeat stands for the adaptive ones."""
+    adaptive = {(row["family"], row["k"]): row for row in rows if row["protocol"] == "adaptive" and row["repeat"] == 0}
+    return [
+        (adaptive[key], row) for row in rows
+        if row["protocol"] == "fixed" and (key := (row["family"], row["k"])) in adaptive
+    ]  # fmt: skip
+
+
+def _differences(rows: Sequence[Mapping]) -> dict:
+    pairs = _pairs(rows)
+    found: dict = {"pairs": len(pairs), "same_status": sum(a["status"] == b["status"] for a, b in pairs)}
+    for label in (MEMORY, *OTHERS):
+        values = _of_pairs(pairs, label, lambda a, b: (a - b) / b if b else None)
+        if values:
+            found[label] = {
+                "n": len(values), "median": statistics.median(values), "share_within_1_percent": _share(values, 0.01),
+            }  # fmt: skip
+    for label in RATIOS:
+        values = _of_pairs(pairs, label, lambda a, b: a - b)
+        if values:
+            found[label] = {
+                "n": len(values), "median": statistics.median(values), "share_within_0.02": _share(values, 0.02),
+            }  # fmt: skip
+    return found
+
+
+def _of_pairs(pairs, label: str, difference: Callable) -> list[float]:
+    return [
+        value for a, b in pairs
+        if a["status"] == b["status"] == "ok" and a[label] is not None and b[label] is not None
+        and (value := difference(a[label], b[label])) is not None
+    ]  # fmt: skip
+
+
+def _share(values: Sequence[float], within: float) -> float:
+    return sum(abs(value) <= within for value in values) / len(values)
+
+
+def _repeatability(rows: Sequence[Mapping]) -> dict:
+    """The spread (largest less smallest) of each label over the repeats, relative to the mean but for ratios."""
+    groups: dict[tuple, list[Mapping]] = {}
+    for row in rows:
+        if row["protocol"] == "adaptive" and row["status"] == "ok":
+            groups.setdefault((row["family"], row["k"]), []).append(row)
+    found = {}
+    for label in (MEMORY, *OTHERS, *RATIOS):
+        spreads = []
+        for group in groups.values():
+            values = [row[label] for row in group if row[label] is not None]
+            if len(values) > 1:
+                scale = 1.0 if label in RATIOS else statistics.mean(values)
+                spreads.append((max(values) - min(values)) / scale)
+        if spreads:
+            found[label] = {"n": len(spreads), "median": statistics.median(spreads), "p95": _quantile(spreads, 0.95)}
+    return found
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed."""
+    return sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
+
+
+def _times(rows: Sequence[Mapping], cost_s: Mapping[str, float]) -> dict:
+    """Of adaptive runs that went well: seconds until the first step, in warm-up and window, and lost besides."""
+    rows = [row for row in rows if row["status"] == "ok"]
+    columns = {
+        "startup_s": [row["startup_s"] for row in rows],
+        "warmup_s": [row["warmup_s"] for row in rows],
+        "window_s": [row["window_s"] for row in rows],
+        "lost_s": [cost_s[row["run_id"]] - (row["warmup_s"] or 0) - (row["window_s"] or 0) for row in rows],
+    }
+    found: dict = {"runs": len(rows), "prepared": sum(bool(row["prepared"]) for row in rows)}
+    for name, values in columns.items():
+        kept = [value for value in values if value is not None]
+        if kept:
+            found[name] = {"median": statistics.median(kept), "p95": _quantile(kept, 0.95), "sum": sum(kept)}
+    return found
+
+
+def _published_labels(rows: Sequence[Mapping], published: Sequence[Mapping]) -> dict:
+    """The published pipeline's labels against ours of the same configuration: medians of the differences."""
+    ours = {(row["family"], row["k"]): row for row in rows if row["protocol"] == "adaptive" and row["repeat"] == 0}
+    found = {}
+    for label in (MEMORY, *RATIOS):
+        values = []
+        for trial in published:
+            row = ours.get((trial["family"], trial["k"]))
+            theirs = trial["labels"].get(label)
+            if row is not None and row["status"] == trial["status"] == "ok" and None not in (theirs, row[label]):
+                values.append(theirs - row[label])
+        if values:
+            found[label] = {"n": len(values), "median_difference": statistics.median(values)}
+    return found
+
+
+def lines(found: Mapping) -> list[str]:
+    """The figures as Markdown tables."""
+    said = ["| protocol | runs | statuses | runs per GPU-hour | adaptive is faster by |", "|---|---|---|---|---|"]
+    for name, of in found["protocols"].items():
+        statuses = ", ".join(f"{status} {count}" for status, count in of["statuses"].items())
+        ratio = found["ratios"].get(name)
+        faster = f"{ratio['ratio']:.1f} x on {ratio['pairs']} trials" if ratio else ""
+        said.append(f"| {name} | {of['runs']} | {statuses} | {of['runs_per_gpu_hour']:.0f} | {faster} |")
+    said += [f"(windows of {found['seconds']:g} s; wanted: {WANTED_RATIO:g} x)", ""]
+    labels = found["labels"]
+    if labels["pairs"]:
+        said += [
+            f"labels, adaptive against fixed: {labels['pairs']} pairs, {labels['same_status']} with the same status",
+            "", "| label | pairs | median difference | share within tolerance | wanted |", "|---|---|---|---|---|",
+        ]  # fmt: skip
+        for name, of in labels.items():
+            if isinstance(of, Mapping):
+                relative = "share_within_1_percent" in of
+                share = of["share_within_1_percent" if relative else "share_within_0.02"]
+                median = f"{of['median']:+.2%}" if relative else f"{of['median']:+.4f}"
+                within = "1 %" if relative else "0.02"
+                said.append(f"| {name} | {of['n']} | {median} | {share:.0%} within {within} | {WANTED.get(name, '')} |")
+        said.append("")
+    if found["repeatability"]:
+        said += ["| repeats of | trials | median spread | 95 of 100 below |", "|---|---|---|---|"]
+        for name, of in found["repeatability"].items():
+            form = "{:.4f}" if name in RATIOS else "{:.2%}"
+            said.append(f"| {name} | {of['n']} | {form.format(of['median'])} | {form.format(of['p95'])} |")
+        said.append("")
+    times = found["time"]
+    if times["runs"]:
+        said += [
+            f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)", "",
+            "| part | median | 95 of 100 below | sum |", "|---|---|---|---|",
+        ]  # fmt: skip
+        for name in ("startup_s", "warmup_s", "window_s", "lost_s"):
+            if name in times:
+                of = times[name]
+                said.append(f"| {name} | {of['median']:.2f} | {of['p95']:.2f} | {of['sum']:.0f} |")
+        said += ["(lost_s: from the end of the run before, less warm-up and window)", ""]
+    for name, of in found["published_labels"].items():
+        said.append(f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)")
+    return said

@@ -1,0 +1,118 @@
+"""What `make bench-gpu` counts, on rows made up for it; and that it goes on where it was, small and on the CPU."""
+
+import datetime
+import json
+
+import bench_gpu
+import gpu_figures
+import pytest
+
+from conf.errors import UsageError
+from warehouse.folder import DataFolder
+from workers.devices import DeviceChoice, DeviceUnavailable, make_device
+
+START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+
+def row(protocol, repeat, k, begin_s, end_s, **changes):
+    return {
+        "run_id": f"{protocol}-{repeat}-{k}",
+        "protocol": protocol,
+        "repeat": repeat,
+        "family": "cnn",
+        "k": k,
+        "status": "ok",
+        "started_at": START + datetime.timedelta(seconds=begin_s),
+        "finished_at": START + datetime.timedelta(seconds=end_s),
+        "startup_s": 0.5,
+        "warmup_s": 1.0,
+        "window_s": 2.0,
+        "prepared": True,
+        "peak_memory_mib": 1000.0,
+        "step_time_ms": 10.0,
+        "power_w": 200.0,
+        "smact": 0.5,
+        "smocc": 0.25,
+        "drama": None,
+        "gpu_util": 1.0,
+        **changes,
+    }
+
+
+def test_a_run_costs_the_time_since_the_one_before_it_but_not_the_night_in_between():
+    rows = [row("adaptive", 0, 0, 0, 4), row("adaptive", 0, 1, 3, 9), row("adaptive", 0, 2, 5000, 5006)]
+    assert list(gpu_figures.costs_s(rows).values()) == [4.0, 5.0, 6.0], "what overlaps is counted once"
+
+
+def test_runs_per_hour_and_the_ratio_are_over_what_both_have_measured():
+    rows = [row("adaptive", 0, k, 5 * k, 5 * k + 5) for k in range(4)]
+    rows += [row("fixed", 0, 0, 20, 80), row("fixed", 0, 1, 80, 140)]
+    published = [{"family": "cnn", "k": 0, "status": "ok", "wall_s": 75.0, "labels": {"peak_memory_mib": 1300.0}}]
+    found = gpu_figures.figures(rows, published, 60)
+    assert found["protocols"]["adaptive"]["runs_per_gpu_hour"] == pytest.approx(720)
+    assert found["protocols"]["fixed"]["runs_per_gpu_hour"] == pytest.approx(60)
+    assert found["protocols"]["published"]["runs_per_gpu_hour"] == pytest.approx(48)
+    assert found["ratios"]["fixed"] == {"pairs": 2, "ratio": pytest.approx(12)}
+    assert found["ratios"]["published"] == {"pairs": 1, "ratio": pytest.approx(15)}
+    assert found["published_labels"]["peak_memory_mib"] == {"n": 1, "median_difference": 300.0}
+    assert found["time"]["lost_s"]["median"] == pytest.approx(2.0)
+    assert any("12.0 x on 2 trials" in line for line in gpu_figures.lines(found))
+
+
+def test_labels_are_compared_pair_by_pair_and_what_was_not_measured_is_left_out():
+    rows = [row("adaptive", 0, k, k, k + 1, smact=0.5 + 0.015 * k, peak_memory_mib=1000.0 + 8 * k) for k in range(3)]
+    rows += [row("fixed", 0, k, 10 * k + 10, 10 * k + 20) for k in range(3)]
+    rows += [row("adaptive", 0, 3, 40, 41, status="oom"), row("fixed", 0, 3, 41, 50, status="oom")]
+    labels = gpu_figures.figures(rows, [], 60)["labels"]
+    assert (labels["pairs"], labels["same_status"]) == (4, 4)
+    assert labels["peak_memory_mib"] == {"n": 3, "median": 0.008, "share_within_1_percent": pytest.approx(2 / 3)}
+    assert labels["smact"]["share_within_0.02"] == pytest.approx(2 / 3) and "drama" not in labels
+
+
+def test_repeats_spread_from_the_least_to_the_most():
+    rows = [row("adaptive", r, 0, r, r + 1, peak_memory_mib=1000.0 + 10 * r, smact=0.5 - 0.01 * r) for r in range(3)]
+    rows += [row("adaptive", r, 1, 5 + r, 6 + r) for r in range(3)]
+    found = gpu_figures.figures(rows, [], 60)["repeatability"]
+    assert found["peak_memory_mib"]["p95"] == pytest.approx(20 / 1010) and found["smact"]["p95"] == pytest.approx(0.02)
+    assert found["step_time_ms"] == {"n": 2, "median": 0.0, "p95": 0.0}
+
+
+def test_without_a_gpu_it_says_so_in_one_line(capsys):
+    try:
+        make_device(DeviceChoice(backend="cuda")).slots()
+    except DeviceUnavailable:
+        assert bench_gpu.main([]) == 2
+        said = capsys.readouterr()
+        assert said.out.startswith("bench-gpu needs an NVIDIA GPU: ") and said.out.count("\n") == 1 and not said.err
+    else:
+        pytest.skip("there is a GPU")
+
+
+def test_arguments_are_checked(capsys):
+    assert bench_gpu.main(["famlies=[cnn]"]) == 2
+    assert "valid are KEY=VALUE of families, n, seconds" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="n must be a number >= 1, got 0"):
+        bench_gpu.BenchSettings(n=0)
+
+
+def test_the_same_command_goes_on_where_it_was(tmp_path):
+    settings = {
+        "families": ["mlp"],
+        "n": 1,
+        "seconds": 0.2,
+        "repeats": 2,
+        "device": "cpu",
+        "data": str(tmp_path / "data"),
+    }
+    said = []
+    short = bench_gpu.BenchSettings(**settings, minutes=0.1)
+    assert bench_gpu.run(short, said.append) == {} and "nothing has been measured yet" in said[-1]
+    out = tmp_path / "figures.json"
+    first = bench_gpu.run(bench_gpu.BenchSettings(**settings, out=str(out)), said.append)
+    runs = {name: of["runs"] for name, of in first["protocols"].items()}
+    assert runs == {"adaptive": 2, "fixed": 1, "published": 1} and first["plan"]["complete"]
+    assert first["labels"]["pairs"] == 1 and set(first["ratios"]) == {"fixed", "published"}
+    assert json.loads(out.read_text()) == first
+    before = sorted(path.name for path in DataFolder.resolve(tmp_path / "data").runs.rglob("*.parquet"))
+    assert bench_gpu.run(bench_gpu.BenchSettings(**settings), said.append) == first
+    assert sorted(path.name for path in DataFolder.resolve(tmp_path / "data").runs.rglob("*.parquet")) == before

@@ -1,0 +1,254 @@
+"""Runs whose labels cannot be trusted are kept, marked and run again, within bounds: real queue, writer, dispatcher."""
+
+import contextlib
+import json
+from random import Random
+
+import pyarrow as pa
+import pytest
+from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, result_of, submit
+
+from conf.errors import UsageError
+from farm.dispatch import Dispatcher, reconcile, task_spec
+from farm.executors import Completion
+from farm.jobs import Queue
+from warehouse import connect
+from warehouse.compact import CompactionSettings, compact
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+from workers.settings import TrialSettings, WindowSettings
+from workers.worker import RunResult
+
+REASONS = {"other_process": "up to 1 with 900 MiB, in 4 of 9 readings"}
+
+
+def judged(task, quality):
+    result = result_of(task, "ok")
+    reasons = json.dumps(REASONS) if quality != "trusted" else None
+    telemetry = pa.table({"run_id": [task.run_id] * 2, "t_ms": [0.0, 100.0], "power_w": [200.0, 210.0]})
+    run = {**result.run, "quality": quality, "quality_reasons": reasons, "power_w": 205.0 + task.attempt}
+    return RunResult(run=run, telemetry=telemetry, repeat=quality == "untrusted")
+
+
+class Judging(ScriptedExecutor):
+    """`outcomes`: task index -> the quality of each attempt's run, or "lost"; "trusted" after that."""
+
+    def wait(self, timeout_s):
+        index = self._task.task_index if self._task else None
+        if index is None or self.outcomes.get(index, [""])[:1] == ["lost"]:
+            return super().wait(timeout_s)
+        self.clock.now += 1.0
+        task, self._task = self._task, None
+        script = self.outcomes.get(index, [])
+        return [Completion(worker="w", task=task, result=judged(task, script.pop(0) if script else "trusted"))]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return DataFolder.resolve(tmp_path / "a'; echo foo").create()
+
+
+@pytest.fixture
+def queue(folder):
+    with Queue.open(folder.queue, backoff_s=5.0) as queue:
+        yield queue
+
+
+def dispatcher(folder, queue, outcomes=None):
+    executor = Judging(Clock(), outcomes)
+    return executor, Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock)
+
+
+def work(folder, queue, outcomes=None):
+    executor, dispatching = dispatcher(folder, queue, outcomes)
+    assert dispatching.run(Stop(), NoLock())
+    return executor
+
+
+def ask(folder, sql):
+    with contextlib.closing(connect(folder)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def runs(folder):
+    return ask(folder, "SELECT run_id, attempt, quality, final FROM runs ORDER BY ALL")
+
+
+def attempts(folder):
+    return ask(folder, "SELECT run_id, attempt, quality, final FROM attempts ORDER BY ALL")
+
+
+def test_an_untrusted_run_is_kept_and_its_task_repeated_and_readers_see_it_once(folder, queue):
+    submit(queue, 2)
+    executor = work(folder, queue, {1: ["untrusted"]})
+    assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (1, 2)]
+    first, second = ("mlp-00000001-000000", 1, "trusted", True), ("mlp-00000001-000001", 2, "trusted", True)
+    assert runs(folder) == [first, second]
+    assert attempts(folder) == [first, second, ("mlp-00000001-000001-a1", 1, "untrusted", False)]
+    assert queue.counts().by_status == {"ok": 2}
+    assert queue.doubts() == {"mlp-00000001": {"repeated": {"": 1, "other_process": 1}}}
+    (error,) = queue.errors("mlp-00000001")
+    assert "other_process (up to 1 with 900 MiB" in error.error and error.status == "ok"
+
+
+def test_the_samples_of_an_attempt_carry_its_own_id(folder, queue):
+    submit(queue, 1)
+    work(folder, queue, {0: ["untrusted"]})
+    joined = "SELECT run_id, count(*) FROM telemetry JOIN {} USING (run_id) GROUP BY ALL ORDER BY ALL"
+    assert ask(folder, joined.format("runs")) == [("mlp-00000001-000000", 2)]
+    assert ask(folder, joined.format("attempts")) == [("mlp-00000001-000000", 2), ("mlp-00000001-000000-a1", 2)]
+
+
+def test_what_stays_untrusted_is_repeated_once_and_lands_as_it_is(folder, queue):
+    submit(queue, 1)
+    executor = work(folder, queue, {0: ["untrusted"] * 9})
+    assert len(executor.handed_out) == 2
+    assert runs(folder) == [("mlp-00000001-000000", 2, "untrusted", True)]
+    assert len(attempts(folder)) == 2
+
+
+@pytest.mark.parametrize(("repeats", "handed_out"), [(0, 1), (1, 2), (2, 3)])
+def test_how_often_is_a_setting_of_the_job(folder, queue, repeats, handed_out):
+    submit(queue, 1, settings=json.dumps({"quality_repeats": repeats}))
+    executor = work(folder, queue, {0: ["untrusted"] * 9})
+    assert len(executor.handed_out) == handed_out
+    assert len(attempts(folder)) == handed_out and len(runs(folder)) == 1
+
+
+@pytest.mark.parametrize("repeats", [-1, 3, 0.5, True, "1", None])
+def test_a_setting_that_cannot_be_meant_is_refused(repeats):
+    with pytest.raises(UsageError, match=r"trial\.quality_repeats must be one of 0, 1, 2, got"):
+        TrialSettings(window=WindowSettings(kind="adaptive"), quality_repeats=repeats)
+
+
+def test_a_suspect_run_is_not_repeated(folder, queue):
+    submit(queue, 1)
+    executor = work(folder, queue, {0: ["suspect"]})
+    assert len(executor.handed_out) == 1
+    assert runs(folder) == [("mlp-00000001-000000", 1, "suspect", True)]
+
+
+def test_lost_workers_and_repeats_share_a_tasks_attempts(folder, queue):
+    submit(queue, 2, settings='{"quality_repeats":2}')
+    work(folder, queue, {0: ["lost", "untrusted", "untrusted"], 1: ["untrusted", "lost", "lost"]})
+    assert ask(folder, "SELECT task_index, attempt, status, quality FROM runs ORDER BY ALL") == [
+        (0, 3, "ok", "untrusted"),
+        (1, 3, "crashed", None),
+    ]
+    assert [row[0][-2:] for row in attempts(folder) if row[3] is False] == ["a2", "a1"]
+
+
+def test_a_dispatcher_killed_between_the_landing_and_the_queue_costs_no_repeat_more(folder, queue, monkeypatch):
+    submit(queue, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "repeat", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Queue, "release", lambda *_: 0)  # killed: nobody gives the task back
+        _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
+        with pytest.raises(KeyboardInterrupt):
+            dispatching.run(Stop(), NoLock())
+    assert runs(folder) == [] and len(attempts(folder)) == 1
+    assert reconcile(folder, queue) == 0, "an attempt finishes nothing"
+    executor = work(folder, queue, {0: ["untrusted"]})
+    assert [attempt for _, _, attempt in executor.handed_out] == [2]
+    assert runs(folder) == [("mlp-00000001-000000", 2, "untrusted", True)]
+    assert len(attempts(folder)) == 2
+
+
+def test_what_landed_before_its_dispatcher_was_killed_is_counted_as_it_was_judged(folder, queue):
+    submit(queue, 1)
+    (task,) = queue.lease("w", 1, 1000.0, 60.0)
+    result = judged(task_spec(task), "suspect")
+    RunWriter(folder).write({**result.run, "final": True}, result.telemetry)
+    assert reconcile(folder, queue) == 1
+    assert reconcile(folder, queue) == 0
+    assert queue.doubts() == {"mlp-00000001": {"suspect": {"": 1, "other_process": 1}}}
+
+
+OUTCOMES = ("trusted", "suspect", "untrusted", "untrusted", "lost")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, queue, monkeypatch, seed):
+    """Random outcomes, and a dispatcher that is killed at a random step of landing, again and again."""
+    random = Random(seed)
+    limit = random.randrange(3)
+    submit(queue, 4, settings=json.dumps({"quality_repeats": limit}))
+    outcomes = {index: random.choices(OUTCOMES, k=9) for index in range(4)}
+    steps = [(RunWriter, "write"), (Queue, "repeat"), (Queue, "finish"), (Queue, "retry")]
+    executor, done = Judging(Clock(), outcomes), False
+    while not done:
+        with monkeypatch.context() as patch:
+            owner, name = random.choice(steps)
+            real, left, before = getattr(owner, name), [random.randrange(1, 4)], random.random() < 0.5
+
+            def killed(*arguments, real=real, left=left, before=before, **named):
+                left[0] -= 1
+                if left[0] == 0 and before:
+                    raise KeyboardInterrupt
+                answer = real(*arguments, **named)
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return answer
+
+            patch.setattr(owner, name, killed)
+            patch.setattr(Queue, "release", lambda *_: 0)
+            try:
+                executor._task = None
+                done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(Stop(), NoLock())
+            except KeyboardInterrupt:
+                pass
+        reconcile(folder, queue)
+    assert [index for (index,) in ask(folder, "SELECT task_index FROM runs ORDER BY 1")] == [0, 1, 2, 3]
+    assert ask(folder, "SELECT count(*) - count(DISTINCT run_id) FROM attempts") == [(0,)]
+    assert queue.counts().done == 4 and queue.pending() == 0
+    repeated = ask(folder, "SELECT task_index, count(*) FROM attempts WHERE final = false GROUP BY ALL")
+    assert all(count <= limit for _, count in repeated)
+
+
+def test_a_task_given_back_after_its_attempt_landed_is_not_repeated_twice(folder, queue, monkeypatch):
+    submit(queue, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "repeat", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
+        with pytest.raises(OSError, match="disk full"):
+            dispatching.run(Stop(), NoLock())
+    executor = work(folder, queue, {0: ["untrusted"]})
+    assert [attempt for _, _, attempt in executor.handed_out] == [1]
+    assert runs(folder) == [("mlp-00000001-000000", 1, "untrusted", True)]
+
+
+def test_a_task_of_a_cancelled_job_lands_as_it_is(folder, queue):
+    submit(queue, 1)
+    _, dispatching = dispatcher(folder, queue)
+    (task,) = queue.lease("w", 1, 1000.0, 60.0)
+    queue.cancel(task.job_id, 1001.0)
+    spec = task_spec(task)
+    dispatching._leased[spec.run_id], dispatching._stuck_at[spec.run_id] = task, 0.0
+    dispatching._land(Completion(worker="w", task=spec, result=judged(spec, "untrusted")))
+    assert runs(folder) == attempts(folder) == [("mlp-00000001-000000", 1, "untrusted", True)]
+
+
+def test_attempts_are_merged_and_still_count(folder, queue):
+    submit(queue, 2)
+    (task, _) = queue.lease("w", 2, 1000.0, 60.0)
+    spec = task_spec(task)
+    _, dispatching = dispatcher(folder, queue)
+    assert dispatching._land_for_repeat(task, judged(spec, "untrusted"))
+    queue.void_leases()
+    work(folder, queue)
+    before = attempts(folder)
+    for hours in (0, 2):
+        report = compact(folder, now_s=4e9 + 3600 * hours, settings=CompactionSettings(min_files=2))
+        assert report.problems == []
+        assert attempts(folder) == before and len(runs(folder)) == 2
+    assert RunWriter(folder).has_landed("mlp", "mlp-00000001-000000-a1")
+
+
+def test_a_run_of_an_attempt_that_no_longer_holds_its_task_changes_nothing_in_the_queue(queue):
+    submit(queue, 1)
+    (task,) = queue.lease("w", 1, 1000.0, 60.0)
+    (later,) = queue.lease("v", 1, 1100.0, 60.0)
+    assert not queue.may_repeat(task) and not queue.repeat(task, 1101.0, "why")
+    assert queue.may_repeat(later) and queue.repeat(later, 1101.0, "why")
+    assert queue.lease("w", 1, 1102.0, 60.0) == [], "it waits first"
+    assert queue.lease("w", 1, 1200.0, 60.0)[0].attempt == 3

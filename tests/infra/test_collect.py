@@ -1,0 +1,90 @@
+"""The collection for a lent GPU, on simulated ones: each family in each round, again adds nothing, then a data set."""
+
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import warehouse
+from conf.errors import UsageError
+from farm.space import Space
+from featurize.families import family_names
+from warehouse.dataset import find_parts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def collect():
+    specification = importlib.util.spec_from_file_location("collect", ROOT / "infra" / "collect.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["collect"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def query(data, sql):
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def settings(collect, tmp_path, **changes):
+    return collect.CollectSettings(
+        **{
+            "families": ["mlp"],
+            "n": 2,
+            "device": "simulated",
+            "data": str(tmp_path / "data"),
+            "out": str(tmp_path / "out"),
+        }
+        | changes
+    )
+
+
+def test_whole_cards_shares_of_them_and_pairs_are_measured_and_exported(collect, tmp_path):
+    said = []
+    assert collect.collect(settings(collect, tmp_path), said.append)
+    shares = query(tmp_path / "data", "SELECT memory_fraction, count(*) FROM runs GROUP BY ALL ORDER BY ALL")
+    assert shares == [(0.25, 1), (0.5, 1), (None, 3)]
+    assert len(find_parts(tmp_path / "out")) == 1 and (tmp_path / "out" / "README.md").exists()
+    assert said[-1] == "all trials are done"
+    assert collect.collect(settings(collect, tmp_path), said.append)
+    assert query(tmp_path / "data", "SELECT count(*) FROM runs") == [(5,)]
+    assert "0 runs added, 5 were there already" in said[-2]
+
+
+def test_when_the_time_is_up_it_leaves_and_goes_on_later(collect, tmp_path):
+    said = []
+    assert not collect.collect(settings(collect, tmp_path, minutes=0), said.append)
+    assert said == ["nothing has been measured yet; the same command goes on"]
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_every_family_has_its_jobs_with_every_training_setting_sampled(collect, tmp_path, family):
+    jobs = collect.jobs_of(family, settings(collect, tmp_path))
+    assert [job.device.memory_fraction for job in jobs.values()] == [None, 0.5, 0.25, None]
+    assert len({job.seed for job in jobs.values()}) == len(jobs)
+    varied = {dimension.name for dimension in jobs[1.0].space.varied}
+    assert set(collect.TRAINING) <= varied
+    assert len(jobs["pairs"].batch_sizes) > 1
+
+
+def test_pairs_span_the_batch_sizes_of_a_space(collect):
+    def sizes(batch_size):
+        return collect.pair_sizes(Space.from_mapping({"family": "mlp", "space": {"batch_size": batch_size}}))
+
+    assert sizes({"low": 4, "high": 256}) == (4, 16, 64, 256)
+    assert sizes([8, 512]) == (8, 32, 128, 512)
+    assert sizes(32) == (8, 16, 32, 64)
+
+
+def test_rounds_begin_small_and_end_with_all(collect):
+    assert list(collect.rounds(25)) == [2, 10, 20, 25]
+    assert list(collect.rounds(2)) == [2]
+
+
+def test_what_no_gpu_measured_does_not_go_into_the_project_s_data_set(collect, tmp_path):
+    with pytest.raises(UsageError, match=r"out=\.\.\. is missing"):
+        settings(collect, tmp_path, out=None)

@@ -1,0 +1,327 @@
+"""Measured runs leave a data folder as a data set and come back from it: whole, once, and without anybody's names."""
+
+import contextlib
+import datetime
+import json
+
+import pyarrow as pa
+import pytest
+from warehouse_rows import run_row
+
+import warehouse
+from conf import cli
+from conf.errors import UsageError
+from warehouse import dataset
+from warehouse import export as export_command
+from warehouse import ingest as ingest_command
+from warehouse.compact import CompactionSettings, compact
+from warehouse.dataset import Part, find_parts, read_part, repository_folder, to_bytes
+from warehouse.dataset_card import card
+from warehouse.export import ExportSettings, export, scrubbed, thin
+from warehouse.folder import DataFolder
+from warehouse.ingest import IngestSettings, ingest
+from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.writer import RunWriter
+
+DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, 891011, tzinfo=datetime.UTC)
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/a person/gpu farm/workers/trial.py", line 7, in run_trial
+torch.OutOfMemoryError: on host17.example.org (10.1.2.3), see /home/someone/logs/trial.log and host17"""
+
+
+def gpu_run(index, **changes):
+    return run_row(index) | {
+        "config": json.dumps({"family": "cnn", "depth": index // 2, "batch_size": index % 2}),
+        "batch_size": index % 2,
+        "source": "measured",
+        "device_name": "NVIDIA H100 80GB HBM3",
+        "device_uuid": "GPU-0a1b2c3d-0000-1111-2222-333344445555",
+        "device_memory_mib": 81559.0,
+        "node": "host17.example.org",
+        "worker": "ray-0",
+        "torch_version": "2.13.0+cu130",
+        "smact": 0.1 + index / 100,
+        "telemetry_missing": json.dumps({"dcgm": "no answer at http://host17:9400/metrics"}),
+        "finished_at": DAY + datetime.timedelta(minutes=index),
+    } | changes  # fmt: skip
+
+
+def readings(n, start_ms=0.0, every_ms=20.0, **columns):
+    times = [start_ms + every_ms * i for i in range(n)]
+    return pa.table(
+        {
+            "t_ms": times,
+            "sensor": ["nvml"] * n,
+            "phase": ["window"] * n,
+            "power_w": [100.0 + i for i in range(n)],
+            **columns,
+        }
+    )
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "a'; echo out [b]*?"
+
+
+@pytest.fixture
+def filled(folder):
+    writer = RunWriter(folder)
+    for index in range(4):
+        writer.write(gpu_run(index), readings(50))
+    writer.write(gpu_run(4, status="oom", oom_kind="device", peak_memory_mib=None, error=TRACEBACK), readings(2))
+    writer.write(gpu_run(5, family="mlp", memory_fraction=0.25), readings(3))
+    writer.write(gpu_run(6, finished_at=DAY + datetime.timedelta(days=1)), readings(3))
+    return folder
+
+
+def exported(folder, out, **settings):
+    return export(ExportSettings(data=str(folder.root), out=str(out), **settings))
+
+
+def loaded(out, data):
+    return ingest(IngestSettings(source="dataset", path=str(out), data=str(data)))
+
+
+def query(data, sql):
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def files(out):
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def test_there_is_a_pair_of_files_for_each_family_device_and_day(filled, out):
+    report = exported(filled, out)
+    assert report.added.total() == 7
+    stem = "NVIDIA-H100-80GB-HBM3-2026-03-0"
+    pairs = {f"{family}/{stem}{day}-{kind}.parquet"
+             for family, day in (("cnn", 4), ("cnn", 5), ("mlp", 4)) for kind in ("runs", "telemetry")}  # fmt: skip
+    assert set(files(out)) == {"README.md", *pairs}
+    assert len(find_parts(out)) == 3
+
+
+def test_what_is_loaded_is_what_was_measured_and_a_second_time_adds_nothing(filled, out, tmp_path):
+    exported(filled, out)
+    other = tmp_path / "other"
+    assert sum(file.new for file in loaded(out, other).files) == 7
+    labels = (
+        "SELECT task_index, family, status, source, device_name, smact, peak_memory_mib, memory_fraction, finished_at "
+        "FROM runs ORDER BY task_index"
+    )
+    assert query(other, labels) == query(filled, labels)
+    assert query(other, "SELECT DISTINCT job_id FROM runs") == [("dataset-J",)], "not counted as one of its own jobs"
+    sums = "SELECT min(t.power_w), max(t.power_w) FROM telemetry t JOIN runs USING (run_id) WHERE task_index = 5"
+    assert query(other, sums) == query(filled, sums)
+    again = loaded(out, other)
+    assert [(file.rows, file.new) for file in again.files] == [(file.rows, 0) for file in again.files]
+    assert query(other, "SELECT count(*) FROM runs") == [(7,)]
+
+
+def test_the_folder_that_measured_them_gets_nothing_twice(filled, out):
+    exported(filled, out)
+    assert sum(file.new for file in loaded(out, filled.root).files) == 0
+
+
+def test_the_same_runs_give_the_same_bytes_also_from_a_folder_that_has_loaded_them(filled, out, tmp_path):
+    exported(filled, out)
+    before = files(out)
+    exported(filled, out)
+    assert files(out) == before
+    loaded(out, tmp_path / "other")
+    compact(DataFolder.resolve(tmp_path / "other"), settings=CompactionSettings(min_files=2))
+    exported(DataFolder.resolve(tmp_path / "other"), tmp_path / "copy")
+    assert files(tmp_path / "copy") == before
+
+
+def test_another_machine_s_runs_of_the_same_job_and_day_are_added(filled, out, tmp_path):
+    exported(filled, out)
+    second = DataFolder.resolve(tmp_path / "second")
+    RunWriter(second).write(gpu_run(0, device_uuid="GPU-ffff"), readings(2))
+    assert exported(second, out).added.total() == 1
+    loaded(out, tmp_path / "other")
+    counted = "SELECT count(*), count(DISTINCT run_id), count(DISTINCT device_uuid) FROM runs WHERE task_index = 0"
+    assert query(tmp_path / "other", counted) == [(2, 2, 2)]
+
+
+def test_names_of_machines_users_and_folders_stay_at_home(filled, out):
+    exported(filled, out)
+    texts = [(out / "README.md").read_text()]
+    for part in find_parts(out):
+        texts += [str(read_part(out, part, kind).to_pylist()) for kind in ("runs", "telemetry")]
+    for name in ("host17", "example", "someone", "a person", "/home", "10.1.2.3", "0a1b2c3d", "ray-0"):
+        assert not any(name in text for text in texts), name
+    (row,) = [
+        row for part in find_parts(out) for row in read_part(out, part, "runs").to_pylist() if row["status"] == "oom"
+    ]
+    assert 'File "trial.py", line 7, in run_trial' in row["error"] and "trial.log" in row["error"]
+
+
+def test_scrubbing_leaves_figures_and_ratios_alone():
+    said = "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://box:9400/metrics and ~/x/y.log, 1.5e-3"
+    assert scrubbed(said) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
+
+
+def test_telemetry_is_thinned_and_the_window_keeps_its_ends():
+    n = 101
+    phases = [None] * 10 + ["window"] * 50 + [None] * 41
+    samples = readings(n, phase=phases, quality=["repeated" if i % 5 == 4 else "measured" for i in range(n)])
+    samples = samples.append_column("run_id", pa.array(["J-1"] * n))
+    whole = pa.table(
+        {name: samples[name] if name in samples.column_names else pa.nulls(n) for name in TELEMETRY_SCHEMA.names}
+    )
+    kept = thin(whole.cast(TELEMETRY_SCHEMA), 10)
+    times = kept["t_ms"].to_pylist()
+    assert 20 <= len(times) <= 23 and times == sorted(times)
+    window = [t for t, phase in zip(times, kept["phase"].to_pylist(), strict=True) if phase == "window"]
+    assert (window[0], window[-1]) == (200.0, 1180.0)
+    repeated = [t for t, quality in zip(times, kept["quality"].to_pylist(), strict=True) if quality == "repeated"]
+    assert repeated == [1180.0], "a reading of its own is preferred"
+
+
+def test_only_what_gpus_measured_unless_asked_and_the_card_says_so(folder, out):
+    writer = RunWriter(folder)
+    writer.write(gpu_run(0), readings(2))
+    writer.write(gpu_run(1, device_uuid=None, device_name="AMD EPYC"), readings(2))
+    writer.write(gpu_run(2, source="simulated", device_uuid="SIM-H100-0"), readings(2))
+    writer.write(gpu_run(3, status="crashed", device_uuid=None, device_name=None), readings(0))
+    report = exported(folder, out)
+    assert (report.added.total(), report.without_device) == (1, 1)
+    assert "1 runs are measured on real GPUs" in (out / "README.md").read_text()
+    assert exported(folder, out, source="simulated").added.total() == 1
+    assert exported(folder, out, source="cpu").added.total() == 1
+    said = (out / "README.md").read_text()
+    assert "not measured" in said and "measured on CPUs" in said
+    assert any("simulated-NVIDIA-H100" in name for name in files(out))
+
+
+def test_the_card_tells_environment_statuses_and_units(filled, out):
+    exported(filled, out)
+    said = (out / "README.md").read_text()
+    assert "| cnn | NVIDIA H100 80GB HBM3 | 5 | 1 | 0 | 0 | 0 | 6 |" in said
+    assert "2.13.0+cu130" in said and "2026-03-04 to 2026-03-05" in said
+    assert "| share of the card's memory allowed | 0.25 1, 1 6 |" in said
+    assert "| trials at several batch sizes | 2 |" in said
+    assert "| `power_w` | W |" in said
+
+
+def test_too_large_a_data_set_is_refused_and_nothing_is_written(filled, out):
+    with pytest.raises(UsageError, match=r"more than max_mb=0\.005.*the largest files: cnn/NVIDIA"):
+        exported(filled, out, max_mb=0.005)
+    assert not out.exists()
+
+
+def test_a_data_folder_without_such_runs_says_what_it_has(folder, out):
+    RunWriter(folder).write(run_row(0), readings(1))
+    with pytest.raises(UsageError, match=r"no runs of source=measured; its runs: simulated 1"):
+        exported(folder, out)
+    with pytest.raises(UsageError, match="unknown source 'gpu'; known: cpu, measured, simulated; hz must be"):
+        ExportSettings(out=str(out), source="gpu", hz=0)
+
+
+def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_completes_it(
+    filled, out, tmp_path, monkeypatch
+):
+    exported(filled, out)
+    land = ingest_command.land_batch
+
+    def killed(folder, kind, family, table):
+        if kind == "runs" and family == "mlp":
+            raise KeyboardInterrupt
+        return land(folder, kind, family, table)
+
+    monkeypatch.setattr(ingest_command, "land_batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        loaded(out, tmp_path / "other")
+    assert query(tmp_path / "other", "SELECT DISTINCT family FROM runs") == [("cnn",)]
+    monkeypatch.undo()
+    assert sum(file.new for file in loaded(out, tmp_path / "other").files) == 1
+    counts = (
+        "SELECT count(DISTINCT run_id), count(*), count(DISTINCT (run_id, t_ms)) FROM telemetry WHERE family = 'mlp'"
+    )
+    ((runs, samples, distinct),) = query(tmp_path / "other", counts)
+    assert runs == 1 and samples == distinct
+
+
+def rewritten(path, change):
+    """The part's runs with other metadata and columns, as another version of the farm wrote them."""
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(path).read()
+    described = json.loads(table.schema.metadata[b"gpufarm_dataset"])
+    table = change(table, described)
+    pq.write_table(table.replace_schema_metadata({b"gpufarm_dataset": json.dumps(described)}), path)
+
+
+def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(filled, out, tmp_path):
+    exported(filled, out)
+    first = out / find_parts(out)[0].path("runs")
+
+    def older(table, described):
+        described["schema_version"] = 1
+        return table.drop_columns(["smact"])
+
+    rewritten(first, older)
+    assert sum(file.new for file in loaded(out, tmp_path / "other").files) == 7
+    assert query(tmp_path / "other", "SELECT count(*) FROM runs WHERE smact IS NULL")[0][0] == 5
+
+    def newer(table, described):
+        described["schema_version"] = SCHEMA_VERSION + 1
+        return table
+
+    rewritten(out / find_parts(out)[-1].path("runs"), newer)
+    with pytest.raises(
+        UsageError, match=f"schema version {SCHEMA_VERSION + 1}, this code knows up to {SCHEMA_VERSION}"
+    ):
+        loaded(out, tmp_path / "third")
+    assert not (tmp_path / "third").exists()
+
+
+def test_damaged_and_foreign_files_are_named(filled, out, tmp_path):
+    exported(filled, out)
+    path = out / find_parts(out)[0].path("runs")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with pytest.raises(UsageError, match=r"runs\.parquet cannot be read"):
+        loaded(out, tmp_path / "other")
+    (out / "gpt").mkdir()
+    path.write_bytes(whole)
+    (out / "gpt" / path.name).write_bytes(whole)
+    with pytest.raises(UsageError, match="holds runs of cnn: it has been moved or renamed"):
+        loaded(out, tmp_path / "other")
+
+
+def test_rows_that_break_the_schema_are_refused(out, tmp_path):
+    part = Part("cnn", "X", "2026-03-04")
+    row = {**dict.fromkeys(RUN_SCHEMA.names), **gpu_run(0, smact=1.5)}
+    table = pa.Table.from_pylist([row], schema=RUN_SCHEMA)
+    (out / "cnn").mkdir(parents=True)
+    (out / part.path("runs")).write_bytes(to_bytes(part, "runs", table))
+    with pytest.raises(UsageError, match=r"row 1: smact must be in \[0, 1\], got 1.5"):
+        loaded(out, tmp_path / "other")
+
+
+def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_line(filled, out, tmp_path, capsys):
+    data = f"data={filled.root}"
+    text = ("out", "data", "path")
+    assert cli.run("export", export_command.entry, [f"out={out}", data], text=text) == 0
+    assert "7 runs added" in capsys.readouterr().out
+    arguments = ["source=dataset", f"path={out}", f"data={tmp_path / 'other'}"]
+    assert cli.run("ingest", ingest_command.entry, arguments, text=text) == 0
+    assert "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-runs.parquet" in capsys.readouterr().out
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert cli.run("ingest", ingest_command.entry, ["source=dataset", f"path={empty}", data], text=text) == 2
+    said = capsys.readouterr().err
+    assert "holds no runs yet: no GPU has measured anything" in said and said.count("\n") == 1
+    assert cli.run("ingest", ingest_command.entry, ["source=gpumemnet", data], text=text) == 2
+    assert "missing path=" in capsys.readouterr().err
+
+
+def test_the_project_s_own_card_is_true():
+    root = repository_folder()
+    parts = find_parts(root)
+    tables = [[read_part(root, part, kind) for part in parts] for kind in dataset.KINDS]
+    assert (root / dataset.CARD).read_text() == card(*tables)
+    assert sum(path.stat().st_size for path in root.rglob("*.parquet")) <= 20e6

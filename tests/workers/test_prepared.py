@@ -1,0 +1,108 @@
+"""The next trial made ready while one runs: it waits for its turn, and whatever happens to it meanwhile is its own."""
+
+import json
+
+import psutil
+import pytest
+
+from featurize.families import get_family
+from featurize.trial import canonical_json
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
+from workers.worker import TaskSpec, Worker
+
+SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
+
+
+def task(index, prepare_ahead="always", **changes):
+    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
+    config = {**get_family("mlp").Config(**values).to_mapping(), **changes}
+    return TaskSpec(
+        job_id="mlp-00000000",
+        task_index=index,
+        attempt=1,
+        config=canonical_json(config),
+        settings=canonical_json(TrialSettings(window=SHORT, prepare_ahead=prepare_ahead).to_mapping()),
+        seed=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker")
+    yield worker
+    worker.close()
+
+
+def children(worker):
+    return psutil.Process(worker._server.pid).children()
+
+
+def test_a_trial_that_was_made_ready_runs_when_it_is_its_turn(worker):
+    first = worker.run(task(0), task(1)).run
+    (waiting,) = children(worker)
+    second = worker.run(task(1)).run
+    assert (first["status"], first["prepared"]) == ("ok", False)
+    assert (second["status"], second["prepared"]) == ("ok", True), second["error"]
+    assert second["run_id"] == "mlp-00000000-000001"
+    assert second["steps"] >= 1 and second["startup_s"] > 0
+    assert not waiting.is_running() and not children(worker)
+
+
+def test_a_chain_of_prepared_trials_leaves_nothing_behind(worker):
+    runs = [worker.run(task(index), task(index + 1)).run for index in range(10, 14)]
+    assert [run["prepared"] for run in runs] == [False, True, True, True]
+    assert {run["status"] for run in runs} == {"ok"}
+    worker.run(task(14))
+    assert not children(worker)
+
+
+def test_one_that_is_not_wanted_after_all_is_ended(worker):
+    worker.run(task(0), task(1))
+    (waiting,) = children(worker)
+    run = worker.run(task(2)).run
+    assert (run["status"], run["prepared"], run["task_index"]) == ("ok", False, 2)
+    assert not waiting.is_running() and not children(worker)
+
+
+def test_one_that_was_killed_while_it_waited_is_tried_again(worker):
+    worker.run(task(0), task(1))
+    (waiting,) = children(worker)
+    waiting.kill()
+    result = worker.run(task(1))
+    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "SIGKILL", True)
+    assert worker.run(task(1)).run["status"] == "ok"
+
+
+def test_one_that_cannot_be_built_is_invalid_when_it_is_its_turn(worker):
+    assert worker.run(task(0), task(1, batch_size=0)).run["status"] == "ok"
+    result = worker.run(task(1, batch_size=0))
+    assert result.run["status"] == "invalid"
+    assert "batch_size must be an integer >= 1, got 0" in result.run["error"]
+
+
+def test_nothing_is_made_ready_where_the_device_is_what_the_host_computes_on(worker):
+    worker.run(task(0, prepare_ahead="auto"), task(1, prepare_ahead="auto"))
+    assert not children(worker)
+
+
+def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
+    small = Worker(DeviceChoice(backend="cpu"), "0", "small")
+    try:
+        limits = json.loads(task(0).settings) | {"window": json.loads(task(0).settings)["window"] | {"seconds": 3.0}}
+        first = TaskSpec(**{**task(0).__dict__, "settings": canonical_json(limits | {"host_memory_limit_mib": 900})})
+        big = task(1, batch_size=20_000, input_size=20_000)  # a batch of 1.6 GB
+        result = small.run(first, big)
+        assert result.run["status"] == "ok"
+        assert not children(small)
+    finally:
+        small.close()
+
+
+def test_closing_the_worker_ends_what_was_made_ready():
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
+    doomed.run(task(0), task(1))
+    (waiting,) = children(doomed)
+    doomed.close()
+    psutil.wait_procs([waiting], timeout=10)
+    assert not waiting.is_running()

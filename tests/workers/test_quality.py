@@ -1,0 +1,332 @@
+"""What samples and runs are worth: every reason, alone, in a run that is trusted without it."""
+
+import dataclasses
+import itertools
+import json
+import os
+
+import pytest
+from recorded_nvml import A100_UUID, RecordedNvml
+
+from warehouse.schema import QUALITIES, RUN_SCHEMA, SAMPLE_QUALITIES
+from workers.labels import Course, counter_growth, label_run, peak_memory_mib
+from workers.quality import REASONS, judge
+from workers.telemetry.base import Sample, Target
+from workers.telemetry.nvml import NvmlSensor
+
+S = 1_000_000_000
+PERIOD_NS = S // 10
+WINDOW = (2 * S, 12 * S)
+
+
+def nvml(t_ns, **changes):
+    values = {
+        "gpu_util": 1.0, "power_w": 300.0, "energy_j": 300.0 * t_ns / S, "sm_clock_mhz": 1400.0, "throttle_reasons": 0,
+        "memory_used_mib": 6_600.0, "process_memory_mib": 6_000.0, "other_processes": 0, "ecc_uncorrected": 0,
+    }  # fmt: skip
+    return "nvml", Sample(t_ns, {**values, **changes})
+
+
+def profiled(sensor, t_ns, length_ns, smact=0.8, **changes):
+    values = {"smact": smact, "smocc": smact / 2, "drama": smact / 4, "gract": 1.0 if smact else 0.0}
+    return sensor, Sample(t_ns, {**values, **changes}, since_ns=t_ns - length_ns)
+
+
+def telemetry(until_s=13, dcgm=True):
+    """A quiet run with every source: NVML, GPM and DCGM at 10 Hz, the allocator as the trial reports it."""
+    found = []
+    for tick in range(1, until_s * 10):
+        t_ns = tick * PERIOD_NS
+        found.append(nvml(t_ns))
+        found.append(profiled("gpm", t_ns, PERIOD_NS))
+        if dcgm:
+            found.append(profiled("dcgm", t_ns - S // 20, PERIOD_NS, gpu_util=1.0, power_w=301.0))
+        found.append(("torch", Sample(t_ns, {"reserved_mib": 5_500.0, "allocated_mib": 5_000.0})))
+        found.append(("process", Sample(t_ns, {"rss_mib": 2_000.0})))
+    return found
+
+
+def changed(samples, sensor, change, when=lambda s: True):
+    """The samples with `change(values) -> values` applied to one sensor's, from `when(seconds)` on."""
+    return [
+        (name, dataclasses.replace(s, values=change(s.values)) if name == sensor and when(s.t_ns / S) else s)
+        for name, s in samples
+    ]
+
+
+def course(samples, **changes):
+    known = {
+        "samples": samples, "values": {"peak_reserved_mib": 5_500.0, "step_time_ms": 12.0}, "status": "ok",
+        "oom_kind": None, "backend": "cuda", "t0_ns": 0, "warmup_ns": S, "window_ns": WINDOW[0],
+        "window_end_ns": WINDOW[1], "period_s": 0.1, "device_memory_mib": 40_960.0,
+    }  # fmt: skip
+    return Course(**{**known, **changes})
+
+
+def verdict(samples, **changes):
+    """(quality, its reasons, all columns)."""
+    columns, _ = label_run(course(samples, **changes))
+    assert set(columns) <= set(RUN_SCHEMA.names) and columns["quality"] in QUALITIES
+    reasons = json.loads(columns["quality_reasons"] or "{}")
+    assert set(reasons) <= set(REASONS) and all(reasons.values())
+    return columns["quality"], set(reasons), columns
+
+
+def test_a_quiet_run_is_trusted_and_its_labels_are_those_of_the_window():
+    quality, reasons, columns = verdict(telemetry())
+    assert (quality, reasons) == ("trusted", set())
+    assert columns["smact"] == pytest.approx(0.8) and columns["drama"] == pytest.approx(0.2)
+    assert columns["energy_j"] == pytest.approx(3000.0) and columns["power_w"] == pytest.approx(300.0)
+    assert columns["peak_memory_mib"] == 6_000.0 and columns["step_time_ms"] == 12.0
+    assert columns["samples_measured"] == 5 * 100 + 4 and columns["samples_suspect"] == 0
+    summary = json.loads(columns["quality_summary"])
+    assert summary["metrics"]["smact"] == {"sensor": "gpm", "coverage": 1.0, "readings": 100, "largest_gap_s": 0.0}
+    assert {name for name, check in summary["checks"].items() if check["agree"]} == {
+        "smact", "smocc", "drama", "gract", "gpu_util", "power_w", "energy_j", "process_memory_mib",
+    }  # fmt: skip
+
+
+def test_values_stay_as_they_were_read_and_nothing_is_dropped():
+    samples = changed(telemetry(), "gpm", lambda values: dict.fromkeys(values, 0.0))
+    marked = judge(samples, *WINDOW, 0.1)
+    assert [(name, s.t_ns, s.values) for name, s in marked] == [(name, s.t_ns, s.values) for name, s in samples]
+    assert {s.quality for _, s in marked} <= set(SAMPLE_QUALITIES)
+
+
+def stalled(seconds):
+    """GPM gives zeros for the window's first seconds."""
+    return changed(telemetry(dcgm=False), "gpm", lambda v: dict.fromkeys(v, 0.0), lambda t: 2 < t <= 2 + seconds)
+
+
+def test_profiling_that_stalls_is_left_out_of_means_and_marked():
+    quality, reasons, columns = verdict(stalled(3))
+    assert (quality, reasons) == ("suspect", {"profiling_zero"})
+    assert columns["smact"] == pytest.approx(0.8), "the stall is no idleness"
+    assert columns["samples_suspect"] == 30
+    assert columns["power_w"] == pytest.approx(300.0)
+
+
+def test_profiling_that_stalls_for_most_of_the_window_cannot_be_trusted():
+    quality, reasons, _ = verdict(stalled(6))
+    assert quality == "untrusted" and {"profiling_zero", "low_coverage"} <= reasons
+
+
+def test_zeros_of_a_gpu_that_is_idle_are_figures_and_count():
+    idle = changed(stalled(5), "nvml", lambda v: v | {"gpu_util": 0.0, "power_w": 300.0})
+    quality, reasons, columns = verdict(idle)
+    assert (quality, reasons) == ("trusted", set())
+    assert columns["smact"] == pytest.approx(0.4) and columns["gpu_util"] == 0.0
+
+
+def test_a_source_that_stalls_beside_a_better_one_spoils_nothing():
+    dead = changed(telemetry(), "dcgm", lambda v: {m: 0.0 if m in ("smact", "smocc", "drama", "gract") else x
+                                                   for m, x in v.items()})  # fmt: skip
+    quality, reasons, columns = verdict(dead)
+    assert (quality, reasons) == ("suspect", {"profiling_zero"})
+    assert columns["smact"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("bits", "seconds", "expected"),
+    [
+        (0x4, 8, ("suspect", {"power_cap"})),  # usual under full load
+        (0x4, 0.5, ("trusted", set())),
+        (0x20, 0.5, ("suspect", {"thermal_slowdown"})),
+        (0x40 | 0x8, 3, ("untrusted", {"thermal_slowdown"})),
+        (0x8, 3, ("untrusted", {"hw_slowdown"})),
+        (0x80 | 0x8, 3, ("untrusted", {"hw_slowdown"})),
+        (0x1 | 0x2 | 0x10 | 0x100, 8, ("trusted", set())),  # idle, application clocks, sync boost, display
+    ],
+)
+def test_what_slows_the_gpu_down_is_told_apart(bits, seconds, expected):
+    slow = changed(telemetry(), "nvml", lambda v: v | {"throttle_reasons": bits}, lambda t: 2 < t <= 2 + seconds)
+    assert verdict(slow)[:2] == expected
+
+
+def test_another_process_on_the_gpu_makes_labels_and_an_out_of_memory_untrusted():
+    other = changed(
+        telemetry(), "nvml", lambda v: v | {"other_processes": 1, "other_memory_mib": 900.0}, lambda t: 4 < t < 5
+    )
+    quality, reasons, columns = verdict(other)
+    assert (quality, reasons) == ("untrusted", {"other_process"})
+    assert json.loads(columns["quality_reasons"])["other_process"] == "up to 1 with 900 MiB, in 9 of 129 readings"
+    failed = {"window_ns": None, "window_end_ns": None, "values": {}}
+    assert verdict(other, status="oom", oom_kind="device", **failed)[:2] == ("untrusted", {"other_process"})
+    assert verdict(other, status="oom", oom_kind="host", **failed)[0] == "trusted"
+    assert verdict(other, status="crashed", **failed)[0] == "trusted"
+
+
+def test_a_process_that_is_too_small_to_compute_is_suspect():
+    """An X server has a few MiB on every GPU of a machine, for ever: repeating would not mend it."""
+    server = changed(telemetry(), "nvml", lambda v: v | {"other_processes": 1, "other_memory_mib": 4.0})
+    assert verdict(server)[:2] == ("suspect", {"other_process"})
+    unknown = changed(telemetry(), "nvml", lambda v: v | {"other_processes": 1})
+    assert verdict(unknown)[:2] == ("untrusted", {"other_process"})
+
+
+def test_memory_that_nobody_accounts_for_makes_a_run_untrusted():
+    held = changed(telemetry(), "nvml", lambda v: v | {"memory_used_mib": 9_000.0})
+    assert verdict(held)[:2] == ("untrusted", {"foreign_memory"})
+    unlisted = changed(held, "nvml", lambda v: {m: x for m, x in v.items() if m != "process_memory_mib"})
+    assert verdict(unlisted)[:2] == ("untrusted", {"foreign_memory"}), "in use before the trial took any"
+    growing = changed(unlisted, "nvml", lambda v: v | {"memory_used_mib": 600.0}, lambda t: t < 0.2)
+    assert verdict(growing)[0] == "trusted"
+
+
+def test_the_drivers_own_memory_grows_with_the_card():
+    held = changed(telemetry(), "nvml", lambda v: v | {"memory_used_mib": 8_000.0})
+    assert verdict(held)[0] == "untrusted"
+    assert verdict(held, device_memory_mib=143_771.0)[0] == "trusted"
+
+
+def test_new_memory_errors_make_any_run_untrusted_and_old_ones_none():
+    old = changed(telemetry(), "nvml", lambda v: v | {"ecc_uncorrected": 7})
+    assert verdict(old)[0] == "trusted"
+    new = changed(telemetry(), "nvml", lambda v: v | {"ecc_uncorrected": 2}, lambda t: t > 6)
+    assert verdict(new)[:2] == ("untrusted", {"ecc_errors"})
+    assert verdict(new, status="crashed", window_ns=None, window_end_ns=None)[:2] == ("untrusted", {"ecc_errors"})
+
+
+def test_a_clock_that_jumped_while_busy_is_suspect_and_while_idle_it_is_not():
+    jumped = changed(telemetry(), "nvml", lambda v: v | {"sm_clock_mhz": 900.0}, lambda t: 4 < t < 6)
+    assert verdict(jumped)[:2] == ("suspect", {"clock_jump"})
+    idle = changed(jumped, "nvml", lambda v: v | {"gpu_util": 0.2}, lambda t: 4 < t < 6)
+    assert "clock_jump" not in verdict(idle)[1]
+
+
+def test_a_sampler_that_stood_still_is_suspect():
+    samples = [(name, s) for name, s in telemetry() if name == "torch" or not 5 * S < s.t_ns <= 7 * S]
+    quality, reasons, columns = verdict(samples)
+    assert (quality, reasons) == ("suspect", {"sampler_gap"})
+    assert "nvml: 1 gaps, the longest 2.10 s" in json.loads(columns["quality_reasons"])["sampler_gap"]
+    assert columns["samples_suspect"] == 3, "the readings that end the gap, of each sensor of the thread"
+
+
+def test_a_clock_of_the_host_that_was_set_is_suspect():
+    assert verdict(telemetry(), clock_drift_s=-3600.0)[:2] == ("suspect", {"host_clock"})
+
+
+@pytest.mark.parametrize(
+    ("sensor", "metric", "value", "quality"),
+    [
+        ("dcgm", "smact", 0.7, "untrusted"),
+        ("dcgm", "smact", 0.77, "trusted"),
+        ("dcgm", "gract", 0.8, "suspect"),  # no label
+        ("dcgm", "power_w", 250.0, "untrusted"),
+        ("dcgm", "power_w", 290.0, "trusted"),
+        ("nvml", "process_memory_mib", 4_000.0, "untrusted"),  # less than torch has reserved
+        ("nvml", "power_w", 200.0, "untrusted"),  # neither DCGM nor the energy counter say so
+    ],
+)
+def test_sources_that_disagree_are_found(sensor, metric, value, quality):
+    samples = changed(telemetry(), sensor, lambda v: v | {metric: value})
+    if metric == "process_memory_mib":
+        samples = changed(samples, "nvml", lambda v: v | {"memory_used_mib": 4_600.0})
+    expected = set() if quality == "trusted" else {"sources_disagree"}
+    assert verdict(samples)[:2] == (quality, expected)
+
+
+def test_a_power_sensor_that_only_the_energy_counter_contradicts_is_suspect():
+    samples = changed(telemetry(dcgm=False), "nvml", lambda v: v | {"power_w": 200.0})
+    quality, reasons, columns = verdict(samples)
+    assert (quality, reasons) == ("suspect", {"sources_disagree"})
+    assert columns["power_w"] == pytest.approx(300.0), "mean power is the counter's"
+
+
+def test_a_source_that_gave_up_in_the_window_makes_its_labels_untrusted():
+    samples = [(name, s) for name, s in telemetry(dcgm=False) if name != "gpm" or s.t_ns < 4 * S]
+    assert verdict(samples)[:2] == ("untrusted", {"low_coverage"})
+
+
+def exporter(period_s, first_s, window_end_s, failing=()):
+    """A DCGM exporter alone, renewed every `period_s` seconds, scraped at 10 Hz; for a while it does not answer."""
+    samples = [(name, s) for name, s in telemetry(dcgm=False) if name not in ("gpm", "torch")]
+    last = None
+    for tick in range(1, 10 * window_end_s):
+        t_ns = tick * PERIOD_NS
+        if failing and failing[0] * S <= t_ns < failing[1] * S:
+            samples.append(("dcgm", Sample(t_ns, {}, "unavailable", ("exporter_timeout",))))
+        elif t_ns >= first_s * S and (last is None or t_ns - last >= period_s * S):
+            since_ns = None if last is None else t_ns - period_s * S
+            samples.append(("dcgm", Sample(t_ns, {"smact": 0.5}, since_ns=since_ns)))
+            last = t_ns
+        elif last is not None:
+            samples.append(("dcgm", Sample(t_ns, {"smact": 0.5}, "repeated")))
+    return samples
+
+
+def test_an_exporter_that_is_slower_than_the_window_leaves_labels_missing_or_coarse_but_trusted():
+    seldom = exporter(30, 1, 13)
+    quality, reasons, columns = verdict(seldom)
+    assert (quality, reasons, columns["smact"]) == ("trusted", set(), None)
+    once = exporter(30, 4, 13)
+    quality, reasons, columns = verdict(once)
+    assert (quality, reasons) == ("suspect", {"coarse_readings"}) and columns["smact"] == 0.5
+
+
+def test_an_exporter_at_one_hertz_is_trusted_and_its_repeats_are_counted():
+    quality, _, columns = verdict(exporter(1, 1, 13))
+    assert quality == "trusted" and columns["smact"] == 0.5
+    assert columns["samples_repeated"] == 90
+
+
+def test_an_exporter_that_did_not_answer_for_a_while_costs_coverage():
+    quality, _, columns = verdict(exporter(1, 1, 13, failing=(5, 8)))
+    assert quality == "trusted" and columns["samples_unavailable"] == 30
+    quality, reasons, _ = verdict(exporter(1, 1, 13, failing=(4, 12)))
+    assert (quality, reasons) == ("untrusted", {"low_coverage"})
+
+
+def test_a_cpu_run_has_no_reasons_of_a_gpu_and_a_simulated_one_none():
+    samples = [("process", Sample(tick * PERIOD_NS, {"rss_mib": 100.0})) for tick in range(1, 130)]
+    assert verdict(samples, backend="cpu")[:2] == ("trusted", set())
+    assert verdict(samples[:30] + samples[60:], backend="cpu")[:2] == ("suspect", {"sampler_gap"})
+    simulated = [("simulated", Sample(0, {"smact": 0.3, "power_w": 100.0}))]
+    quality, reasons, columns = verdict(simulated, backend="simulated", warmup_ns=0, window_ns=0, window_end_ns=10)
+    assert (quality, reasons, columns["smact"]) == ("trusted", set(), 0.3)
+
+
+@pytest.mark.parametrize("status", ["oom", "timeout", "crashed", "invalid"])
+def test_a_run_without_a_window_or_a_sample_is_judged(status):
+    quality, _, columns = verdict([], status=status, warmup_ns=None, window_ns=None, window_end_ns=None, values={})
+    assert quality == "trusted" and columns["samples_measured"] == 0
+
+
+def test_readings_of_a_recorded_gpu_are_judged():
+    """From the driver's answers to the verdict: a stranger's process, a power cap, memory errors."""
+    recorded = RecordedNvml(pids={"trial": os.getpid(), 999_999_999: os.getppid()})
+    seconds = itertools.count(1)
+    sensor = NvmlSensor(recorded, clock_ns=lambda: next(seconds) * S // 2)
+    sensor.watch(Target(A100_UUID, os.getpid()))
+    samples = []
+    for _ in range(5):
+        samples += [("nvml", sample) for sample in sensor.sample()]
+        recorded.advance()
+    sensor.close()
+    found = course(samples, warmup_ns=0, window_ns=S, window_end_ns=5 * S, period_s=1.0, values={})
+    columns, marked = label_run(found)
+    assert columns["quality"] == "untrusted"
+    assert {"other_process", "ecc_errors", "power_cap"} == set(json.loads(columns["quality_reasons"]))
+    assert columns["peak_memory_mib"] == pytest.approx(9123659776 / 2**20)
+    assert [set(s.reasons) & {"other_process", "power_cap"} for _, s in marked[:4]] == [
+        set(), {"other_process"}, {"other_process"}, {"other_process", "power_cap"},
+    ]  # fmt: skip
+
+
+def test_energy_is_interpolated_at_the_windows_edges_and_scaled_beyond_what_was_read():
+    counter = [Sample(t, {"energy_j": 10.0 * t}) for t in (10, 30, 50, 70)]
+    assert counter_growth(counter, "energy_j", 20, 60) == pytest.approx(400.0)
+    assert counter_growth(counter, "energy_j", 0, 80) == pytest.approx(800.0)
+    assert counter_growth(counter, "energy_j", 35, 45) is None
+    assert counter_growth(counter[:1], "energy_j", 0, 80) is None
+    assert counter_growth([], "energy_j", 0, 80) is None
+
+
+def test_a_peak_between_two_samples_counts():
+    """The allocator gives cached blocks back before NVML is read again: its own peak plus the context is the label."""
+    samples = [
+        ("nvml", Sample(1, {"process_memory_mib": 1500.0})),
+        ("torch", Sample(2, {"reserved_mib": 1000.0})),
+    ]
+    assert peak_memory_mib(samples, 3000.0) == 3500.0
+    assert peak_memory_mib(samples, None) == 1500.0

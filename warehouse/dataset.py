@@ -1,0 +1,169 @@
+"""A data set: measured runs as Parquet files for others to load, a pair for each family, device and day.
+
+Start reading at `Part`. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.errors import UsageError
+from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.writer import run_problems
+
+FORMAT = "gpufarm-dataset"
+CARD = "README.md"
+JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are no runs of this folder's own jobs
+KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
+
+_METADATA = b"gpufarm_dataset"
+_FILE = re.compile(r"(?P<device>.+)-(?P<day>\d{4}-\d\d-\d\d)-runs\.parquet")
+_ALWAYS = ("run_id", "family", "status", "source", "t_ms", "sensor", "phase")  # columns that are there without a value
+# A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
+_WHOLE = ("t_ms", "energy_j")
+_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a dictionary would only cost
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """The runs of one family on one device on one day (of their end, UTC), and their telemetry."""
+
+    family: str
+    device: str  # device name as a part of a file name
+    day: str  # YYYY-MM-DD
+
+    def path(self, kind: str) -> Path:
+        """Of the part's `runs` or `telemetry`, below the data set's folder."""
+        return Path(self.family) / f"{self.device}-{self.day}-{kind}.parquet"
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> Part:
+        """Where a row of `runs` belongs. What was not measured on its device says so in the file's name."""
+        device = re.sub(r"[^A-Za-z0-9.]+", "-", run["device_name"]).strip("-.")
+        if run["source"] == "simulated":
+            device = f"simulated-{device}"
+        ended = run["finished_at"]
+        return cls(run["family"], device, f"{ended:%Y-%m-%d}")
+
+
+def repository_folder() -> Path:
+    """The `datasets/` of this checkout, which an installed package may lack."""
+    return Path(__file__).resolve().parent.parent / "datasets"
+
+
+def find_parts(root: Path) -> list[Part]:
+    """Every part of the data set at `root`, sorted; none where the folder holds none."""
+    found = []
+    for path in root.glob("*/*-runs.parquet"):
+        name = _FILE.fullmatch(path.name)
+        if name is not None and not path.parent.name.startswith("."):
+            found.append(Part(path.parent.name, name["device"], name["day"]))
+    return sorted(found)
+
+
+def public_id(run_id: str, device_uuid: str | None, finished_at: datetime.datetime | None) -> str:
+    """What a run is known by outside its data folder: its id and 8 hex digits of where and when it ran.
+
+    A job's runs have the same ids on every machine and at every release of torch, so that a repeat lands once; in a
+    data set each is a measurement of its own.
+    """
+    ended = "" if finished_at is None else finished_at.strftime("%Y-%m-%dT%H:%M:%S.%f")
+    digest = hashlib.sha256(f"{run_id}\n{device_uuid or ''}\n{ended}".encode()).hexdigest()
+    return f"{run_id}-{digest[:8]}"
+
+
+def is_loaded(job_id: str | None) -> bool:
+    """Whether a row of this job has come from a data set, under its public id already."""
+    return job_id is not None and job_id.startswith(JOB_PREFIX)
+
+
+def to_bytes(part: Part, kind: str, table: pa.Table) -> bytes:
+    """The file of a part: columns without any value left out, zstd. Same rows, same bytes."""
+    columns = [
+        name for name in table.column_names
+        if name in _ALWAYS or table.column(name).null_count < table.num_rows
+    ]  # fmt: skip
+    table = table.select(columns).combine_chunks()
+    if kind == "telemetry":
+        fields = [
+            pa.field(field.name, pa.float32() if pa.types.is_floating(field.type) and field.name not in _WHOLE
+                     else field.type)
+            for field in table.schema
+        ]  # fmt: skip
+        table = table.cast(pa.schema(fields))
+    described = {
+        "format": FORMAT, "schema_version": SCHEMA_VERSION, "kind": kind, "family": part.family,
+        "device": part.device, "day": part.day,
+    }  # fmt: skip
+    table = table.replace_schema_metadata({_METADATA: json.dumps(described, sort_keys=True)})
+    buffer = pa.BufferOutputStream()
+    split = [name for name in _SPLIT if kind == "telemetry" and name in table.column_names]
+    plain = [name for name in table.column_names if name not in split]
+    pq.write_table(
+        table, buffer, compression="zstd", compression_level=12, use_dictionary=plain, use_byte_stream_split=split
+    )
+    return buffer.getvalue().to_pybytes()
+
+
+def read_part(root: Path, part: Part, kind: str, content: bytes | None = None) -> pa.Table:
+    """A part's `runs` or `telemetry` with every column of this schema version; no rows where the file is not there.
+
+    `content` stands in for the file. Raises `UsageError` naming the file: damaged, not of a data set, or of a newer
+    schema version.
+    """
+    path = root / part.path(kind)
+    schema = KINDS[kind]
+    if content is None and not path.exists():
+        return schema.empty_table()
+    try:
+        # Without a buffer, pyarrow would read the partition's name as a column.
+        table = pq.ParquetFile(pa.BufferReader(path.read_bytes() if content is None else content)).read()
+    except (pa.ArrowException, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    try:
+        described = json.loads((table.schema.metadata or {}).get(_METADATA, b""))
+        version = int(described["schema_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not of a data set that `python -m warehouse.export` wrote") from error
+    if version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema version {version}, this code knows up to {SCHEMA_VERSION}; update the code"
+        )
+    if described.get("kind") != kind or described.get("family") != part.family:
+        said = f"{described.get('kind')} of {described.get('family')}"
+        raise UsageError(f"{path} holds {said}: it has been moved or renamed")
+    unknown = [name for name in table.column_names if name not in schema.names]
+    if unknown:
+        raise UsageError(f"{path}: unknown column {', '.join(unknown)}")
+    columns = []
+    for field in schema:
+        if field.name not in table.column_names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+            continue
+        try:
+            columns.append(table.column(field.name).cast(field.type))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise UsageError(f"{path}: {field.name}: {error}") from error
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def checked_rows(root: Path, part: Part, runs: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a part's runs; `UsageError` names the file and the first row that breaks the schema's rules."""
+    rows = runs.to_pylist()
+    for number, row in enumerate(rows, start=1):
+        found = run_problems(row)
+        if row["family"] != part.family:
+            found.append(f"family must be {part.family!r}, got {row['family']!r}")
+        if found:
+            raise UsageError(f"{root / part.path('runs')}, row {number}: {'; '.join(found)}")
+    return rows

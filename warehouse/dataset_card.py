@@ -1,0 +1,191 @@
+"""The card of a data set: how its runs were made, how many there are of each kind, what its columns mean.
+
+Start reading at `card`; all of it is read off the rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from warehouse.schema import METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
+
+_ENVIRONMENT = (
+    "device_name", "driver_version", "torch_version", "cuda_version", "cudnn_version", "python_version",
+    "allocator_settings", "farm_version",
+)  # fmt: skip
+_LEVELS = {
+    "measured": "measured on real GPUs",
+    "cpu": "measured on CPUs: their memory is the process's on the host, and there is no GPU activity",
+    "simulated": "modelled, **not measured**",
+}
+
+_HEAD = """# Measured runs
+
+Training runs that the farm measured, for others to learn from and to check estimates against. Load them with
+
+    python -m warehouse.ingest source=dataset data=DIR
+
+or read the Parquet files with anything: `FAMILY/DEVICE-DAY-runs.parquet` has a row a run, `...-telemetry.parquet` a
+row a reading, joined by `run_id`. `python -m warehouse.export data=DIR` adds the runs of a data folder and writes this
+page.
+"""
+
+_NOTHING = """
+**There are no runs here yet: no GPU has measured anything so far.** `make collect-gpu`, on a machine with one, measures
+runs of every family and adds them.
+"""
+
+_HOW = """
+## How they were made
+
+Each run trained one sampled configuration in a fresh process on a GPU of its own (`farm.submit`, `infra/collect.py`):
+warm-up until memory and step time are steady, then the window (`window_kind`) in which the labels were taken. One step
+copies a batch to the device and runs forward, loss, backward and optimizer. Labels are means over the window's time,
+zeros included; `peak_memory_mib` is what the driver charges the process at its peak. What was not measured is NULL;
+`telemetry_missing` says why. A run that ran out of memory is a label that says "at least this much": at least
+`device_memory_mib`, or the share of it in `memory_fraction`, where the card played a smaller one: the allocator alone
+is held to the share, context and libraries lie outside it. `quality` says whether a run's labels can be relied on.
+
+Telemetry is thinned to 10 readings a second of each sensor; the first and last of a window are always there, and
+figures are rounded to what sensors resolve (ratios to 0.0001, MiB and W to 0.01). `started_at` and the like are in UTC.
+Names of machines and users and folders of paths are taken out, and `device_uuid` only tells cards apart. `run_id` is
+the run's id on its farm and a digest of where and when it ran.
+"""
+
+_LICENCE = """
+## Licence
+
+The data are under the licence of the project that they come with.
+"""
+
+
+def card(runs: Sequence[pa.Table], telemetry: Sequence[pa.Table]) -> str:
+    """The card as Markdown. `runs` and `telemetry` have every column of the schema; same rows, same text."""
+    rows = [row for table in runs for row in table.to_pylist()]
+    if not rows:
+        return _HEAD + _NOTHING + _LICENCE
+    parts = [_HEAD, _kinds(rows), _HOW, _environments(rows), _windows(rows), _counts(rows), _special(rows)]
+    return "".join([*parts, _run_columns(rows), _telemetry_columns(telemetry), _LICENCE])
+
+
+def _level(row: Mapping[str, Any]) -> str:
+    return "cpu" if row["source"] == "measured" and row["device_uuid"] is None else row["source"]
+
+
+def _kinds(rows: Sequence[Mapping]) -> str:
+    counts = Counter(map(_level, rows))
+    return "\n" + "\n".join(f"{count:,} runs are {_LEVELS[kind]}." for kind, count in sorted(counts.items())) + "\n"
+
+
+def _environments(rows: Sequence[Mapping]) -> str:
+    found: dict[tuple, list[str]] = defaultdict(list)
+    for row in rows:
+        found[tuple(row[name] for name in _ENVIRONMENT)].append(f"{row['finished_at']:%Y-%m-%d}")
+    heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
+    lines = [
+        (*(_said(value) for value in key), f"{len(days):,}", _span(days))
+        for key, days in sorted(found.items(), key=lambda item: tuple(map(str, item[0])))
+    ]
+    return "\n## Environments\n\n" + _table(heads, lines)
+
+
+def _span(days: Iterable[str]) -> str:
+    first, last = min(days), max(days)
+    return first if first == last else f"{first} to {last}"
+
+
+def _windows(rows: Sequence[Mapping]) -> str:
+    found: dict[tuple, list[Mapping]] = defaultdict(list)
+    for row in rows:
+        if row["window_s"] is not None:
+            found[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
+    lines = []
+    for (kind, ended), group in sorted(found.items()):
+        windows, warmups = ([row[name] for row in group if row[name] is not None] for name in ("window_s", "warmup_s"))
+        quantiles = (min(windows), statistics.median(windows), max(windows))
+        warmup = f"{statistics.median(warmups):.2f}" if warmups else "-"
+        lines.append((kind, ended, f"{len(group):,}", warmup, *(f"{value:.2f}" for value in quantiles)))
+    heads = ("window", "ended", "runs", "median warm-up, s", "least, s", "median, s", "most, s")
+    return "\n## Windows\n\n" + _table(heads, lines)
+
+
+def _counts(rows: Sequence[Mapping]) -> str:
+    found: dict[tuple[str, str], Counter] = defaultdict(Counter)
+    for row in rows:
+        found[row["family"], row["device_name"]][row["status"]] += 1
+    lines = [
+        (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
+        for (family, device), counts in sorted(found.items())
+    ]
+    return "\n## Runs by family and status\n\n" + _table(("family", "device", *STATUSES, "all"), lines)
+
+
+def _special(rows: Sequence[Mapping]) -> str:
+    """What is sampled beyond the spaces: smaller cards, pairs, settings, doubts."""
+
+    def by(name: str, of: Callable[[Mapping], Any] | None = None) -> str:
+        counts = Counter(_said((of or (lambda row: row[name]))(row)) for row in rows)
+        return ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))
+
+    sizes: dict[tuple, set] = defaultdict(set)
+    for row in rows:
+        sizes[row["family"], row["device_name"], _network(row)].add(row["batch_size"])
+    several = sum(len(found) > 1 for found in sizes.values())
+    lines = [
+        ("share of the card's memory allowed", by("memory_fraction", lambda row: row["memory_fraction"] or 1)),
+        ("MIG profile", by("mig_profile")),
+        ("precision", by("precision")),
+        ("optimizer", by("optimizer")),
+        ("quality of labels", by("quality")),
+        ("trials at several batch sizes", f"{several:,}"),
+    ]
+    return "\n## Settings\n\n" + _table(("what", "runs"), lines)
+
+
+def _network(row: Mapping) -> str:
+    """The trial without its batch size."""
+    import json
+
+    from conf.identity import mapping_hash
+
+    config = json.loads(row["config"])
+    config.pop("batch_size", None)
+    return mapping_hash(config)
+
+
+def _run_columns(rows: Sequence[Mapping]) -> str:
+    lines = []
+    for field in RUN_SCHEMA:
+        count = sum(row[field.name] is not None for row in rows)
+        if count:
+            lines.append((f"`{field.name}`", str(field.type), f"{count:,}"))
+    text = f"\n## Columns of runs\n\nSchema version {SCHEMA_VERSION}; `warehouse/schema.py` says what each means.\n\n"
+    return text + _table(("column", "type", "runs with a value"), lines)
+
+
+def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
+    sensors: Counter[str] = Counter()
+    values: Counter[str] = Counter()
+    for table in tables:
+        sensors.update(_said(name) for name in table.column("sensor").to_pylist())
+        for name in METRICS:
+            column = table.column(name)
+            values[name] += len(column) - column.null_count
+    said = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
+    lines = [(f"`{name}`", unit, what, f"{values[name]:,}") for name, (unit, what) in METRICS.items() if values[name]]
+    text = f"\n## Columns of telemetry\n\nReadings by sensor: {said}.\n\n"
+    return text + _table(("column", "unit", "what", "readings"), lines)
+
+
+def _said(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"

@@ -1,0 +1,313 @@
+"""`python -m warehouse.export out=datasets data=DIR`: measured runs as a data set that others can load.
+
+Start reading at `export`. `warehouse.dataset` has the files, `warehouse.dataset_card` the card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import getpass
+import hashlib
+import math
+import platform
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from warehouse.dataset import (
+    CARD,
+    JOB_PREFIX,
+    Part,
+    find_parts,
+    is_loaded,
+    public_id,
+    read_part,
+    repository_folder,
+    to_bytes,
+)
+from warehouse.dataset_card import card
+from warehouse.folder import DataFolder, sync, write_bytes
+from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.views import connect
+
+# Runs that lost their worker know of no device, and belong to no data set of one.
+SOURCES = {
+    "measured": "source = 'measured' AND device_uuid IS NOT NULL",
+    "cpu": "source = 'measured' AND device_uuid IS NULL AND device_name IS NOT NULL",
+    "simulated": "source = 'simulated'",
+}
+_TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
+_ERROR_CHARACTERS = 2000  # of an error's end, which says what happened
+_LARGEST = 5  # files named where the data set is too large
+# Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
+_DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
+_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, the least of these stays
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """The keys of `conf/export.yaml`. Raises `UsageError` that names every bad key together."""
+
+    out: str | None = None
+    data: str | None = None
+    source: str = "measured"
+    families: Sequence[str] | None = None
+    hz: float = 10
+    max_mb: float = 20
+
+    def __post_init__(self) -> None:
+        found = []
+        if self.source not in SOURCES:
+            found.append(str(unknown_name("source", self.source, SOURCES)))
+        if isinstance(self.families, str):
+            object.__setattr__(self, "families", (self.families,))
+        for name in ("hz", "max_mb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                found.append(f"{name} must be a number > 0, got {value!r}")
+        if self.out is not None and Path(self.out).expanduser().is_file():
+            found.append(f"out={self.out} is a file, not a folder")
+        if self.out is None and not repository_folder().parent.joinpath("pyproject.toml").is_file():
+            found.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
+        if found:
+            raise UsageError("; ".join(found))
+
+    @property
+    def root(self) -> Path:
+        return repository_folder() if self.out is None else Path(self.out).expanduser().absolute()
+
+
+@dataclass
+class ExportReport:
+    """What an export wrote. Sizes in bytes."""
+
+    root: Path
+    added: Counter[Part] = field(default_factory=Counter)  # runs that the data set did not have
+    there: int = 0  # runs that it had
+    without_device: int = 0
+    total_bytes: int = 0
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        said = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
+        if self.without_device:
+            said.append(f"{self.without_device} runs that lost their worker know of no device and are left out")
+        known = f", {self.there} were there already" if self.there else ""
+        said.append(f"{self.root}: {self.added.total()} runs added{known}; {self.total_bytes / 1e6:.1f} MB in all")
+        return said
+
+
+def export(settings: ExportSettings) -> ExportReport:
+    """Add the runs of the data folder that the data set lacks, and write its card anew.
+
+    Same runs, same bytes. Nothing is written where the result would be larger than `max_mb`: `UsageError` then, and for
+    a data folder without such runs.
+    """
+    report = ExportReport(settings.root)
+    with contextlib.closing(connect(DataFolder.resolve(settings.data))) as connection:
+        runs = _runs(connection, settings, report)
+        contents: dict[Path, bytes] = {}
+        for part, rows in sorted(runs.items()):
+            before = read_part(report.root, part, "runs")
+            known = set(before.column("run_id").to_pylist())
+            new = [(own, row) for own, row in rows if row["run_id"] not in known]
+            report.there += len(rows) - len(new)
+            if not new:
+                continue
+            report.added[part] = len(new)
+            samples = _telemetry(connection, {own: row["run_id"] for own, row in new}, settings.hz)
+            counts = Counter(samples.column("run_id").to_pylist())
+            for _, row in new:
+                row["telemetry_rows"] = counts[row["run_id"]]
+            added = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
+            # Telemetry first: whoever sees the runs sees their samples.
+            whole = {
+                "telemetry": pa.concat_tables([read_part(report.root, part, "telemetry"), samples]),
+                "runs": pa.concat_tables([before, added]),
+            }
+            contents |= {part.path(kind): to_bytes(part, kind, _sorted(table)) for kind, table in whole.items()}
+    _write(report, contents, settings.max_mb)
+    return report
+
+
+def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Part, list[tuple[str, dict]]]:
+    """Part -> (run_id in the data folder, row as others may see it)."""
+    columns = ", ".join(RUN_SCHEMA.names)
+    chosen = SOURCES[settings.source]
+    if settings.families is not None:
+        there = {name for (name,) in connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen}").fetchall()}
+        for name in settings.families:
+            if name not in there:
+                raise unknown_name(f"family with {settings.source} runs", name, there)
+    found = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
+    lost = "source = 'measured' AND device_name IS NULL"
+    ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
+    runs: dict[Part, list[tuple[str, dict]]] = defaultdict(list)
+    for run in found.cast(_naive(RUN_SCHEMA)).to_pylist():
+        if settings.families is None or run["family"] in settings.families:
+            runs[Part.of(run)].append((run["run_id"], public_row(run)))
+    if not runs:
+        others = connection.execute("SELECT source, count(*) FROM runs GROUP BY ALL ORDER BY ALL").fetchall()
+        said = ", ".join(f"{source} {count}" for source, count in others) or "none"
+        raise UsageError(f"data holds no runs of source={settings.source}; its runs: {said}")
+    return runs
+
+
+def public_row(run: dict[str, Any]) -> dict[str, Any]:
+    """A row of `runs` without the names of machines, users and paths, under its public id."""
+    row = dict(run)
+    for name in ("started_at", "finished_at"):
+        if row[name] is not None:
+            row[name] = row[name].replace(tzinfo=datetime.UTC)
+    names = _names(run["node"])
+    for name in _TEXTS:
+        if row[name] is not None:
+            row[name] = scrubbed(row[name], names)
+    if row["error"] is not None:
+        row["error"] = row["error"][-_ERROR_CHARACTERS:]
+    row["node"] = row["worker"] = None
+    if is_loaded(run["job_id"]):
+        row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
+        return row
+    row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
+    if run["device_uuid"] is not None and run["source"] == "measured":  # tells cards apart, and nothing else
+        row["device_uuid"] = f"gpu-{hashlib.sha256(run['device_uuid'].encode()).hexdigest()[:12]}"
+    return row
+
+
+def scrubbed(text: str, names: Iterable[str] = ()) -> str:
+    """`text` with files without their folders, addresses as ADDRESS, and the given names as NAME."""
+    text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
+    text = re.sub(r"(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
+    text = re.sub(r"(?<![\w:/.])~?(?:/[\w.@+=~-]+)*/([\w.@+=~-]+)/?", r"\1", text)
+    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b", "ADDRESS", text)
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "NAME", text)
+    return text
+
+
+def _names(node: str | None) -> set[str]:
+    """Of the machine that ran it, of this one, and of the user; not `root` and the like, which are everybody's."""
+    found = {node or "", platform.node()}
+    found |= {name.partition(".")[0] for name in found}
+    with contextlib.suppress(OSError, KeyError):
+        found.add(getpass.getuser())
+    return {name for name in found if len(name) > 2} - {"root", "user", "localhost"}
+
+
+def _telemetry(connection, ids: dict[str, str], hz: float) -> pa.Table:
+    """The thinned samples of some runs, under their new ids."""
+    wanted = pa.table({"own_id": list(ids), "public_id": list(ids.values())})
+    connection.register("exported", wanted)
+    columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
+    # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
+    found = connection.sql(
+        f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
+        "JOIN exported ON telemetry.run_id = exported.own_id ORDER BY ALL"
+    ).to_arrow_table()
+    connection.unregister("exported")
+    return thin(found.cast(TELEMETRY_SCHEMA), hz)
+
+
+def _rounded(name: str) -> str:
+    digits = _DECIMALS.get(METRICS[name][0]) if name in METRICS else None
+    return f"telemetry.{name}" if digits is None else f"round(telemetry.{name}, {digits}) AS {name}"
+
+
+def thin(samples: pa.Table, hz: float) -> pa.Table:
+    """At most `hz` readings a second of each sensor of each run, and of each the first and last of the window.
+
+    `samples` is sorted by run and time. Of those in one bin of 1/hz the last stays: a reading of its own before one
+    that was served again, and that before none.
+    """
+    if not samples.num_rows:
+        return samples
+    run, sensor = (_codes(samples.column(name)) for name in ("run_id", "sensor"))
+    window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
+    rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
+    at = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
+    position = np.arange(samples.num_rows)
+    keep = np.zeros(samples.num_rows, dtype=bool)
+    order = np.lexsort((position, -rank, at, sensor, run))
+    keep[order[_ends(run[order], sensor[order], at[order])]] = True
+    inside = np.flatnonzero(window)
+    order = inside[np.lexsort((inside, sensor[inside], run[inside]))]
+    last = _ends(run[order], sensor[order])
+    keep[order[last]] = True
+    keep[order[np.roll(last, 1)]] = True
+    return samples.filter(pa.array(keep))
+
+
+def _codes(column: pa.ChunkedArray) -> np.ndarray:
+    encoded = column.combine_chunks().dictionary_encode()
+    return encoded.indices.fill_null(-1).to_numpy()
+
+
+def _ends(*keys: np.ndarray) -> np.ndarray:
+    """Of rows sorted by the keys: whether each is the last with its keys."""
+    ends = np.ones(len(keys[0]), dtype=bool)
+    if len(ends):
+        ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return ends
+
+
+def _sorted(table: pa.Table) -> pa.Table:
+    keys = ["run_id", "t_ms", "sensor"] if "t_ms" in table.column_names else ["run_id"]
+    return table.sort_by([(name, "ascending") for name in keys])
+
+
+def _naive(schema: pa.Schema) -> pa.Schema:
+    """The view's timestamps have no zone."""
+    return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])
+
+
+def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> None:
+    root = report.root
+    parts = sorted({*find_parts(root), *report.added})
+    runs = [read_part(root, part, "runs", contents.get(part.path("runs"))) for part in parts]
+    samples = [read_part(root, part, "telemetry", contents.get(part.path("telemetry"))) for part in parts]
+    contents = {**contents, Path(CARD): card(runs, samples).encode()}
+    sizes = {path.relative_to(root): path.stat().st_size for path in root.rglob("*.parquet")}
+    sizes |= {path: len(content) for path, content in contents.items()}
+    report.total_bytes = sum(sizes.values())
+    if report.total_bytes > max_mb * 1e6:
+        largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:_LARGEST]
+        said = ", ".join(f"{path} {size / 1e6:.2f} MB" for path, size in largest)
+        raise UsageError(
+            f"the data set would take {report.total_bytes / 1e6:.2f} MB, more than max_mb={max_mb:g}, and nothing is "
+            f"written; the largest files: {said}. Choose families=, thin the telemetry with hz=, or raise max_mb"
+        )
+    for name, content in contents.items():
+        path = root / name
+        if path.exists() and path.read_bytes() == content:
+            continue
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+            sync(path.parent.parent)
+        write_bytes(path, content)
+
+
+def entry(cfg) -> int:
+    """Export what `cfg` names and say what was added."""
+    from omegaconf import OmegaConf
+
+    report = export(ExportSettings(**OmegaConf.to_container(cfg, resolve=True)))
+    print("\n".join(report.lines()))
+    return 0
+
+
+def main() -> None:
+    command("export", entry, text=("out", "data"))
+
+
+if __name__ == "__main__":
+    main()

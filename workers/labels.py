@@ -1,0 +1,176 @@
+"""The labels of a run: means over its window, peaks, energy, and what they are worth.
+
+Start reading at `label_run`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers.quality import SPOILS, Samples, count_qualities, judge, split_by_sensor
+from workers.telemetry.base import Sample
+from workers.telemetry.means import WindowMean, usual_interval_ns, window_mean
+from workers.verdict import CROSS_CHECKS, RunFacts, judge_run
+
+# metric -> sensors that give it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
+MEANS = {
+    **dict.fromkeys(("smact", "smocc", "drama"), ("gpm", "dcgm", "simulated")),
+    **dict.fromkeys(("gpu_util", "power_w"), ("nvml", "dcgm", "simulated")),
+}
+_ENERGY_SENSORS = ("nvml", "dcgm")
+_COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean power to be taken from there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What is known of a trial that ended. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
+
+    `samples` are as the sensors gave them, `values` what the trial itself reported (column -> figure).
+    """
+
+    samples: Samples
+    values: Mapping[str, Any]
+    status: str
+    oom_kind: str | None
+    backend: str  # cuda | cpu | simulated
+    t0_ns: int
+    warmup_ns: int | None
+    window_ns: int | None
+    window_end_ns: int | None
+    period_s: float
+    device_memory_mib: float | None = None
+    clock_drift_s: float = 0.0
+
+
+def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
+    """(columns of `runs`: labels, times and quality; the samples, judged). What was not measured is absent or None."""
+    start_ns, end_ns = course.window_ns, course.window_end_ns
+    samples = list(course.samples)
+    if course.backend != "simulated":
+        samples = judge(samples, start_ns, end_ns, course.period_s)
+    columns: dict[str, Any] = {}
+    if course.warmup_ns is not None and start_ns is not None:
+        columns["warmup_s"] = (start_ns - course.warmup_ns) / 1e9
+    means: dict[str, dict[str, WindowMean]] = {}
+    chosen: dict[str, str | None] = {}
+    if start_ns is not None and end_ns is not None:
+        columns["window_s"] = (end_ns - start_ns) / 1e9
+        columns["window_start_ms"] = (start_ns - course.t0_ns) / 1e6
+        columns["window_end_ms"] = (end_ns - course.t0_ns) / 1e6
+        by_sensor = split_by_sensor(samples)
+        means = window_means(by_sensor, start_ns, end_ns)
+        for metric in MEANS:
+            chosen[metric] = next((s for s, mean in means.get(metric, {}).items() if mean.mean is not None), None)
+            columns[metric] = None if chosen[metric] is None else means[metric][chosen[metric]].mean
+        columns["energy_j"], power_w = _energy_and_power(by_sensor, start_ns, end_ns)
+        if power_w is not None:
+            columns["power_w"] = power_w
+    columns["peak_memory_mib"] = peak_memory_mib(samples, course.values.get("peak_reserved_mib"))
+    columns["peak_rss_mib"] = _peak(samples, "rss_mib")
+    columns |= {name: value for name, value in course.values.items() if value is not None}
+    verdict = judge_run(
+        samples,
+        RunFacts(
+            status=course.status,
+            oom_kind=course.oom_kind,
+            backend=course.backend,
+            window_ns=start_ns,
+            window_end_ns=end_ns,
+            period_s=course.period_s,
+            device_memory_mib=course.device_memory_mib,
+            clock_drift_s=course.clock_drift_s,
+            label_sensors=chosen,
+            means=means,
+            energy_j=columns.get("energy_j"),
+        ),
+    )
+    columns |= {
+        "quality": verdict.quality,
+        "quality_reasons": json.dumps(verdict.reasons, sort_keys=True) if verdict.reasons else None,
+        "quality_summary": json.dumps(verdict.summary, sort_keys=True) if verdict.summary else None,
+        **count_qualities(samples, start_ns, end_ns),
+    }
+    return columns, samples
+
+
+def window_means(
+    by_sensor: Mapping[str, Sequence[Sample]], start_ns: int, end_ns: int
+) -> dict[str, dict[str, WindowMean]]:
+    """metric -> sensor -> its mean over the window: of every label, and of what is cross-checked.
+
+    Sensors stand in the order in which labels take them; those that never read the metric are left out.
+    """
+    wanted: dict[str, list[str]] = {metric: list(sensors) for metric, sensors in MEANS.items()}
+    for metric, (sensors, _, _) in CROSS_CHECKS.items():
+        wanted.setdefault(metric, []).extend(s for s in sensors if s not in wanted[metric])
+    found: dict[str, dict[str, WindowMean]] = {}
+    for metric, sensors in wanted.items():
+        for sensor in sensors:
+            samples = by_sensor.get(sensor, ())
+            if any(metric in sample.values for sample in samples):
+                found.setdefault(metric, {})[sensor] = window_mean(samples, metric, start_ns, end_ns, SPOILS)
+    return found
+
+
+def _energy_and_power(
+    by_sensor: Mapping[str, Sequence[Sample]], start_ns: int, end_ns: int
+) -> tuple[float | None, float | None]:
+    """(energy over the window in J, mean power in W) by the energy counter; no power where the counter is too coarse.
+
+    The power sensor sees a part of the time, and averages up to a second, the one before the window too; the counter
+    does neither.
+    """
+    for sensor in _ENERGY_SENSORS:
+        samples = [sample for sample in by_sensor.get(sensor, ()) if "energy_j" in sample.values]
+        energy_j = counter_growth(samples, "energy_j", start_ns, end_ns)
+        if energy_j is not None:
+            step_ns = usual_interval_ns([sample.t_ns for sample in samples if sample.quality != "repeated"])
+            fine = 0 < _COUNTER_STEPS * step_ns <= end_ns - start_ns
+            return energy_j, energy_j / ((end_ns - start_ns) / 1e9) if fine else None
+    return None, None
+
+
+def counter_growth(samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int) -> float | None:
+    """How much a counter of one sensor grew over the window.
+
+    Between two readings it is taken to grow evenly, so that the window's edges are interpolated; where no reading
+    lies beyond an edge, the growth is scaled from the time that was seen. None without two readings that say anything.
+    """
+    readings = [(s.t_ns, s.values[metric]) for s in samples if s.quality != "repeated" and metric in s.values]
+    readings.sort()
+    times_ns = [t_ns for t_ns, _ in readings]
+    first = max(0, bisect.bisect_right(times_ns, start_ns) - 1)
+    last = min(len(readings) - 1, bisect.bisect_left(times_ns, end_ns))
+    # At least one reading inside: from those around a window that is shorter than the period little can be told.
+    if last <= first or not any(start_ns <= t_ns <= end_ns for t_ns in times_ns[first : last + 1]):
+        return None
+    from_ns, to_ns = max(start_ns, times_ns[first]), min(end_ns, times_ns[last])
+    if to_ns <= from_ns:
+        return None
+    grown = _at(readings, last, to_ns) - _at(readings, first + 1, from_ns)
+    return grown * (end_ns - start_ns) / (to_ns - from_ns)
+
+
+def _at(readings: list[tuple[int, float]], index: int, t_ns: int) -> float:
+    """A counter at a time between readings `index - 1` and `index`."""
+    (before_ns, before), (after_ns, after) = readings[index - 1], readings[index]
+    return before + (after - before) * ((t_ns - before_ns) / (after_ns - before_ns) if after_ns > before_ns else 1.0)
+
+
+def peak_memory_mib(samples: Samples, reserved_peak_mib: float | None) -> float | None:
+    """NVML's highest charge to the trial's processes, or what it must have been between two samples: the allocator's
+    own peak plus what lies outside the allocator (context, libraries), as last seen."""
+    sampled = _peak(samples, "process_memory_mib")
+    charged = [sample.values["process_memory_mib"] for _, sample in samples if "process_memory_mib" in sample.values]
+    reserved = [sample.values["reserved_mib"] for _, sample in samples if "reserved_mib" in sample.values]
+    if sampled is None or reserved_peak_mib is None or not reserved:
+        return sampled
+    return max(sampled, reserved_peak_mib + max(0.0, charged[-1] - reserved[-1]))
+
+
+def _peak(samples: Samples, metric: str) -> float | None:
+    return max((sample.values[metric] for _, sample in samples if metric in sample.values), default=None)

@@ -1,0 +1,120 @@
+"""Whose the processes on a GPU are: the trial's own, the farm's, or others that spoil what is measured.
+
+Start reading at `GpuProcesses.share`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# The initial namespace's inode number, a constant of Linux (PROC_PID_INIT_INO in include/linux/proc_ns.h).
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+_MPS_SERVICES = ("nvidia-cuda-mps-server", "nvidia-cuda-mps-control")
+
+NO_HOST_PIDS = "NVML's pids are of another pid namespace; in a container the host's are needed (--pid=host)"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a GPU's processes divide. None: it cannot be told; `reason` says why others cannot be counted."""
+
+    own_bytes: int | None
+    own_seen: bool
+    others: int | None
+    other_bytes: int | None
+    reason: str | None
+
+
+class GpuProcesses:
+    """Sorts the pids that NVML lists for one trial's GPU. What a pid is, is asked once while it stays listed.
+
+    NVML reports the pids of the initial namespace. Inside another one (a container) they mean nothing, or, worse,
+    somebody else: there the others are counted only once the trial's own process was listed, which shows that the pids
+    are ours, and only while every listed pid exists here.
+    """
+
+    def __init__(self, root: int, known_pids: frozenset[int] = frozenset()) -> None:
+        self.root = root
+        self.known_pids = known_pids
+        self.seen_own = False
+        self.mps = False  # whether CUDA's multi-process service runs on this GPU
+        self._kinds: dict[int, str] = {}
+
+    def share(self, listed: Mapping[int, int | None]) -> Share:
+        """`listed`: pid -> bytes of device memory charged to it (None: the driver does not say)."""
+        kinds = {pid: self._kinds.get(pid) or self._kind(pid) for pid in listed}
+        self._kinds = {pid: kind for pid, kind in kinds.items() if kind != "unknown"}
+        by_kind: dict[str, list[int | None]] = {}
+        for pid, kind in kinds.items():
+            by_kind.setdefault(kind, []).append(listed[pid])
+        own, others = by_kind.get("own", []), by_kind.get("other", [])
+        self.mps = "service" in by_kind
+        self.seen_own = self.seen_own or bool(own)
+        initial = in_initial_pid_namespace()
+        # a pid of the initial namespace that is not there has just ended
+        countable = initial or (self.seen_own and "unknown" not in by_kind)
+        return Share(
+            own_bytes=_sum(own) if own else None,
+            own_seen=bool(own),
+            others=len(others) if countable else None,
+            other_bytes=_sum(others) if countable else None,
+            reason=None if countable else NO_HOST_PIDS,
+        )
+
+    def _kind(self, pid: int) -> str:
+        if belongs_to(pid, self.root):
+            return "own"
+        if any(belongs_to(pid, known) for known in self.known_pids):
+            return "ignored"
+        name = _name(pid)
+        if name is None:
+            return "unknown"
+        return "service" if name.startswith(_MPS_SERVICES) else "other"
+
+    def ignore(self, pids: Iterable[int]) -> None:
+        """From now on these processes, and those below them, are the farm's own: neither the trial's nor others."""
+        self.known_pids = frozenset(pids)
+        self._kinds = {}
+
+
+def in_initial_pid_namespace() -> bool:
+    """Whether this process sees the pids that the driver reports."""
+    try:
+        return os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
+    except OSError:  # no /proc: not Linux, where there are no such namespaces
+        return os.name == "nt"
+
+
+def belongs_to(pid: int, root: int) -> bool:
+    """Whether `pid` is `root`, of its session, or below it in the process tree."""
+    if pid == root:
+        return True
+    try:
+        if os.getsid(pid) == root:
+            return True
+    except OSError:  # vanished, or of another pid namespace
+        return False
+    import psutil
+
+    try:
+        return any(parent.pid == root for parent in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False
+
+
+def _name(pid: int) -> str | None:
+    """The program's name; None for a pid that is not there."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).name()
+    except psutil.AccessDenied:
+        return ""
+    except (psutil.Error, ValueError):
+        return None
+
+
+def _sum(charged: list[int | None]) -> int | None:
+    return None if None in charged else sum(charged)
