@@ -219,7 +219,7 @@ def step_feature_version() -> str:
 
 @cache
 def record_version() -> str:
-    """12 hex digits: as `step_feature_version`, and what else records depend on: families, torch, libraries of models."""
+    """12 hex digits: as `step_feature_version`, and what else records depend on: families, torch, other libraries."""
     import featurize.families
     import featurize.nets
     from conf.identity import version_of
