@@ -22,10 +22,10 @@ def start(data, *extra, device="device=cpu"):
     return Farm(data, *SUBMIT, f"n={TASKS}", device, *extra).remember()
 
 
-def finish(data, farm):
+def finish(data, farm, *extra):
     """The job again, to its end; then nothing of any of it may be left running."""
     before = farm.processes() if farm.process.poll() is not None else []
-    again = start(data)
+    again = start(data, *extra)
     code, said = again.wait()
     assert code == 0, said
     statuses = check_complete(data, TASKS)
@@ -67,6 +67,22 @@ def test_a_killed_dispatcher_loses_nothing(data, cluster):
     farm.process.send_signal(signal.SIGKILL)
     farm.process.wait()
     assert finish(data, farm) == {"ok": TASKS}
+
+
+@pytest.mark.parametrize("cluster", ["local", "inline"])
+def test_trials_that_were_made_ready_ahead_lose_nothing_when_they_or_all_above_them_are_killed(data, cluster):
+    ahead = (f"cluster={cluster}", "trial.prepare_ahead=always", *(["device.count=2"] if cluster == "local" else []))
+    farm = start(data, *ahead)
+    for runs in (20, 50):
+        farm.await_runs(runs)
+        kill(await_(farm.trials, "a running trial"))  # of two under a server, one runs and one waits
+    if cluster == "local":
+        farm.await_runs(80)
+        kill(await_(farm.actors, "an actor")[:1])
+    farm.await_runs(110)
+    kill([*farm.processes(), psutil.Process(farm.process.pid)])
+    farm.process.wait()
+    assert sum(finish(data, farm, *ahead).values()) == TASKS
 
 
 def test_everything_killed_at_once_loses_nothing(data):
