@@ -25,6 +25,11 @@ def software_environment() -> dict[str, str | None]:
     }
 
 
+def core_count() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def host_memory_mib() -> float:
     """What this process may use of the host's memory: all of it, or its control group's limit where that is less."""
     import psutil

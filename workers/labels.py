@@ -6,6 +6,7 @@ Start reading at `label_run`.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from workers.quality import SPOILS, Samples, count_qualities, judge, split_by_sensor
 from workers.telemetry.base import Sample
-from workers.telemetry.means import WindowMean, usual_interval_ns, window_mean
+from workers.telemetry.means import WindowMean, spoken_from_ns, usual_interval_ns, window_mean
 from workers.verdict import CROSS_CHECKS, RunFacts, judge_run
 
 # metric -> sensors that give it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
@@ -22,6 +23,8 @@ MEANS = {
     **dict.fromkeys(("gpu_util", "power_w"), ("nvml", "dcgm", "simulated")),
 }
 _ENERGY_SENSORS = ("nvml", "dcgm")
+_GROWTH = "growth of the device's memory in use, as NVML charges none to the trial"
+_SHOWN = 0.98  # of what the allocator holds that such growth must show, or it is not the trial's
 _COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean power to be taken from there
 
 
@@ -62,14 +65,14 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
         columns["window_start_ms"] = (start_ns - course.t0_ns) / 1e6
         columns["window_end_ms"] = (end_ns - course.t0_ns) / 1e6
         by_sensor = split_by_sensor(samples)
-        means = window_means(by_sensor, start_ns, end_ns)
+        means = window_means(by_sensor, start_ns, end_ns, course.warmup_ns)
         for metric in MEANS:
             chosen[metric] = next((s for s, mean in means.get(metric, {}).items() if mean.mean is not None), None)
             columns[metric] = None if chosen[metric] is None else means[metric][chosen[metric]].mean
         columns["energy_j"], power_w = _energy_and_power(by_sensor, start_ns, end_ns)
         if power_w is not None:
             columns["power_w"] = power_w
-    columns["peak_memory_mib"] = peak_memory_mib(samples, course.values.get("peak_reserved_mib"))
+    columns["peak_memory_mib"], growth = peak_memory_mib(samples, course.values.get("peak_reserved_mib"))
     columns["peak_rss_mib"] = _peak(samples, "rss_mib")
     columns |= {name: value for name, value in course.values.items() if value is not None}
     verdict = judge_run(
@@ -88,31 +91,36 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
             energy_j=columns.get("energy_j"),
         ),
     )
+    summary = {**verdict.summary, **({"peak_memory": _GROWTH} if growth else {})}
     columns |= {
         "quality": verdict.quality,
         "quality_reasons": json.dumps(verdict.reasons, sort_keys=True) if verdict.reasons else None,
-        "quality_summary": json.dumps(verdict.summary, sort_keys=True) if verdict.summary else None,
+        "quality_summary": json.dumps(summary, sort_keys=True) if summary else None,
         **count_qualities(samples, start_ns, end_ns),
     }
     return columns, samples
 
 
 def window_means(
-    by_sensor: Mapping[str, Sequence[Sample]], start_ns: int, end_ns: int
+    by_sensor: Mapping[str, Sequence[Sample]], start_ns: int, end_ns: int, warmup_ns: int | None
 ) -> dict[str, dict[str, WindowMean]]:
     """metric -> sensor -> its mean over the window: of every label, and of what is cross-checked.
 
-    Sensors stand in the order in which labels take them; those that never read the metric are left out.
+    Sensors stand in the order in which labels take them; those that never read the metric are left out. Of averages
+    that look back past the first step the window's later part is taken, a quarter of it at least.
     """
     wanted: dict[str, list[str]] = {metric: list(sensors) for metric, sensors in MEANS.items()}
     for metric, (sensors, _, _) in CROSS_CHECKS.items():
         wanted.setdefault(metric, []).extend(s for s in sensors if s not in wanted[metric])
     found: dict[str, dict[str, WindowMean]] = {}
     for metric, sensors in wanted.items():
+        from_ns = min(spoken_from_ns(metric, start_ns, warmup_ns), (start_ns + 3 * end_ns) // 4)
         for sensor in sensors:
             samples = by_sensor.get(sensor, ())
             if any(metric in sample.values for sample in samples):
-                found.setdefault(metric, {})[sensor] = window_mean(samples, metric, start_ns, end_ns, SPOILS)
+                found.setdefault(metric, {})[sensor] = window_mean(
+                    samples, metric, start_ns if sensor == "simulated" else from_ns, end_ns, SPOILS
+                )
     return found
 
 
@@ -161,15 +169,33 @@ def _at(readings: list[tuple[int, float]], index: int, t_ns: int) -> float:
     return before + (after - before) * ((t_ns - before_ns) / (after_ns - before_ns) if after_ns > before_ns else 1.0)
 
 
-def peak_memory_mib(samples: Samples, reserved_peak_mib: float | None) -> float | None:
-    """NVML's highest charge to the trial's processes, or what it must have been between two samples: the allocator's
-    own peak plus what lies outside the allocator (context, libraries), as last seen."""
-    sampled = _peak(samples, "process_memory_mib")
-    charged = [sample.values["process_memory_mib"] for _, sample in samples if "process_memory_mib" in sample.values]
+def peak_memory_mib(samples: Samples, reserved_peak_mib: float | None) -> tuple[float | None, bool]:
+    """(the peak, whether it is the growth of the device's memory): NVML's highest charge to the trial's processes, or
+    what it must have been between two samples: the allocator's own peak plus what lies outside the allocator (context,
+    libraries), as last seen.
+
+    Where NVML charges nothing to the trial (its pids are of another machine or namespace), what the device's memory in
+    use has grown by since before the trial stands for the charge: the same, as the trial has the GPU to itself.
+    """
     reserved = [sample.values["reserved_mib"] for _, sample in samples if "reserved_mib" in sample.values]
-    if sampled is None or reserved_peak_mib is None or not reserved:
-        return sampled
-    return max(sampled, reserved_peak_mib + max(0.0, charged[-1] - reserved[-1]))
+    charged = [sample.values["process_memory_mib"] for _, sample in samples if "process_memory_mib" in sample.values]
+    by_growth = not charged
+    if by_growth:
+        charged = _growth_mib(samples)
+        on_device = bool(reserved) or reserved_peak_mib is not None
+        if not charged or not on_device or (reserved and max(charged) < _SHOWN * reserved[-1]):
+            return None, False
+    sampled = max(charged)
+    if reserved_peak_mib is None or not reserved:
+        return sampled, by_growth
+    return max(sampled, reserved_peak_mib + max(0.0, charged[-1] - reserved[-1])), by_growth
+
+
+def _growth_mib(samples: Samples) -> list[float]:
+    """Device memory in use, by each of NVML's readings, over the least until then: what an earlier trial still gives
+    back is none of this one's."""
+    used = [s.values["memory_used_mib"] for sensor, s in samples if sensor == "nvml" and "memory_used_mib" in s.values]
+    return [now - least for now, least in zip(used, itertools.accumulate(used, min), strict=True)]
 
 
 def _peak(samples: Samples, metric: str) -> float | None:

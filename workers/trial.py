@@ -174,5 +174,6 @@ def _free_device_mib(trial: dict[str, Any]) -> float | None:
 
 def thread_budget(workers: int) -> int:
     """CPU threads for one of `workers` trials that run side by side."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, workers))
+    from workers.environment import core_count
+
+    return max(1, core_count() // max(1, workers))

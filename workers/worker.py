@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import platform
 import signal
 import time
@@ -19,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from featurize.trial import mapping_hash
 from warehouse.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, make_device
-from workers.environment import host_memory_share_mib
+from workers.environment import core_count, host_memory_share_mib
 from workers.host_memory import HostMemoryGuard, kernel_oom_kills
 from workers.labels import Course, label_run
 from workers.outcome import Observed, outcome_of, startup_s, take
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
 from workers.telemetry.base import SensorUnavailable, Target
-from workers.telemetry.nvml import open_nvml
+from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import TelemetrySampler, make_sensors, to_table
 from workers.telemetry.steadiness import TargetFollower
 
@@ -113,7 +112,7 @@ class Worker:
     def prepares(self) -> bool:
         """Whether `trial.prepare_ahead=auto` makes the next trial ready here: the device is not the CPU, and there are
         cores enough that nobody is disturbed."""
-        return self._device.prepares and (os.cpu_count() or 1) >= _CORES_TO_PREPARE * self._workers
+        return self._device.prepares and core_count() >= _CORES_TO_PREPARE * self._workers
 
     def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
         """Run one trial to its end, whatever that is: always a result, never an exception for what the trial did.
@@ -227,6 +226,8 @@ class Worker:
         self, task: TaskSpec, upcoming: TaskSpec | None, settings: TrialSettings, t0_ns: int, observed: Observed
     ) -> None:
         oom_kills = kernel_oom_kills()
+        if self._nvml is not None and "nvml" in settings.telemetry.sources:
+            observed.samples += [("nvml", sample) for sample in memory_before(self._nvml, self._slot.device_uuid)]
         trial = self._trial_of(task, observed)
         sampler = self._sampler(settings, trial.pid, observed)
         follower = TargetFollower(settings.window, sampler.sensor_names, settings.telemetry.period_s)
@@ -259,7 +260,7 @@ class Worker:
                 else:
                     take(event, observed)
                     if event["event"] == "window":
-                        follower.begin(event["t_ns"])
+                        follower.begin(event["t_ns"], observed.warmup_ns)
                         follow()
                         self._prepare(upcoming)
                         if self._prepared is not None:

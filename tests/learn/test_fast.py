@@ -129,8 +129,9 @@ def test_memory_is_no_smaller_than_weights_what_the_optimizer_keeps_and_context(
 
 
 def test_the_card_says_how_the_bound_compares_with_the_teachers(distilled, tmp_path):
-    meta = {"environment": {}, "estimator": "hybrid", "seed": 0, "feature_version": "0",
-            "rows": {"family": {"mlp": 3}, "censored": 0}, "metrics": {}, "unit": "MiB"}  # fmt: skip
+    rows = {"source": {"imported": 3}, "device": {"A100-SXM4-40GB": 3}, "family": {"mlp": 3}, "censored": 0}
+    meta = {"environment": {}, "estimator": "hybrid", "seed": 0, "feature_version": "0", "rows": rows, "metrics": {},
+            "unit": "MiB"}  # fmt: skip
     write_card(tmp_path / "card.md", {"memory": meta}, distilled[1])
     lines = (tmp_path / "card.md").read_text().splitlines()
     for family, said in distilled[1].bounds.items():

@@ -86,6 +86,20 @@ def test_a_quiet_run_is_trusted_and_its_labels_are_those_of_the_window():
     }  # fmt: skip
 
 
+def test_utilization_that_looks_back_to_before_the_first_step_is_of_the_windows_later_part():
+    """Warm-up of 0.3 s, and NVML averages the last second: until 0.7 s into the window it tells of an idle GPU too."""
+    samples = [
+        (name, dataclasses.replace(s, values=s.values | {"gpu_util": min(1.0, max(0.0, s.t_ns / S - 1.7))}))
+        if name == "nvml"
+        else (name, s)
+        for name, s in telemetry(until_s=4, dcgm=False)
+    ]
+    _, _, columns = verdict(samples, warmup_ns=17 * S // 10, window_end_ns=2 * S + 12 * S // 10)
+    assert columns["gpu_util"] == pytest.approx(1.0)
+    _, _, long_ago = verdict(samples, warmup_ns=S, window_end_ns=2 * S + 12 * S // 10)
+    assert long_ago["gpu_util"] < 0.9, "what was so in warm-up counts"
+
+
 def test_values_stay_as_they_were_read_and_nothing_is_dropped():
     samples = changed(telemetry(), "gpm", lambda values: dict.fromkeys(values, 0.0))
     marked = judge(samples, *WINDOW, 0.1)
@@ -328,5 +342,5 @@ def test_a_peak_between_two_samples_counts():
         ("nvml", Sample(1, {"process_memory_mib": 1500.0})),
         ("torch", Sample(2, {"reserved_mib": 1000.0})),
     ]
-    assert peak_memory_mib(samples, 3000.0) == 3500.0
-    assert peak_memory_mib(samples, None) == 1500.0
+    assert peak_memory_mib(samples, 3000.0) == (3500.0, False)
+    assert peak_memory_mib(samples, None) == (1500.0, False)

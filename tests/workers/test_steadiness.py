@@ -162,6 +162,23 @@ def test_a_source_that_never_answers_is_not_waited_for():
     assert follow(signal, sensors=())[1] <= 1.0
 
 
+@pytest.mark.parametrize("metric", ["gpu_util", "power_w"])
+def test_an_average_that_looks_back_to_before_the_first_step_does_not_hold_a_trial(metric):
+    scale = {"gpu_util": 0.97, "power_w": 400.0}[metric]
+    follower = TargetFollower(WINDOW, ("nvml",), 0.1, {metric: TARGETS[metric]})
+    for tick in range(-10, 100):
+        now = tick * 0.1
+        busy = min(1.0, max(0.0, now + 0.3))  # the first step began at -0.3 s, readings average the last second
+        follower.add([("nvml", Sample(ns(now), {metric: scale * (busy - 0.002 * (tick % 2))}))])
+        if tick == 0:
+            follower.begin(ns(0), ns(-0.3))
+        if tick > 0:
+            follower.mark_step(ns(now - 0.01))
+        if tick >= 10 and follower.steady(ns(now)):
+            break
+    assert now <= 2.0 and follower.means()[metric] == pytest.approx(scale, rel=0.005)
+
+
 def test_an_exporter_at_30_s_does_not_hold_a_trial():
     signal = Signal(0, 0.01)
     exporter = Source(signal, 0, sensor="dcgm", period_s=30.0)

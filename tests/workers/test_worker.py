@@ -1,5 +1,6 @@
 """A worker on the CPU: whatever happens to a trial becomes one run with a status, and the worker goes on."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -7,11 +8,13 @@ import threading
 
 import psutil
 import pytest
+from recorded_nvml import A100_UUID, RecordedNvml
 
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
+from workers.telemetry.sampler import TelemetrySettings
 from workers.trial import classify
 from workers.worker import TaskSpec, Worker
 
@@ -87,6 +90,20 @@ def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker)
     assert "nvml" in json.loads(run["telemetry_missing"])
     assert run["quality"] in ("trusted", "suspect"), "a machine that is busy may sample late, and no GPU is here"
     assert set(json.loads(run["quality_reasons"] or "{}")) <= {"sampler_gap", "host_clock"} and not result.repeat
+
+
+def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measured_against():
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "with-a-gpu")
+    worker._slot = dataclasses.replace(worker._slot, device_uuid=A100_UUID)
+    worker._nvml = RecordedNvml()
+    try:
+        telemetry = worker.run(task(mlp())).telemetry
+        without = worker.run(task(mlp(), telemetry=TelemetrySettings(sources=("process",)))).telemetry
+    finally:
+        worker.close()
+    first = telemetry.slice(0, 1).to_pylist()[0]
+    assert (first["sensor"], first["memory_used_mib"], first["phase"]) == ("nvml", 450.0, None)
+    assert "nvml" not in without["sensor"].to_pylist()
 
 
 def _config(run):

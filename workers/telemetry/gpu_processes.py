@@ -13,7 +13,10 @@ from dataclasses import dataclass
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 _MPS_SERVICES = ("nvidia-cuda-mps-server", "nvidia-cuda-mps-control")
 
-NO_HOST_PIDS = "NVML's pids are of another pid namespace; in a container the host's are needed (--pid=host)"
+NO_HOST_PIDS = (
+    "NVML's pids are of another pid namespace or of a virtual machine's host; in a container the host's are needed "
+    "(--pid=host)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,10 @@ class Share:
 class GpuProcesses:
     """Sorts the pids that NVML lists for one trial's GPU. What a pid is, is asked once while it stays listed.
 
-    NVML reports the pids of the initial namespace. Inside another one (a container) they mean nothing, or, worse,
-    somebody else: there the others are counted only once the trial's own process was listed, which shows that the pids
-    are ours, and only while every listed pid exists here.
+    NVML reports the pids of the driver's machine. Inside a pid namespace of one's own (a container) and in a virtual
+    machine that reaches its host's driver they mean nothing, or, worse, somebody else: so others are counted only once
+    the trial's own process was listed, which shows that the pids are ours, and outside of the initial namespace only
+    while every listed pid exists here.
     """
 
     def __init__(self, root: int, known_pids: frozenset[int] = frozenset()) -> None:
@@ -52,9 +56,10 @@ class GpuProcesses:
         own, others = by_kind.get("own", []), by_kind.get("other", [])
         self.mps = "service" in by_kind
         self.seen_own = self.seen_own or bool(own)
-        initial = in_initial_pid_namespace()
-        # a pid of the initial namespace that is not there has just ended
-        countable = initial or (self.seen_own and "unknown" not in by_kind)
+        if in_initial_pid_namespace():  # a pid that is not there has just ended
+            countable = self.seen_own or not others
+        else:
+            countable = self.seen_own and "unknown" not in by_kind
         return Share(
             own_bytes=_sum(own) if own else None,
             own_seen=bool(own),
@@ -94,7 +99,7 @@ def belongs_to(pid: int, root: int) -> bool:
     try:
         if os.getsid(pid) == root:
             return True
-    except OSError:  # vanished, or of another pid namespace
+    except (OSError, OverflowError):  # vanished, of another pid namespace, or no pid at all
         return False
     import psutil
 
@@ -112,7 +117,7 @@ def _name(pid: int) -> str | None:
         return psutil.Process(pid).name()
     except psutil.AccessDenied:
         return ""
-    except (psutil.Error, ValueError):
+    except (psutil.Error, ValueError, OverflowError):
         return None
 
 

@@ -16,6 +16,10 @@ from workers.telemetry.base import Sample
 # than this many usual intervals: across a longer gap nobody knows.
 REACH = 5
 
+# NVML's own averages, which DCGM passes on: a reading may tell of as much time before it (utilization of 1/6 to 1 s,
+# power of up to 1 s, by product), so that in a window's first second it may tell of the time before the first step.
+LOOKBACK_NS: Mapping[str, int] = {"gpu_util": 1_000_000_000, "power_w": 1_000_000_000}
+
 Spoils = Mapping[str, Collection[str]]  # reason of a sample -> the metrics that it makes unusable
 
 
@@ -101,6 +105,14 @@ def window_mean(
         outside=1 - weight / own,
         deviation=math.sqrt(variance),
     )
+
+
+def spoken_from_ns(metric: str, window_ns: int, warmup_ns: int | None) -> int:
+    """When readings of a metric begin to tell of the window: at its start, or later where warm-up, over which the GPU
+    is as busy as in the window, was shorter than the metric's look back."""
+    if warmup_ns is None:
+        return window_ns
+    return max(window_ns, warmup_ns + LOOKBACK_NS.get(metric, 0))
 
 
 def share(samples: Iterable[Sample], reason: str, metric: str, start_ns: int, end_ns: int) -> float:

@@ -139,6 +139,15 @@ def refuse_shared(found: GpuHandles, uuid: str) -> None:
         raise SensorUnavailable(f"profiling is per MIG GPU instance, which {uuid} shares with other compute instances")
 
 
+def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> list[Sample]:
+    """The device memory in use now, one sample or none: what a trial's is the growth of where NVML does not list it."""
+    try:
+        used = nvml.nvmlDeviceGetMemoryInfo(find_gpu(nvml, uuid).device).used
+    except (SensorUnavailable, nvml.NVMLError):  # the sensor says why
+        return []
+    return [Sample(clock_ns(), {"memory_used_mib": used / _BYTES_PER_MIB})]
+
+
 def ratio(value: float, full: float = 100.0) -> float | None:
     """`value / full` in [0, 1]; None for what is no share. Rounding may lift a reading a little above full."""
     share = value / full

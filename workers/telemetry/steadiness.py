@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from workers.settings import WindowSettings
 from workers.telemetry.base import Sample
+from workers.telemetry.means import spoken_from_ns
 
 # target -> (sensor, metric) that may give it, the preferred one first, as `workers.labels` chooses for the label.
 # Power comes from the energy counter where there is one: NVIDIA's power reading covers only a part of the time.
@@ -219,12 +220,15 @@ class TargetFollower:
         self._steps: list[int] = []
         self._window_ns: int | None = None
 
-    def begin(self, window_ns: int) -> None:
-        """The window began; readings from before it may have been added, and so may later ones."""
+    def begin(self, window_ns: int, warmup_ns: int | None = None) -> None:
+        """The window began; readings from before it may have been added, and so may later ones.
+
+        `warmup_ns`: when the first step did, so that averages which look back past it are left out.
+        """
         self._window_ns = window_ns
         self._steps = [window_ns, *(step for step in self._steps if step > window_ns)]
-        for series in self._series.values():
-            series.begin(window_ns)
+        for (_, metric), series in self._series.items():
+            series.begin(spoken_from_ns(metric, window_ns, warmup_ns))
 
     def add(self, samples: Iterable[tuple[str, Sample]]) -> None:
         """New readings as (sensor name, sample), each sensor's in the order of time."""
