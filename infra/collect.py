@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from conf.arguments import keyed_values
 from conf.cli import load_config
 from conf.errors import UsageError, unknown_name
 from farm.jobs import Queue
@@ -42,7 +43,7 @@ PAIRS = "pairs"
 SHARES: dict[float | str, float] = {1.0: 0.7, 0.5: 0.1, 0.25: 0.1, PAIRS: 0.1}
 _PAIR_SIZES = 4
 _FIRST_ROUND, _ROUND = 2, 10  # trials of each family: within a round, families come one after another
-_LEAVE_S = 45.0  # before the end: what runs is finished, and the data set written
+_LEAVE_S = 75.0  # before the end: what runs is finished, and the data set written
 _ON_CPU = ("limits.max_memory_mib=400", "limits.max_parameters=5000000", "window.max_seconds=2")
 _EXPORTED = {"cuda": "measured", "cpu": "cpu", "simulated": "simulated"}
 
@@ -82,13 +83,7 @@ class CollectSettings:
 
 def settings_of(argv: Sequence[str]) -> CollectSettings:
     """KEY=VALUE arguments as settings. Raises `UsageError`."""
-    from omegaconf import OmegaConf
-
-    known = [field.name for field in dataclasses.fields(CollectSettings)]
-    for item in argv:
-        if item.partition("=")[0] not in known or "=" not in item:
-            raise UsageError(f"unknown argument {item!r}; valid are KEY=VALUE of {', '.join(known)}")
-    return CollectSettings(**OmegaConf.to_container(OmegaConf.from_dotlist(list(argv))))
+    return CollectSettings(**keyed_values(argv, (field.name for field in dataclasses.fields(CollectSettings))))
 
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:

@@ -68,7 +68,7 @@ def benchmark(
         notes += [f"{name}: {text}" for text in _alike(given.warnings)]
     figures, scored = _counted(settings, selection, index, bins, answers, fitted)
     rows = selection.rows.subset(index)
-    cards = set(rows.device_memory_mib.tolist())
+    cards = set(rows.card_mib.tolist())
     return Benchmark(
         target=get_target(settings.target),
         device=", ".join(dict.fromkeys(map(str, rows.device))),

@@ -29,9 +29,12 @@ class Rows:
     """Labelled training jobs, sorted by run_id; every array has length n.
 
     label      float, in the target's unit. Where `censored`, what is known is "at least this much".
-    censored   bool: out-of-memory on the device. Their label is the device's memory, or the share of it that the trial
-               was allowed (`runs.memory_fraction`); classifiers count them as members of the top bin, regressors
+    censored   bool: out-of-memory on the device. Their label is `device_memory_mib`; classifiers count them as members
+               of the top bin, or of no less than their label's where they had a share of the device only; regressors
                without a use for "at least" leave them out (`exact`).
+    device_memory_mib
+               of the device, or the share of it that the trial was allowed (`runs.memory_fraction`); card_mib: of the
+               whole device.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
     module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
                own name for a kind of model.
@@ -49,6 +52,7 @@ class Rows:
     source: np.ndarray
     device: np.ndarray
     device_memory_mib: np.ndarray
+    card_mib: np.ndarray
     group: np.ndarray
     module: np.ndarray
     doubt: np.ndarray
@@ -73,6 +77,7 @@ class Rows:
             self.source[index],
             self.device[index],
             self.device_memory_mib[index],
+            self.card_mib[index],
             self.group[index],
             self.module[index],
             self.doubt[index],
@@ -106,8 +111,8 @@ class Rows:
 
     @property
     def ceiling_mib(self) -> float | None:
-        """Memory of the smallest device that an out-of-memory row did not fit; None where nothing is censored."""
-        return float(self.label[self.censored].min()) if self.censored.any() else None
+        """Memory of the smallest device that a row ran out of, or of a share of it; None where nothing is censored."""
+        return float(self.card_mib[self.censored].min()) if self.censored.any() else None
 
     def fingerprint(self) -> str:
         """16 hex digits over run ids and labels: same data, same fingerprint."""
@@ -148,6 +153,7 @@ def make_rows(
         source=np.full(n, source, dtype=object),
         device=np.full(n, device, dtype=object),
         device_memory_mib=np.full(n, device_memory_mib, dtype=float),
+        card_mib=np.full(n, device_memory_mib, dtype=float),
         group=np.asarray([group_key(config) for config in configs], dtype=object),
         module=np.asarray([module_of(config) for config in configs], dtype=object),
         doubt=np.full(n, "", dtype=object),
@@ -235,6 +241,7 @@ def _read(data, target: Target) -> list[dict]:
         row["device_name"] = row["device_name"] or "unknown"
         if row["device_memory_mib"] is None:
             row["device_memory_mib"] = _described_memory(row["device_name"])
+        row["card_mib"] = row["device_memory_mib"]
         if row["device_memory_mib"] is not None and row["memory_fraction"] is not None:
             # The card played a smaller one: what did not fit needs at least that much.
             row["device_memory_mib"] *= row["memory_fraction"]
@@ -336,6 +343,7 @@ def _pack(target: Target, configs: list[TrialConfig], kept: list[dict], counts: 
         source=np.array([row["source"] for row in kept], dtype=object),
         device=np.array([row["device_name"] for row in kept], dtype=object),
         device_memory_mib=np.array([row["device_memory_mib"] or np.nan for row in kept], dtype=float),
+        card_mib=np.array([row["card_mib"] or np.nan for row in kept], dtype=float),
         group=np.array([group_key(config) for config in configs], dtype=object),
         module=np.array([module_of(config) for config in configs], dtype=object),
         doubt=np.array([_doubt(row) for row in kept], dtype=object),

@@ -95,8 +95,11 @@ def fit(
         known = "they are fitted on as lower bounds"
         if not getattr(get_estimator(settings.estimator), "uses_out_of_memory", False):
             known = "they are not fitted on, so estimates near the device's memory lean low"
+        shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
         notes.append(
-            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}; {known}"
+            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
+            + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
+            + f"; {known}"
         )
     if doubted := int((rows.doubt != "").sum()):
         notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import getpass
 import hashlib
 import math
+import os
 import platform
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
@@ -43,7 +46,7 @@ from warehouse.views import connect
 SOURCES = {
     "measured": "source = 'measured' AND device_uuid IS NOT NULL",
     "cpu": "source = 'measured' AND device_uuid IS NULL AND device_name IS NOT NULL",
-    "simulated": "source = 'simulated'",
+    "simulated": "source = 'simulated' AND device_name IS NOT NULL",
 }
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
 _ERROR_CHARACTERS = 2000  # of an error's end, which says what happened
@@ -113,7 +116,7 @@ def export(settings: ExportSettings) -> ExportReport:
     a data folder without such runs.
     """
     report = ExportReport(settings.root)
-    with contextlib.closing(connect(DataFolder.resolve(settings.data))) as connection:
+    with _lock(report.root), contextlib.closing(connect(DataFolder.resolve(settings.data))) as connection:
         runs = _runs(connection, settings, report)
         contents: dict[Path, bytes] = {}
         for part, rows in sorted(runs.items()):
@@ -129,14 +132,32 @@ def export(settings: ExportSettings) -> ExportReport:
             for _, row in new:
                 row["telemetry_rows"] = counts[row["run_id"]]
             added = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
-            # Telemetry first: whoever sees the runs sees their samples.
+            # Telemetry first: whoever sees the runs sees their samples. Those of an export that was killed before it
+            # came to the runs are not kept.
+            of_known = read_part(report.root, part, "telemetry")
+            of_known = of_known.filter(pc.is_in(of_known.column("run_id"), before.column("run_id").combine_chunks()))
             whole = {
-                "telemetry": pa.concat_tables([read_part(report.root, part, "telemetry"), samples]),
+                "telemetry": pa.concat_tables([of_known, samples]),
                 "runs": pa.concat_tables([before, added]),
             }
             contents |= {part.path(kind): to_bytes(part, kind, _sorted(table)) for kind, table in whole.items()}
     _write(report, contents, settings.max_mb)
     return report
+
+
+@contextlib.contextmanager
+def _lock(root: Path) -> Iterator[None]:
+    """Two at a time would each write what they have read before, without the other's runs. The folder itself is locked,
+    or where it will be: a file of ours has no place in a data set."""
+    there = next(path for path in (root, *root.parents) if path.is_dir())
+    descriptor = os.open(there, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(f"another export is at work on out={root}; run this one when it is done") from None
+    finally:
+        os.close(descriptor)
 
 
 def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Part, list[tuple[str, dict]]]:
@@ -149,7 +170,7 @@ def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Pa
             if name not in there:
                 raise unknown_name(f"family with {settings.source} runs", name, there)
     found = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
-    lost = "source = 'measured' AND device_name IS NULL"
+    lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
     runs: dict[Part, list[tuple[str, dict]]] = defaultdict(list)
     for run in found.cast(_naive(RUN_SCHEMA)).to_pylist():
@@ -186,6 +207,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
 
 def scrubbed(text: str, names: Iterable[str] = ()) -> str:
     """`text` with files without their folders, addresses as ADDRESS, and the given names as NAME."""
+    text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
     text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
     text = re.sub(r"(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
     text = re.sub(r"(?<![\w:/.])~?(?:/[\w.@+=~-]+)*/([\w.@+=~-]+)/?", r"\1", text)

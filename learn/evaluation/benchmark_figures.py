@@ -214,11 +214,10 @@ def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str 
 
 
 def class_labels(rows: Sequence[Scored], bins: Bins) -> np.ndarray:
-    """(n,) int: the class of each row; those out of memory are in the top one."""
-    top = len(bins.labels) - 1
-    label = np.array([np.nan if row.label is None else row.label for row in rows], dtype=float)
+    """(n,) int: the class of each row; of those out of memory the card's, the top one unless they had a share of it."""
+    label = np.array([row.card if row.label is None else row.label for row in rows], dtype=float)
     classes = bins.classify(label, [row.family for row in rows])
-    classes[np.isnan(label)] = top
+    classes[np.isnan(label)] = len(bins.labels) - 1
     return classes
 
 
@@ -247,7 +246,10 @@ def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None)
     said = bins.classify([row.estimate + (shift or 0.0) for row in rows], [row.family for row in rows])
     if shift is None:
         said = np.array([row.classes.get(name, k) for row, k in zip(rows, said.tolist(), strict=True)])
-    return class_scores(class_labels(rows, bins), said, bins.labels)
+    true = class_labels(rows, bins)
+    oom = np.array([row.label is None for row in rows], dtype=bool)
+    # What is known of these is "at least this much": a higher class that was told is not wrong.
+    return class_scores(np.where(oom, np.maximum(true, said), true), said, bins.labels)
 
 
 def _right(rows: Sequence[Scored], needs: Sequence[float]) -> float | None:

@@ -91,7 +91,7 @@ def _predicted(plt, done: Benchmark, file: str):
     if not own or not labels:
         return None
     relative = done.relative
-    card = next((row.card for rows in own.values() for row in rows if row.card), None)
+    card = max((row.card for rows in own.values() for row in rows if row.card), default=None)
     ooms = any(row.label is None for rows in own.values() for row in rows)
     low, high = (min(labels) / 1.5, max([*labels, card or 0] if ooms else labels) * 1.5) if relative else (-0.03, 1.03)
     unit = "" if done.target.unit == "ratio" else f" [{done.target.unit}]"
@@ -106,8 +106,8 @@ def _predicted(plt, done: Benchmark, file: str):
         axes.scatter([r.label for r in ok], shown, s=size, color="#0072B2", alpha=0.5, linewidths=0, rasterized=True)
         if oom and card:
             shown = np.clip([row.estimate for row in oom], low, high)
-            axes.scatter([card] * len(oom), shown, s=12, marker=">", color="#D55E00", alpha=0.5, linewidths=0,
-                         rasterized=True)  # fmt: skip
+            cards = [row.card or card for row in oom]
+            axes.scatter(cards, shown, s=12, marker=">", color="#D55E00", alpha=0.5, linewidths=0, rasterized=True)
         if relative:
             axes.set_xscale("log")
             axes.set_yscale("log")

@@ -61,10 +61,10 @@ class Selection:
 
 
 def _card(rows: Rows) -> float | None:
-    """Where the open class begins: the card's memory; of several cards, the least that a row did not fit."""
+    """Where the open class begins: the card's memory; of several cards, the smallest that a row did not fit."""
     if not rows.target.is_memory:
         return None
-    known = set(rows.device_memory_mib[np.isfinite(rows.device_memory_mib)].tolist())
+    known = set(rows.card_mib[np.isfinite(rows.card_mib)].tolist())
     if len(known) > 1 and rows.ceiling_mib is not None:
         return rows.ceiling_mib
     return max(known, default=None)
@@ -244,6 +244,7 @@ def _pack(rows: Sequence[PublishedRow], cases: Sequence[Case], target: Target, s
         source=np.full(n, "imported", dtype=object),
         device=np.full(n, spec.name, dtype=object),
         device_memory_mib=np.full(n, spec.memory_mib, dtype=float),
+        card_mib=np.full(n, spec.memory_mib, dtype=float),
         group=np.array([_group(row, case) for row, case in zip(rows, cases, strict=True)], dtype=object),
         module=np.array([row.module for row in rows], dtype=object),
         doubt=np.array([row.doubt or "" for row in rows], dtype=object),

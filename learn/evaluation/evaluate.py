@@ -22,7 +22,7 @@ CV_FOLDS = 3
 
 @dataclass(frozen=True)
 class Metrics:
-    """One split's figures. Classes come from all rows, out-of-memory ones included, in the top bin; errors, the
+    """One split's figures. Classes come from all rows, out-of-memory ones included (`judged_classes`); errors, the
     bound and underestimates only from rows with an exact label. None: could not be computed.
 
     macro_f1 is the mean over the classes that occur in the labels; recall and support are by those classes.
@@ -124,7 +124,7 @@ def evaluate(
         test_rows=test_rows,
         point=prediction.point,
         upper=prediction.upper(LEVEL),
-        true_class=classes_of(test_rows, bins),
+        true_class=judged_classes(test_rows, bins, predicted),
         predicted_class=predicted,
         bins=bins,
         warnings=tuple(notes),
@@ -132,10 +132,15 @@ def evaluate(
 
 
 def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
-    """Class of each row, (n,) int; out-of-memory rows are members of the top bin."""
-    classes = bins.classify(rows.label, rows.family)
-    classes[rows.censored] = len(bins.labels) - 1
-    return classes
+    """Class of each row, (n,) int; of out-of-memory rows the least that they may belong to, which is the top bin unless
+    they had a share of the device only."""
+    return bins.classify(rows.label, rows.family)
+
+
+def judged_classes(rows: Rows, bins: Bins, predicted: np.ndarray) -> np.ndarray:
+    """`classes_of`, but out-of-memory rows that were told to belong to a higher class do: nothing says otherwise."""
+    classes = classes_of(rows, bins)
+    return np.where(rows.censored, np.maximum(classes, predicted), classes)
 
 
 def require_classes(rows: Rows, bins: Bins, classes: np.ndarray) -> None:
@@ -177,7 +182,7 @@ def answered(fitted: Estimator, rows: Rows) -> tuple[Rows, list[str]]:
 
 def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, predicted: np.ndarray) -> Metrics:
     """The figures of one split; see `Metrics`. `point`, `upper`: (n,) in the target's unit; `predicted`: (n,) int."""
-    classes = class_scores(classes_of(rows, bins), predicted, bins.labels)
+    classes = class_scores(judged_classes(rows, bins, predicted), predicted, bins.labels)
     exact = ~rows.censored
     label, guess = rows.label[exact], point[exact]
     usable = has_relative(label, rows.target.space)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf.arguments import keyed_values
 from conf.errors import UsageError, unknown_name
 from farm.jobs import Queue
 from farm.ray_executor import ClusterSettings
@@ -81,13 +82,7 @@ class BenchSettings:
 
 def settings_of(argv: Sequence[str]) -> BenchSettings:
     """KEY=VALUE arguments as settings. Raises `UsageError`."""
-    from omegaconf import OmegaConf
-
-    known = [field.name for field in dataclasses.fields(BenchSettings)]
-    for item in argv:
-        if item.partition("=")[0] not in known or "=" not in item:
-            raise UsageError(f"unknown argument {item!r}; valid are KEY=VALUE of {', '.join(known)}")
-    return BenchSettings(**OmegaConf.to_container(OmegaConf.from_dotlist(list(argv))))
+    return BenchSettings(**keyed_values(argv, (field.name for field in dataclasses.fields(BenchSettings))))
 
 
 def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:

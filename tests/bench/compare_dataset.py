@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from conf.arguments import keyed_values
 from conf.errors import UsageError
 from learn.benchmark import benchmark
 from learn.data import MIN_ROWS
@@ -126,15 +127,10 @@ def lines(found: Sequence[Mapping]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    from omegaconf import OmegaConf
-
     from warehouse.ingest import IngestSettings, ingest
 
     try:
-        for item in argv:
-            if item.partition("=")[0] not in _KEYS:
-                raise UsageError(f"unknown argument {item!r}; valid are KEY=VALUE of {', '.join(_KEYS)}")
-        asked = OmegaConf.to_container(OmegaConf.from_dotlist(list(argv)))
+        asked = keyed_values(argv, _KEYS)
         with tempfile.TemporaryDirectory(prefix="gpufarm-compare-") as scratch:
             data = str(asked.get("data") or scratch)
             if "data" not in asked or "path" in asked:

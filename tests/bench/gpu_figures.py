@@ -21,15 +21,16 @@ def costs_s(rows: Sequence[Mapping]) -> dict[str, float]:
     """run_id -> the seconds that the farm was busy with it: from the end of the run before it to its own.
 
     So what overlaps is counted once, and what lies between two runs is counted. The first run after a start of the farm
-    counts from its own beginning.
+    counts from its own beginning, and so does each of the fixed protocol, which the benchmark runs one by one.
     """
     found: dict[str, float] = {}
     before: datetime.datetime | None = None
     for row in sorted(rows, key=lambda row: row["finished_at"]):
         own_s = (row["finished_at"] - row["started_at"]).total_seconds()
         since_s = own_s if before is None else (row["finished_at"] - before).total_seconds()
-        found[row["run_id"]] = own_s if since_s > own_s + _SESSION_GAP_S else since_s
-        before = row["finished_at"]
+        alone = row["protocol"] != "adaptive"
+        found[row["run_id"]] = own_s if alone or since_s > own_s + _SESSION_GAP_S else since_s
+        before = None if alone else row["finished_at"]
     return found
 
 
@@ -39,9 +40,12 @@ def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: floa
     by: dict[str, list[Mapping]] = {}
     for row in rows:
         by.setdefault(row["protocol"], []).append(row)
-    each = {name: _per_hour([cost_s[row["run_id"]] for row in own], _statuses(own)) for name, own in sorted(by.items())}
+    each = {
+        name: _per_hour([cost_s[row["run_id"]] for row in _whole(own)], _statuses(own))
+        for name, own in sorted(by.items())
+    }
     if published:
-        each["published"] = _per_hour([trial["wall_s"] for trial in published], _statuses(published))
+        each["published"] = _per_hour([trial["wall_s"] for trial in _whole(published)], _statuses(published))
     return {
         "seconds": seconds,
         "protocols": each,
@@ -50,6 +54,7 @@ def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: floa
         "repeatability": _repeatability(rows),
         "time": _times(by.get("adaptive", []), cost_s),
         "published_labels": _published_labels(rows, published),
+        "published_errors": [trial.get("error") for trial in published if trial["status"] == "crashed"],
     }
 
 
@@ -60,20 +65,26 @@ def _statuses(rows: Iterable[Mapping]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
+def _whole(rows: Iterable[Mapping]) -> list[Mapping]:
+    """Without those that crashed: how soon a mistake ends a trial says nothing of a protocol."""
+    return [row for row in rows if row["status"] != "crashed"]
+
+
 def _per_hour(costs: Sequence[float], statuses: Mapping[str, int]) -> dict:
-    return {"runs": len(costs), "statuses": statuses, "runs_per_gpu_hour": 3600 * len(costs) / sum(costs)}
+    per_hour = 3600 * len(costs) / sum(costs) if costs else None
+    return {"runs": sum(statuses.values()), "statuses": statuses, "runs_per_gpu_hour": per_hour}
 
 
 def _ratios(rows: Sequence[Mapping], published: Sequence[Mapping], cost_s: Mapping[str, float]) -> dict:
     """Adaptive against each other protocol, on the configurations that both have measured."""
     ours: dict[tuple, list[float]] = {}
     others: dict[str, dict[tuple, float]] = {"fixed": {}, "published": {}}
-    for row in rows:
+    for row in _whole(rows):
         if row["protocol"] == "adaptive":
             ours.setdefault((row["family"], row["k"]), []).append(cost_s[row["run_id"]])
         else:
             others["fixed"][row["family"], row["k"]] = cost_s[row["run_id"]]
-    for trial in published:
+    for trial in _whole(published):
         others["published"][trial["family"], trial["k"]] = trial["wall_s"]
     found = {}
     for name, costs in others.items():
@@ -187,8 +198,12 @@ def lines(found: Mapping) -> list[str]:
         statuses = ", ".join(f"{status} {count}" for status, count in of["statuses"].items())
         ratio = found["ratios"].get(name)
         faster = f"{ratio['ratio']:.1f} x on {ratio['pairs']} trials" if ratio else ""
-        said.append(f"| {name} | {of['runs']} | {statuses} | {of['runs_per_gpu_hour']:.0f} | {faster} |")
-    said += [f"(windows of {found['seconds']:g} s; wanted: {WANTED_RATIO:g} x)", ""]
+        per_hour = "" if of["runs_per_gpu_hour"] is None else f"{of['runs_per_gpu_hour']:.0f}"
+        said.append(f"| {name} | {of['runs']} | {statuses} | {per_hour} | {faster} |")
+    said.append(f"(windows of {found['seconds']:g} s; wanted: {WANTED_RATIO:g} x; crashed runs are in no rate)")
+    if errors := found["published_errors"]:
+        said.append(f"published trials that crashed: {len(errors)}, the first said: {errors[0]}")
+    said.append("")
     labels = found["labels"]
     if labels["pairs"]:
         said += [

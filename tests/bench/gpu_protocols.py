@@ -31,7 +31,8 @@ PROTOCOLS = (ADAPTIVE, FIXED, PUBLISHED)
 PUBLISHED_FILE = "bench-published.jsonl"  # in the data folder; a line a trial
 _SMALL = Limits(max_parameters=5_000_000, max_memory_mib=400.0)  # of a benchmark on the CPU, which proves only itself
 _PUBLISHED_PERIOD_S = 1.0  # of nvidia-smi and dcgmi in the published collection
-_LIMIT_S = 300.0  # beyond its window, for a fresh process
+_LIMIT_S = 75.0  # beyond its window, for any trial: a call that is lent for ten minutes has to see its end
+_ROOT = Path(__file__).resolve().parents[2]  # a fresh process must find the project also where it is not installed
 # Means are of one sensor, the preferred one first, as the farm's.
 _MEANS = {
     **dict.fromkeys(("smact", "smocc", "drama"), ("gpm", "dcgm")),
@@ -63,7 +64,8 @@ class Plan:
         lengths = [f"window.seconds={self.seconds}"]
         if kind == ADAPTIVE:
             lengths = [f"window.max_seconds={self.seconds}", f"window.min_seconds={min(1.0, self.seconds)}"]
-        return _submission(self.families[0], f"window={kind}", *lengths).trial
+        limit = f"trial.timeout_s={self.seconds + _LIMIT_S}"
+        return _submission(self.families[0], f"window={kind}", limit, *lengths).trial
 
     def config(self, family: str, k: int) -> TrialConfig:
         """The k-th configuration, over the family's whole space; small ones on the CPU."""
@@ -123,6 +125,7 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
     """
     (slot, *_) = make_device(plan.choice).slots()
     environment = {**os.environ, **make_device(plan.choice).environment(slot)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     command = [
         sys.executable, str(Path(__file__).with_name("fresh_process.py")), canonical_json(config.to_mapping()),
         canonical_json(plan.settings(PUBLISHED).to_mapping()), plan.choice.backend,
@@ -143,11 +146,13 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
         samples = sampler.stop()
         wall_s = time.monotonic() - began
         errors.seek(0)
+        told = errors.read().decode(errors="replace").strip()
         # Everything that does not say so counts as a success or a crash there; so it does here.
         if status == "failed":
-            status = "oom" if b"out of memory" in errors.read() else "crashed"
+            status = "oom" if "out of memory" in told else "crashed"
     return {
         "status": status,
+        "error": told.rpartition("\n")[2] if status == "crashed" else None,
         "wall_s": wall_s,
         "window_s": float(said) if status == "ok" else None,
         "labels": _published_labels(samples),

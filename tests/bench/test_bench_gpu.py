@@ -44,6 +44,21 @@ def test_a_run_costs_the_time_since_the_one_before_it_but_not_the_night_in_betwe
     assert list(gpu_figures.costs_s(rows).values()) == [4.0, 5.0, 6.0], "what overlaps is counted once"
 
 
+def test_a_run_that_stands_alone_costs_its_own_time_whatever_other_protocols_did_before_it():
+    rows = [row("adaptive", 0, 0, 0, 4), row("fixed", 0, 0, 9, 14), row("fixed", 0, 1, 34, 39)]
+    rows.append(row("adaptive", 0, 1, 44, 48))
+    assert list(gpu_figures.costs_s(rows).values()) == [4.0, 5.0, 5.0, 4.0], "published trials lie in between"
+
+
+def test_a_published_trial_that_crashed_is_told_and_compared_with_nothing():
+    rows = [row("adaptive", 0, 0, 0, 4)]
+    crashed = {"family": "cnn", "k": 0, "status": "crashed", "wall_s": 0.1, "labels": {}, "error": "No module x"}
+    found = gpu_figures.figures(rows, [crashed], 60)
+    assert found["protocols"]["published"] == {"runs": 1, "statuses": {"crashed": 1}, "runs_per_gpu_hour": None}
+    assert "published" not in found["ratios"]
+    assert "published trials that crashed: 1, the first said: No module x" in gpu_figures.lines(found)
+
+
 def test_runs_per_hour_and_the_ratio_are_over_what_both_have_measured():
     rows = [row("adaptive", 0, k, 5 * k, 5 * k + 5) for k in range(4)]
     rows += [row("fixed", 0, 0, 20, 80), row("fixed", 0, 1, 80, 140)]
@@ -112,6 +127,7 @@ def test_the_same_command_goes_on_where_it_was(tmp_path):
     runs = {name: of["runs"] for name, of in first["protocols"].items()}
     assert runs == {"adaptive": 2, "fixed": 1, "published": 1} and first["plan"]["complete"]
     assert first["labels"]["pairs"] == 1 and set(first["ratios"]) == {"fixed", "published"}
+    assert first["protocols"]["published"]["statuses"] == {"ok": 1}
     assert json.loads(out.read_text()) == first
     before = sorted(path.name for path in DataFolder.resolve(tmp_path / "data").runs.rglob("*.parquet"))
     assert bench_gpu.run(bench_gpu.BenchSettings(**settings), said.append) == first

@@ -20,6 +20,7 @@ SUBMIT = (
     "window=fixed",
     "window.seconds=0.1",
     "window.warmup_steps=1",
+    "window.warmup_max_seconds=0",
 )
 
 

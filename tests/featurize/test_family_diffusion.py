@@ -17,20 +17,12 @@ from conf.errors import UsageError
 from featurize.families import diffusion
 from featurize.trace import trace_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = diffusion.Config(
     batch_size=2, image_size=8, channels=3, base_channels=32, levels=2, blocks=1, attention_size=4, heads=2
 )
 MORE_KINDS = {nn.GroupNorm: "groupnorm", nn.Upsample: "upsample"}
 FUNCTIONAL = {"position", "add", "concat", "attention"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Operators this small only wait for each other's threads where the CPU is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(**changes):

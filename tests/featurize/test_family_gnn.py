@@ -20,19 +20,11 @@ from featurize.nets.graph_convolutions import AttentionConvolution, GraphConvolu
 from featurize.trace import trace_config, trace_step
 from featurize.training import Training
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = gnn.Config(batch_size=2, nodes=20, degree=3, features=6, classes=5, hidden=8, depth=2)
 FUNCTIONAL = {"gather", "scatter", "edge_softmax", "add"}
 over_operators = pytest.mark.parametrize("operator", gnn.OPERATORS)
 over_published = pytest.mark.skipif(find_spec("torch_geometric") is None, reason="torch_geometric is not installed")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Operators this small only wait for each other's threads where the CPU is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(**changes):

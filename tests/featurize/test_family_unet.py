@@ -18,20 +18,12 @@ from conf.errors import UsageError
 from featurize.families import loss_of, unet
 from featurize.trace import trace_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = unet.Config(batch_size=2, image_size=16, channels=3, classes=5, base_channels=4, depth=2)
 MORE_KINDS = {
     nn.BatchNorm2d: "batchnorm2d", nn.MaxPool2d: "max_pool2d", nn.ConvTranspose2d: "conv_transpose2d",
     nn.Upsample: "upsample",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Operators this small only wait for each other's threads where the CPU is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(**changes):

@@ -6,6 +6,8 @@ from learn_rows import labels_of, make_configs, write_runs
 
 from conf.errors import UsageError
 from learn.data import load_rows
+from learn.evaluation.evaluate import classes_of, judged_classes
+from learn.targets import memory_bins
 
 
 @pytest.fixture
@@ -69,7 +71,22 @@ def test_what_did_not_fit_a_share_of_the_card_needs_at_least_that_share(data):
     configs = make_configs(40)
     write_runs(data, configs, statuses=["ok"] * 35 + ["oom"] * 5, memory_fraction=0.25)
     rows = load_rows(data, "memory")
-    assert set(rows.label[rows.censored]) == {0.25 * 40_326.0} == {rows.ceiling_mib}
+    assert set(rows.label[rows.censored]) == {0.25 * 40_326.0}
+
+
+def test_a_share_of_the_card_says_nothing_of_where_the_largest_class_begins(data):
+    configs = make_configs(60)
+    write_runs(data, configs[:50], statuses=["ok"] * 46 + ["oom"] * 4)
+    write_runs(data, configs[50:], statuses=["oom"] * 10, job="share", memory_fraction=0.25)
+    rows = load_rows(data, "memory")
+    assert rows.ceiling_mib == 40_326.0 == rows.subset(rows.label < 12_000).ceiling_mib
+    bins = memory_bins(rows.exact.label, 8, rows.ceiling_mib)
+    share = rows.censored & (rows.label < 12_000)
+    assert bins.labels[-1] == "32+ GB" and set(classes_of(rows, bins)[rows.censored & ~share]) == {4}
+    said = np.zeros(len(rows), dtype=int)
+    said[np.flatnonzero(share)[:7]] = 3
+    judged = judged_classes(rows, bins, said)
+    assert judged[share].tolist() == [3] * 7 + [1] * 3, "10 GB or more: 24 GB may be right, below 8 GB is wrong"
 
 
 def test_mixed_devices_are_refused_unless_they_are_spellings_of_one(data):

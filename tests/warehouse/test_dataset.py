@@ -2,7 +2,9 @@
 
 import contextlib
 import datetime
+import fcntl
 import json
+import os
 
 import pyarrow as pa
 import pytest
@@ -161,6 +163,7 @@ def test_names_of_machines_users_and_folders_stay_at_home(filled, out):
 def test_scrubbing_leaves_figures_and_ratios_alone():
     said = "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://box:9400/metrics and ~/x/y.log, 1.5e-3"
     assert scrubbed(said) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
+    assert scrubbed("no room in /home/someone or /Users/someone/") == "no room in NAME or NAME"
 
 
 def test_telemetry_is_thinned_and_the_window_keeps_its_ends():
@@ -186,6 +189,8 @@ def test_only_what_gpus_measured_unless_asked_and_the_card_says_so(folder, out):
     writer.write(gpu_run(1, device_uuid=None, device_name="AMD EPYC"), readings(2))
     writer.write(gpu_run(2, source="simulated", device_uuid="SIM-H100-0"), readings(2))
     writer.write(gpu_run(3, status="crashed", device_uuid=None, device_name=None), readings(0))
+    lost = gpu_run(4, status="crashed", source="simulated", device_uuid=None, device_name=None)
+    writer.write(lost, readings(0))
     report = exported(folder, out)
     assert (report.added.total(), report.without_device) == (1, 1)
     assert "1 runs are measured on real GPUs" in (out / "README.md").read_text()
@@ -242,6 +247,37 @@ def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_complete
     )
     ((runs, samples, distinct),) = query(tmp_path / "other", counts)
     assert runs == 1 and samples == distinct
+
+
+def test_an_export_that_was_killed_between_two_files_doubles_no_sample(filled, out, monkeypatch):
+    write = export_command.write_bytes
+
+    def killed(path, content):
+        if path.name.endswith("-runs.parquet"):
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(export_command, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        exported(filled, out)
+    monkeypatch.undo()
+    assert find_parts(out) == []
+    exported(filled, out)
+    exported(filled, out.parent / "whole")
+    assert files(out) == files(out.parent / "whole")
+
+
+def test_two_exports_into_one_folder_take_turns(filled, out):
+    exported(filled, out)
+    before, holder = files(out), os.open(out, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UsageError, match="another export is at work on out="):
+            exported(filled, out)
+    finally:
+        os.close(holder)
+    exported(filled, out)
+    assert files(out) == before
 
 
 def rewritten(path, change):
