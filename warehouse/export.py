@@ -177,9 +177,13 @@ def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Pa
         if settings.families is None or run["family"] in settings.families:
             runs[Part.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
-        others = connection.execute("SELECT source, count(*) FROM runs GROUP BY ALL ORDER BY ALL").fetchall()
-        said = ", ".join(f"{source} {count}" for source, count in others) or "none"
-        raise UsageError(f"data holds no runs of source={settings.source}; its runs: {said}")
+        counts = {name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
+                  for name, which in SOURCES.items()}  # fmt: skip
+        said = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
+        raise UsageError(
+            f"data holds no runs for source={settings.source}{' (on GPUs)' if settings.source == 'measured' else ''}; "
+            f"{said or 'it holds none for any other source either'}"
+        )
     return runs
 
 
