@@ -218,7 +218,7 @@ def test_too_large_a_data_set_is_refused_and_nothing_is_written(filled, out):
 
 
 def test_a_data_folder_without_such_runs_says_what_it_has(folder, out):
-    RunWriter(folder).write(run_row(0), readings(1))
+    RunWriter(folder).write(run_row(0) | {"device_name": "A100-SXM4-40GB"}, readings(1))
     with pytest.raises(UsageError, match=r"no runs for source=measured \(on GPUs\); source=simulated has 1"):
         exported(folder, out)
     with pytest.raises(UsageError, match="unknown source 'gpu'; known: cpu, measured, simulated; hz must be"):
