@@ -1,0 +1,99 @@
+"""What the warehouse holds of one device, as choosing needs it: what not to measure again, and which rows there are.
+
+Start reading at `known_runs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conf.errors import UsageError
+from featurize.device_spec import same_device
+from featurize.trial import TrialConfig, config_from_mapping
+from learn.targets import TARGETS
+
+ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
+
+
+@dataclass(frozen=True)
+class Known:
+    """Runs of one device and source.
+
+    measured  hashes of the configs that ran there in this environment, whatever came of it
+    configs   (k,) of the runs that have a label to learn from, of any environment
+    labels    target -> (k,) in the target's unit, NaN where it was not measured
+    out_of_memory  (k,) bool: all that is known of these is that they do not fit
+    seconds   (k,) wall time of each run, NaN where it is not known
+    """
+
+    measured: frozenset[str]
+    configs: tuple[TrialConfig, ...]
+    labels: Mapping[str, np.ndarray]
+    out_of_memory: np.ndarray
+    seconds: np.ndarray
+
+    @classmethod
+    def nothing(cls) -> Known:
+        return cls(frozenset(), (), {}, np.zeros(0, dtype=bool), np.zeros(0))
+
+
+def known_runs(
+    data,
+    device_name: str,
+    *,
+    source: str = "measured",
+    environment: Mapping[str, str | None] | None = None,
+    families: Sequence[str] | None = None,
+) -> Known:
+    """What the warehouse at `data` (None: the default folder) knows of that device, runs sorted by `run_id`.
+
+    `environment`: columns of `ENVIRONMENT` -> what they are tonight; runs of another one may be measured again, but
+    count as rows. None: of any. `families`: only of these. Untrusted runs are measured, but teach nothing. Raises
+    `UsageError` for an unknown column.
+    """
+    import warehouse
+
+    environment = dict(environment or {})
+    if unknown := sorted(set(environment) - set(ENVIRONMENT)):
+        raise UsageError(f"environment: unknown {', '.join(unknown)}; known: {', '.join(ENVIRONMENT)}")
+    labels = {name: target.column for name, target in TARGETS.items()}
+    about = ("family", "config_hash", "config", "device_name", "status", "oom_kind", "quality", "error_type", "wall_s")
+    columns = (*about, *ENVIRONMENT, *labels.values())
+    connection = warehouse.connect(data)
+    try:
+        rows = connection.execute(
+            f"SELECT {', '.join(columns)} FROM runs WHERE source = ? ORDER BY run_id", [source]
+        ).fetchall()
+    finally:
+        connection.close()
+    found = [dict(zip(columns, row, strict=True)) for row in rows]
+    found = [row for row in found if row["device_name"] and same_device(row["device_name"], device_name)]
+    if families is not None:
+        found = [row for row in found if row["family"] in families]
+    measured = {row["config_hash"] for row in found if all(row[name] == v for name, v in environment.items())}
+    configs, kept = [], []
+    for row in found:
+        out = row["status"] == "oom" and row["oom_kind"] == "device"
+        doubtful = row["quality"] == "untrusted" or row["error_type"] == "doubt"
+        if doubtful or not (out or (row["status"] == "ok" and row["peak_memory_mib"])):
+            continue
+        try:
+            configs.append(config_from_mapping(json.loads(row["config"] or "{}")))
+            kept.append(row)
+        except UsageError:  # of a family or a field that this version does not have
+            continue
+    values = {
+        name: np.array([np.nan if row[column] is None else row[column] for row in kept], dtype=float)
+        for name, column in labels.items()
+    }
+    return Known(
+        frozenset(measured),
+        tuple(configs),
+        values,
+        np.array([row["status"] == "oom" for row in kept], dtype=bool),
+        np.array([np.nan if row["wall_s"] is None else row["wall_s"] for row in kept], dtype=float),
+    )

@@ -1,0 +1,320 @@
+"""What to measure next: candidates from a search space, and which of them are worth a run.
+
+Start reading at `candidates` and `choose`. `farm.coverage` counts what is there, `farm.active` asks where the estimator
+is unsure, `farm.forecast` says what candidates will come to; `farm.known_runs` reads what was measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from conf.errors import UsageError, unknown_name
+from farm.known_runs import Known
+from farm.sampling import NO_LIMITS, Limits, sample_range
+from farm.space import Space
+from featurize.trial import TrialConfig, config_hash
+
+if TYPE_CHECKING:
+    from farm.forecast import Outlook
+
+POLICIES = ("uniform", "stratified", "coverage", "active")
+_LOOKING = ("coverage", "active")  # those that look at every candidate; the others take the first ones
+_UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is unsure of, as far as they are measured
+
+
+class Estimator(Protocol):
+    """What `choose` has to know of candidates. `farm.forecast.Forecaster` is one; `widths` is of the fitted models."""
+
+    def look(self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = ...) -> Outlook: ...
+
+    def widths(self, target: str, configs: Sequence[TrialConfig]) -> np.ndarray | None: ...
+
+    @property
+    def capacity_mib(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Candidates of one or more spaces: config, its hash, and its index in its family's sequence, in one order.
+
+    next_index  family -> where its sequence goes on after all of these
+    """
+
+    configs: tuple[TrialConfig, ...]
+    hashes: tuple[str, ...]
+    indices: tuple[int, ...]
+    next_index: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """One candidate to run, and why.
+
+    index         in its family's sequence
+    bins          dimension -> the cell that it probably falls into (`farm.coverage.DIMENSIONS`)
+    rows          dimension -> rows that were known of that cell before this choice
+    uncertainty   of `active`: 1 is the candidates' mean; disagreement and width in the logarithm of memory
+    distance      of `active`: to the nearest row known or chosen before, in standard deviations of features
+    figures       target -> what is expected, in the target's unit
+    """
+
+    index: int
+    config: TrialConfig
+    config_hash: str
+    bins: Mapping[str, str]
+    rows: Mapping[str, int]
+    figures: Mapping[str, float]
+    uncertainty: float | None = None
+    disagreement: float | None = None
+    width: float | None = None
+    distance: float | None = None
+
+    @property
+    def why(self) -> str:
+        """In words: the cell with the fewest rows, the region, and the doubt where that was asked for."""
+        emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
+        said = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
+        return said if self.uncertainty is None else f"{said}; {self.uncertainty:.1f} x as uncertain as the mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What `choose` took, in the order in which it is to run.
+
+    pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
+    next_index  family -> where its sequence goes on: what a policy has not looked at comes again, what it has does not
+    gained      dimension -> cell -> (rows known, rows chosen), the cells that gain
+    ways        how the figures were found (`farm.forecast.WAYS`) -> candidates chosen
+    """
+
+    policy: str
+    chosen: tuple[Chosen, ...]
+    pool: int
+    measured: int
+    repeated: int
+    next_index: Mapping[str, int]
+    gained: Mapping[str, Mapping[str, tuple[int, int]]]
+    ways: Mapping[str, int]
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def candidates(
+    space: Space,
+    policy: str,
+    seed: int,
+    start: int,
+    count: int,
+    limits: Limits = NO_LIMITS,
+    rejections: Counter[str] | None = None,
+) -> Pool:
+    """The `count` configs of the space's sequence from index `start` on: where the last night ended.
+
+    `uniform` draws independent points; every other policy goes on with the low-discrepancy sequence. Errors as in
+    `farm.sampling.sample_range`, and `UsageError` for an unknown policy.
+    """
+    if policy not in POLICIES:
+        raise unknown_name("policy", policy, POLICIES)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"count must be an integer >= 1, got {count!r}")
+    points = "uniform" if policy == "uniform" else "stratified"
+    configs = tuple(sample_range(space, seed, start, start + count, points, limits, rejections))
+    hashes = tuple(map(config_hash, configs))
+    return Pool(configs, hashes, tuple(range(start, start + count)), {space.family: start + count})
+
+
+def joined(pools: Sequence[Pool]) -> Pool:
+    """Pools of different families as one: in turns, so that a prefix has its share of each."""
+    if len({name for pool in pools for name in pool.next_index}) < sum(len(pool.next_index) for pool in pools):
+        raise UsageError("two pools are of the same family; make one of them, with a larger count")
+    order = sorted(((i + 0.5) / len(pool), k, i) for k, pool in enumerate(pools) for i in range(len(pool)))
+    return Pool(
+        tuple(pools[k].configs[i] for _, k, i in order),
+        tuple(pools[k].hashes[i] for _, k, i in order),
+        tuple(pools[k].indices[i] for _, k, i in order),
+        {name: index for pool in pools for name, index in pool.next_index.items()},
+    )
+
+
+def choose(
+    policy: str,
+    pool: Pool,
+    known: Known,
+    n: int,
+    estimator: Estimator,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Choice:
+    """The `n` candidates to measure next (fewer where the pool has no more), in order, each with its reasons.
+
+    uniform, stratified  the first of the sequence
+    coverage  those whose label bins and feature regions have the fewest rows (`farm.coverage.fill`)
+    active    those that the estimator is least sure of, far from one another, rare bins first
+              (`farm.active.spread_out`); while fewer than 20 rows are known, as `coverage`
+
+    Candidates whose `config_hash` is in `known.measured` are left out, and copies within the pool. The same arguments
+    give the same choice. Raises `UsageError` for an unknown policy, for n < 1 and where nothing new is left.
+    """
+    if policy not in POLICIES:
+        raise unknown_name("policy", policy, POLICIES)
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise UsageError(f"n must be an integer >= 1, got {n!r}")
+    fresh, measured, repeated, looked = _fresh(pool, known, None if policy in _LOOKING else n)
+    if not fresh:
+        raise UsageError(
+            f"all {len(pool):,} candidates are measured already; take more of them, or widen the search space"
+        )
+    next_index = dict(pool.next_index) if policy in _LOOKING else _after(pool, looked)
+    asked = [pool.configs[i] for i in fresh]
+    outlook = estimator.look([*asked, *known.configs], progress)
+    new, old = np.arange(len(asked)), len(asked) + np.arange(len(known.configs))
+    figures = _with_labels(outlook, known, old)
+    notes: list[str] = []
+    doubts: dict = {}
+    if policy == "active":
+        doubts = _doubts(outlook, known, new, old, estimator, seed)
+        if not doubts:
+            notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
+        for target, doubt in doubts.items():
+            figures[target][new] = _shifted(outlook.figures[target][new], doubt.shift, target)
+    from farm.coverage import Map, fill
+
+    cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
+    distances: np.ndarray | None = None
+    if doubts:
+        places, distances = _spread(cells, outlook, doubts, new, old, n, seed)
+    elif policy in _LOOKING:
+        places = fill(cells, old, new, n, seed)
+    else:
+        places = new[:n]
+    chosen = _told(pool, fresh, places, cells, old, figures, doubts, distances)
+    return Choice(
+        policy=policy,
+        chosen=chosen,
+        pool=len(pool),
+        measured=measured,
+        repeated=repeated,
+        next_index=next_index,
+        gained=_gained(cells, old, places),
+        ways=dict(sorted(Counter(outlook.ways[places].tolist()).items())),
+        notes=tuple(notes),
+    )
+
+
+def _fresh(pool: Pool, known: Known, at_most: int | None) -> tuple[list[int], int, int, int]:
+    """(places, measured already, copies, looked at) of the candidates not measured yet, until there are `at_most`."""
+    seen: set[str] = set()
+    fresh: list[int] = []
+    measured = repeated = looked = 0
+    for place, name in enumerate(pool.hashes):
+        if at_most is not None and len(fresh) == at_most:
+            break
+        looked += 1
+        if name in known.measured:
+            measured += 1
+        elif name in seen:
+            repeated += 1
+        else:
+            seen.add(name)
+            fresh.append(place)
+    return fresh, measured, repeated, looked
+
+
+def _after(pool: Pool, looked: int) -> dict[str, int]:
+    """Where each family's sequence goes on, when only the first `looked` candidates are spent."""
+    following = dict(pool.next_index)
+    for config, index in zip(reversed(pool.configs[looked:]), reversed(pool.indices[looked:]), strict=True):
+        following[config.family] = index
+    return following
+
+
+def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, np.ndarray]:
+    """The rough figures, and of rows that are measured the labels: out of memory is "more than any device has"."""
+    figures = {name: column.copy() for name, column in outlook.figures.items()}
+    for name, labels in known.labels.items():
+        if name in figures:
+            figures[name][old] = np.where(np.isfinite(labels), labels, figures[name][old])
+    figures["memory"][old[known.out_of_memory]] = np.inf
+    return figures
+
+
+def _doubts(outlook: Outlook, known: Known, new, old, estimator: Estimator, seed: int) -> dict:
+    from farm.active import doubts
+
+    found = {}
+    for target in _UNSURE_OF:
+        labels = known.labels.get(target)
+        if labels is None:
+            continue
+        told = np.where(known.out_of_memory, np.nan, labels)
+        figures = outlook.figures[target]
+        of_target = doubts(
+            target, outlook.table[new], figures[new], outlook.table[old], figures[old], told,
+            widths=estimator.widths(target, known.configs), seed=seed,
+        )  # fmt: skip
+        if of_target is not None:
+            found[target] = of_target
+    return found
+
+
+def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
+    from learn.estimators import from_space, to_space
+    from learn.targets import get_target
+
+    space = get_target(target).space
+    return from_space(to_space(figures, space) + shift, space)
+
+
+def _spread(cells, outlook: Outlook, doubts: dict, new, old, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rare bins of memory first: what is out of memory says least, so that cell counts as one bin among many."""
+    from farm.active import joined as joined_score
+    from farm.active import spread_out
+    from farm.coverage import DIMENSIONS
+
+    column = DIMENSIONS.index("memory")
+    rows = cells.counts(old)[column]
+    return spread_out(
+        joined_score(doubts), outlook.table[new], outlook.table[old], cells.codes[new, column], rows, n, seed=seed
+    )
+
+
+def _told(pool: Pool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
+    from farm.active import joined as joined_score
+    from farm.coverage import DIMENSIONS
+
+    before = cells.counts(old)
+    score = joined_score(doubts) if doubts else None
+    memory = doubts.get("memory")
+    found = []
+    for rank, place in enumerate(places.tolist()):
+        at = fresh[place]
+        found.append(
+            Chosen(
+                index=pool.indices[at],
+                config=pool.configs[at],
+                config_hash=pool.hashes[at],
+                bins={name: cells.cell(place, name) for name in DIMENSIONS},
+                rows={name: int(before[k][cells.codes[place, k]]) for k, name in enumerate(DIMENSIONS)},
+                figures={name: float(column[place]) for name, column in figures.items()},
+                uncertainty=None if score is None else float(score[place]),
+                disagreement=None if memory is None else float(memory.disagreement[place]),
+                width=None if memory is None or memory.width is None else float(memory.width[place]),
+                distance=None if distances is None else float(distances[rank]),
+            )
+        )
+    return tuple(found)
+
+
+def _gained(cells, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:
+    before, added = cells.tally(old), cells.tally(places)
+    return {
+        name: {cell: (before[name].get(cell, 0), n) for cell, n in sorted(of_cell.items())}
+        for name, of_cell in added.items()
+    }

@@ -1,0 +1,256 @@
+"""Choosing what to measure next: what a night gets, and what it never gets again."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conf.errors import UsageError
+from farm.active import doubts, spread_out
+from farm.coverage import DIMENSIONS, Map, fill
+from farm.forecast import Forecaster
+from farm.known_runs import Known, known_runs
+from farm.plan_summary import summary
+from farm.sampling import Limits
+from farm.selection import POLICIES, Pool, candidates, choose, joined
+from farm.space import parse_space
+from featurize.device_spec import load_device
+from featurize.families import get_family
+from featurize.trial import canonical_json, config_hash
+from warehouse.folder import DataFolder
+from warehouse.schema import TELEMETRY_SCHEMA
+from warehouse.writer import RunWriter
+
+A100 = load_device("A100-SXM4-40GB")
+NO_TELEMETRY = TELEMETRY_SCHEMA.empty_table()
+FORECASTER = Forecaster(device=A100, workers=0)
+MLP = parse_space(
+    "mlp",
+    {
+        "input_size": {"low": 16, "high": 4096},
+        "classes": {"low": 2, "high": 64},
+        "depth": {"low": 2, "high": 8},
+        "topology": ["pyramid", "uniform"],
+        "activation": "relu",
+        "batch_size": {"low": 4, "high": 1024},
+        "batch_norm": [False, True],
+        "dropout": 0.1,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return candidates(MLP, "coverage", 0, 0, 300)
+
+
+def known_of(configs, memory_mib, *, out=None, seconds=None):
+    n = len(configs)
+    return Known(
+        frozenset(map(config_hash, configs)),
+        tuple(configs),
+        {"memory": np.asarray(memory_mib, dtype=float)},
+        np.zeros(n, dtype=bool) if out is None else np.asarray(out, dtype=bool),
+        np.full(n, np.nan) if seconds is None else np.asarray(seconds, dtype=float),
+    )
+
+
+def measured(configs):
+    """Rows whose memory is the forecast's own, with wall times."""
+    figures = FORECASTER.look(list(configs)).figures["memory"]
+    return known_of(configs, figures, seconds=[30.0] * len(figures))
+
+
+def places_of(choice):
+    return [one.index for one in choice.chosen]
+
+
+def test_a_night_continues_the_sequence_where_the_last_one_ended():
+    whole = candidates(MLP, "stratified", 7, 0, 40)
+    first, second = candidates(MLP, "stratified", 7, 0, 25), candidates(MLP, "stratified", 7, 25, 15)
+    assert first.configs + second.configs == whole.configs
+    assert first.next_index == {"mlp": 25} and second.indices == tuple(range(25, 40))
+
+
+def test_only_uniform_leaves_the_low_discrepancy_sequence():
+    sequences = {policy: candidates(MLP, policy, 0, 0, 8).configs for policy in POLICIES}
+    assert sequences["stratified"] == sequences["coverage"] == sequences["active"] != sequences["uniform"]
+
+
+def test_candidates_respect_limits():
+    found = candidates(MLP, "active", 0, 0, 30, Limits(max_parameters=50_000))
+    family = get_family("mlp")
+    assert all(sum(layer.parameters for layer in family.layers(config)) <= 50_000 for config in found.configs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_measured_twice(pool, policy):
+    known = measured(pool.configs[:120])
+    twice = Pool(pool.configs * 2, pool.hashes * 2, pool.indices * 2, pool.next_index)
+    choice = choose(policy, twice, known, 180, FORECASTER)
+    chosen = [one.config_hash for one in choice.chosen]
+    assert len(chosen) == len(set(chosen)) == 180
+    assert not set(chosen) & known.measured
+    assert choice.measured >= 120
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_call_makes_the_same_choice(pool, policy):
+    known = measured(pool.configs[:40])
+    first, second = (choose(policy, pool, known, 20, FORECASTER, seed=3) for _ in range(2))
+    assert first == second
+    assert all(one.why for one in first.chosen)
+
+
+def test_a_prefix_of_the_sequence_is_taken_and_the_rest_comes_again(pool):
+    choice = choose("stratified", pool, measured(pool.configs[:5]), 10, FORECASTER)
+    assert places_of(choice) == list(range(5, 15))
+    assert choice.next_index == {"mlp": 15}
+    assert choose("coverage", pool, Known.nothing(), 10, FORECASTER).next_index == {"mlp": 300}
+
+
+def test_two_families_share_a_night(pool):
+    cnn = parse_space("cnn", {"image_size": [32, 64], "channels": 3, "classes": 10, "base_filters": [16, 32],
+                              "depth": {"low": 2, "high": 6}, "topology": "uniform", "kernel_size": 3,
+                              "activation": "relu", "batch_size": {"low": 2, "high": 60}, "batch_norm": True,
+                              "dropout": 0.1, "pooling": False, "pool_interval": 2})  # fmt: skip
+    both = joined([pool, candidates(cnn, "stratified", 0, 0, 150)])
+    choice = choose("stratified", both, Known.nothing(), 30, FORECASTER)
+    assert Counter(one.config.family for one in choice.chosen) == {"mlp": 20, "cnn": 10}
+    assert choice.next_index == {"mlp": 20, "cnn": 10}
+    with pytest.raises(UsageError, match="same family"):
+        joined([pool, pool])
+
+
+def test_coverage_fills_the_bins_that_have_few_rows(pool):
+    known = measured(pool.configs[:50])
+
+    def cells(policy):
+        return sum(map(len, choose(policy, pool, known, 40, FORECASTER).gained.values()))
+
+    assert cells("coverage") > 1.1 * cells("stratified")
+    first = choose("coverage", pool, known, 1, FORECASTER).chosen[0]
+    assert first.rows["region"] == 0
+
+
+def test_out_of_memory_is_one_bin_however_far_beyond_the_device():
+    configs = [get_family("mlp").Config(batch_size=8, input_size=64, classes=2, depth=2)] * 4
+    figures = {"memory": np.array([10.0, 50_000.0, 90_000.0, np.nan]), "smact": np.array([0.1, 0.9, 0.9, 0.5])}
+    cells = Map.of(configs, figures, np.full(4, 1e4), capacity_mib=40_960.0)
+    assert [cells.cell(i, "memory") for i in range(4)] == [
+        "mlp 0-1 GB", "mlp out of memory", "mlp out of memory", "mlp unknown"
+    ]  # fmt: skip
+    assert cells.cell(0, "smact") == "mlp smact low" and cells.cell(1, "smact") == "mlp smact unknown"
+    assert set(cells.names) == set(DIMENSIONS)
+
+
+def test_filling_takes_rare_cells_first_and_every_candidate_in_the_end():
+    configs = [get_family("mlp").Config(batch_size=8, input_size=64, classes=2, depth=2)] * 9
+    memory = np.array([500.0] * 6 + [1500.0] * 2 + [2500.0])
+    cells = Map.of(configs, {"memory": memory}, np.full(9, 1e4), capacity_mib=40_960.0)
+    order = fill(cells, np.arange(2), np.arange(2, 9), 7, seed=0)
+    assert sorted(order) == list(range(2, 9))
+    assert set(order[:3]) >= {8} and set(order[:2]) & {6, 7}
+
+
+def test_active_asks_where_the_known_rows_disagree_with_the_rough_figures(pool):
+    """Labels that follow the rough figures, but for one topology where they are erratic: that is what is asked."""
+    figures = FORECASTER.look(pool.configs).figures["memory"]
+    random = np.random.default_rng(0)
+    erratic = np.array([config.topology == "uniform" and config.batch_norm for config in pool.configs])
+    labels = figures * np.where(erratic, np.exp(random.normal(0, 0.7, len(figures))), 1.0)
+    known = known_of(pool.configs[:100], labels[:100])
+    choice = choose("active", pool, known, 40, FORECASTER)
+    share = np.mean([one.config.topology == "uniform" and one.config.batch_norm for one in choice.chosen])
+    assert share > 1.5 * erratic[100:].mean()
+    assert all(one.uncertainty > 0 and one.distance >= 0 for one in choice.chosen)
+
+
+def test_a_wide_interval_draws_rows_to_itself():
+    random = np.random.default_rng(0)
+    table, known = random.normal(size=(400, 3)).astype(np.float32), random.normal(size=(200, 3)).astype(np.float32)
+    labels = np.exp(random.normal(0, 0.1, 200))
+    widths = np.where(known[:, 0] > 0, 1.0, 0.05)
+    found = doubts("memory", table, np.ones(400), known, np.ones(200), labels, widths=widths)
+    narrow, wide = found.score[table[:, 0] < -0.5], found.score[table[:, 0] > 0.5]
+    assert wide.mean() > 1.5 * narrow.mean()
+    assert doubts("memory", table, np.ones(400), known[:19], np.ones(19), labels[:19]) is None
+
+
+def test_a_batch_is_spread_out_and_holds_no_two_of_a_kind():
+    table = np.array([[0.0, 0.0]] * 5 + [[9.0, 0.0], [0.0, 9.0]], dtype=np.float32)
+    score, cell = np.array([2.0] * 5 + [1.0, 1.0]), np.zeros(7, dtype=int)
+    places, distances = spread_out(score, table, np.zeros((0, 2), dtype=np.float32), cell, np.zeros(1), 3)
+    assert set(places) >= {5, 6}
+    assert (distances > 1).all()
+
+
+def test_active_without_rows_says_that_it_covers(pool):
+    choice = choose("active", pool, Known.nothing(), 10, FORECASTER)
+    assert "coverage" in choice.notes[0]
+    assert places_of(choice) == places_of(choose("coverage", pool, Known.nothing(), 10, FORECASTER))
+
+
+def test_a_family_that_the_fast_path_does_not_know_gets_the_plans_figures_or_a_trace(tmp_path):
+    config = get_family("gpt").Config(
+        batch_size=2, vocabulary_size=100, sequence_length=64, embedding_size=32, heads=2, depth=1, feed_forward=64
+    )
+    rough = FORECASTER.look([config, replace(config, batch_size=512)])
+    assert set(rough.ways) == {"plan"} and (rough.figures["memory"] > 0).all()
+    traced = replace(FORECASTER, trace_at_most=2, data=tmp_path).look([config, replace(config, batch_size=512)])
+    assert set(traced.ways) == {"trace"}
+    assert traced.figures["memory"][1] > traced.figures["memory"][0]
+
+
+def test_the_summary_tells_bins_duplicates_hours_and_out_of_memory(pool):
+    known = measured(pool.configs[:20])
+    small = replace(A100, memory_mib=1_600.0)
+    forecaster = replace(FORECASTER, device=small)
+    choice = choose("coverage", pool, known, 30, forecaster)
+    told = summary(choice, known, forecaster.capacity_mib)
+    assert told.gpu_hours == pytest.approx(30 * 30.0 / 3600) and told.from_past == 1.0
+    assert told.measured == 20 and told.runs == 30 and sum(told.bins_gained.values()) > 0
+    assert 0 < told.out_of_memory < 30
+    assert "30 of 300 candidates" in told.lines()[0]
+    json.dumps(told.to_mapping())
+    assert summary(choice, Known.nothing(), 1_600.0).from_past == 0.0
+
+
+def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_path, pool):
+    folder = DataFolder.resolve(tmp_path / "a'; data").create()
+    writer = RunWriter(folder)
+    for index, config in enumerate(pool.configs[:6]):
+        mapping = config.to_mapping()
+        row = {
+            "run_id": f"mlp-0-{index:06d}", "job_id": "mlp-0", "task_index": index, "attempt": 1, "family": "mlp",
+            "config": canonical_json(mapping), "config_hash": config_hash(config), "wall_s": 12.0,
+            "status": "oom" if index == 4 else "crashed" if index == 5 else "ok", "source": "measured",
+            "oom_kind": "device" if index == 4 else None, "peak_memory_mib": 900.0 if index < 4 else None,
+            "device_name": "Tesla V100" if index == 0 else "NVIDIA A100-SXM4-40GB",
+            "torch_version": "2.4.1" if index == 1 else "2.13.0", "quality": "untrusted" if index == 2 else "trusted",
+        }  # fmt: skip
+        writer.write(row, NO_TELEMETRY)
+    known = known_runs(folder.root, "A100-SXM4-40GB", environment={"torch_version": "2.13.0"})
+    assert known.measured == {pool.hashes[i] for i in (2, 3, 4, 5)}
+    assert known.configs == tuple(pool.configs[i] for i in (1, 3, 4))
+    assert known.out_of_memory.tolist() == [False, False, True]
+    assert not known_runs(folder.root, "A100-SXM4-40GB", source="simulated").measured
+    with pytest.raises(UsageError, match="torch_version"):
+        known_runs(folder.root, "A100-SXM4-40GB", environment={"torch": "2"})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda pool: candidates(MLP, "greedy", 0, 0, 5), "unknown policy 'greedy'; known: active"),
+        (lambda pool: candidates(MLP, "active", 0, 0, 0), "count must be an integer >= 1"),
+        (lambda pool: choose("random", pool, Known.nothing(), 5, FORECASTER), "unknown policy"),
+        (lambda pool: choose("active", pool, Known.nothing(), 0, FORECASTER), "n must be an integer >= 1"),
+        (lambda pool: choose("active", pool, measured(pool.configs), 5, FORECASTER), "measured already"),
+    ],
+)
+def test_mistakes_are_told(pool, call, said):
+    with pytest.raises(UsageError, match=said):
+        call(pool)
