@@ -19,6 +19,7 @@ from farm.jobs import Doubt, Queue, Task
 from farm.lock import DispatcherLock
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings, RayExecutor
+from farm.service import Service
 from farm.sweep import SESSION_VARIABLE, descendants, session_marker
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -52,7 +53,9 @@ class Dispatcher:
         device_key: str,
         progress: Progress,
         clock: Callable[[], float] = time.time,
+        service: Service | None = None,
     ):
+        self._service = service or Service()
         self._queue = queue
         self._executor = executor
         self._device_key = device_key
@@ -69,8 +72,10 @@ class Dispatcher:
 
         On the way out, whatever the reason, tasks that were handed out and did not land are given back.
         """
+        events = self._service.events
         try:
             self._executor.start()
+            events.emit("device_started", device=json.loads(self._device_key))
             stop.install()  # again: Ray has put its own handlers in their place
             recorded = False
             while True:
@@ -89,11 +94,16 @@ class Dispatcher:
                     recorded = True
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
+                    events.emit("notice", message=notice)
                     self._progress.say(notice)
                 self._progress.update()
+                phase = "stopping" if stop.requested else "working"
+                self._service.pulse.beat(phase, len(self._executor.running()), len(self._executor.idle()))
         finally:
-            self._queue.release(list(self._leased.values()))
+            given_back = self._queue.release(list(self._leased.values()))
             self._executor.close()
+            stop.install()  # Ray's end takes the handlers away: the next SIGTERM would kill us
+            events.emit("device_left", given_back=given_back)
 
     def _hand_out(self) -> None:
         for worker in self._executor.idle():
@@ -107,6 +117,7 @@ class Dispatcher:
                 self._upcoming[worker] = upcoming
             spec = task_spec(task)
             self._expect_back(spec)
+            self._service.events.emit("handed_out", spec, worker=worker)
             self._executor.submit(worker, spec, None if upcoming is None else task_spec(upcoming))
         for task in self._queue.expired(self._clock(), device=self._device_key):
             self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
@@ -131,11 +142,16 @@ class Dispatcher:
         if completion.lost is not None or result.retryable:
             error = completion.lost or result.run["error"]
             again = self._queue.retry(task, self._clock(), error)
+            if again:
+                self._service.events.emit("retried", completion.task, worker=completion.worker, error=error)
             result = result or lost_run(task, error)
         elif result.repeat:
             again = self._land_for_repeat(task, result)
+            if again:
+                reasons = sorted(_reasons_of(result.run))
+                self._service.events.emit("repeated", completion.task, worker=completion.worker, reasons=reasons)
         if not again:
-            self._land_run(task, result)
+            self._land_run(task, result, completion.worker)
         del self._stuck_at[completion.task.run_id]
         del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
 
@@ -163,7 +179,7 @@ class Dispatcher:
         why = "; ".join(f"{name} ({words})" for name, words in reasons.items())
         return self._queue.repeat(task, self._clock(), f"labels not trusted: {why}", tuple(reasons))
 
-    def _land_run(self, task: Task, result: RunResult) -> None:
+    def _land_run(self, task: Task, result: RunResult, worker: str | None = None) -> None:
         """Durable first, done second: a kill in between is mended by `reconcile`."""
         if self._queue.is_done(task):
             return  # another dispatcher was quicker, after this one's lease had run out
@@ -174,13 +190,25 @@ class Dispatcher:
             self._writer.write({**result.run, "final": True}, result.telemetry)
         run = result.run
         self._queue.finish(task, run["status"], self._clock(), error=run.get("error"), doubt=_doubt_of(run))
-        self._progress.landed(result.run)
+        self._progress.landed(run)
+        self._service.samples(run, result.telemetry)
+        self._service.events.emit(
+            "landed",
+            task_spec(task),
+            worker=worker,
+            status=run["status"],
+            family=run["family"],
+            quality=run.get("quality"),
+            wall_s=run.get("wall_s"),
+            error=run.get("error"),
+        )
 
     def _restart_stuck_workers(self) -> None:
         """A worker kills its trial at the deadline; one that is long past it hangs itself (a driver that is wedged)."""
         now = self._clock()
         for worker, task in self._executor.running().items():
             if now > self._stuck_at[task.run_id]:
+                self._service.events.emit("stuck", task, worker=worker)
                 self._progress.say(f"{worker} is stuck at {task.run_id}; it is restarted")
                 self._expect_back(task)  # it comes back as lost; should it not, the worker is restarted again
                 self._executor.restart(worker)

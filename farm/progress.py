@@ -20,15 +20,24 @@ _STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red
 
 
 class Progress:
-    """A context manager. `totals()` gives (tasks ended, tasks in all) of what is being worked on."""
+    """A context manager. `totals()` gives (tasks ended, tasks in all) of what is being worked on.
 
-    def __init__(self, label: str, totals: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic):
+    `quiet`: says nothing, where a program reads the events.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        totals: Callable[[], tuple[int, int]],
+        clock: Callable[[], float] = time.monotonic,
+        quiet: bool = False,
+    ):
         from rich.console import Console
 
         self._label = label
         self._totals = totals
         self._clock = clock
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
         self._landed: collections.deque[float] = collections.deque()
         self._counts: collections.Counter[str] = collections.Counter()
         self._said = clock()
@@ -36,7 +45,7 @@ class Progress:
         self._task = None
 
     def __enter__(self) -> Progress:
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.quiet:
             from rich.progress import TextColumn
 
             column = TextColumn("{task.fields[note]}")

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.ray_session import own_session_environment
 from farm.executors import Completion
+from farm.ray_nodes import Node, NodeWatch
 from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
 
@@ -95,24 +97,39 @@ class RayWorker:
         return self._worker.run(task, upcoming)
 
 
+@dataclass(frozen=True)
+class _Seat:
+    """One actor and where it sits."""
+
+    actor: Any
+    node: Node
+
+
 class RayExecutor:
-    """Ray actors, one per slot. `address=None` starts a Ray of our own that listens on loopback only."""
+    """Ray actors, one per slot of every node. `address=None` starts a Ray of our own, on loopback only.
+
+    A joined cluster is followed: a node that comes gets actors, and what ran on one that goes comes back as lost.
+    Each actor is bound to its node, since CPUs and simulated GPUs are no resource that Ray could spread them by.
+    """
 
     def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
         self._choice = choice
         self._cluster = cluster
         self._environment = environment
-        self._actors: dict[str, Any] = {}
+        self._seats: dict[str, _Seat] = {}  # worker -> its actor
         self._starting: dict[Any, str] = {}  # ref of ready() -> worker
         self._running: dict[Any, tuple[str, TaskSpec]] = {}  # ref of run() -> (worker, task)
         self._failures: dict[str, int] = {}
         self._unstarted: list[str] = []
         self._notices: list[str] = []
+        self._unreached: list[str] = []  # asked again at the next look: Ray needs seconds to call a node dead
+        self._was_ready = False  # some worker, at some time
         self._ray = None
+        self._joined = cluster.address is not None
         self._idle: list[str] = []
 
     def start(self) -> None:
-        if self._cluster.address is None:
+        if not self._joined:
             os.environ.update(own_session_environment())  # Ray reads some of it when it is imported
         try:
             import ray
@@ -120,37 +137,33 @@ class RayExecutor:
             raise UsageError(f"cannot import ray ({error}); cluster=inline runs one worker without it") from error
 
         self._ray = ray
-        pinned = self._connect(ray)
-        actor = ray.remote(
+        pinned = self._choice.backend == "cuda"
+        self._actor_class = ray.remote(
             num_cpus=0,  # an actor that holds a CPU starves a small machine
             num_gpus=1 if pinned else 0,
             max_restarts=-1,  # Ray restarts a killed actor; which task to repeat is the queue's to say
             max_task_retries=0,
         )(RayWorker)
-        keys = [None] * self._count if pinned else [str(index) for index in range(self._count)]
-        for index, key in enumerate(keys):
-            name = f"worker-{index}"
-            self._actors[name] = actor.remote(self._choice.to_mapping(), key, self._environment, self._count)
-            self._unstarted.append(name)
+        if self._joined:
+            self._join()
+        else:
+            self._start_own(pinned)
+        self._watch = NodeWatch(ray.nodes)
+        self._follow_nodes()
+        if not self._seats:
+            raise UsageError(f"cluster.address={self._cluster.address}: the cluster has no GPU")
         self._start_servers()
 
-    def _connect(self, ray) -> bool:
-        """Start or join Ray, set `self._count`; whether Ray pins the actors to GPUs."""
-        if self._cluster.address is not None:
-            self._cluster.check_address()
-            try:
-                ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise self._cluster.nobody_answers(error) from error
-            pinned = self._choice.backend == "cuda"
-            gpus = int(ray.cluster_resources().get("GPU", 0))
-            self._count = min(gpus, self._choice.count or gpus) if pinned else len(make_device(self._choice).slots())
-            if not self._count:
-                raise UsageError(f"cluster.address={self._cluster.address}: the cluster has no GPU")
-            return pinned
-        pinned = self._choice.backend == "cuda"  # CPUs and simulated GPUs are no resource that Ray could count
+    def _join(self) -> None:
+        self._cluster.check_address()
+        try:
+            self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise self._cluster.nobody_answers(error) from error
+
+    def _start_own(self, pinned: bool) -> None:
+        ray = self._ray
         slots = make_device(self._choice).slots()
-        self._count = len(slots)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if pinned:  # by UUID, before Ray counts: a display GPU is never a worker
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid for slot in slots)
@@ -158,7 +171,7 @@ class RayExecutor:
             ray.init(
                 address="local",
                 num_cpus=os.cpu_count(),
-                num_gpus=self._count if pinned else 0,
+                num_gpus=len(slots) if pinned else 0,
                 include_dashboard=self._cluster.dashboard,
                 dashboard_host="127.0.0.1",
                 object_store_memory=self._cluster.object_store_mib * 2**20,
@@ -174,38 +187,90 @@ class RayExecutor:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             else:
                 os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        return pinned
+
+    def _follow_nodes(self) -> list[Completion]:
+        """Actors for the nodes that joined; what ran on those that left is lost."""
+        joined, left = self._watch.look()
+        lost = [completion for node in left for completion in self._drop_node(node)]
+        for node in joined:
+            count = self._add_node(node)
+            if self._was_ready:
+                self._notices.append(f"node {node.host} joined; {count} workers start there")
+        return lost
+
+    def _add_node(self, node: Node) -> int:
+        """Make its actors; how many. `device.count` is of each node."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if self._choice.backend == "cuda":
+            keys = [None] * min(node.gpus, self._choice.count or node.gpus)
+        else:
+            keys = [str(slot.index) for slot in make_device(self._choice).slots()]
+        bound = self._actor_class.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
+        )
+        for index, key in enumerate(keys):
+            name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
+            actor = bound.remote(self._choice.to_mapping(), key, self._environment, len(keys))
+            self._seats[name] = _Seat(actor, node)
+            self._unstarted.append(name)
+        return len(keys)
+
+    def _drop_node(self, node: Node) -> list[Completion]:
+        gone = {worker for worker, seat in self._seats.items() if seat.node.node_id == node.node_id}
+        lost = [
+            Completion(worker=worker, task=task, lost=f"worker lost: node {node.host} left the cluster")
+            for worker, task in self._running.values()
+            if worker in gone
+        ]
+        self._running = {ref: value for ref, value in self._running.items() if value[0] not in gone}
+        self._starting = {ref: worker for ref, worker in self._starting.items() if worker not in gone}
+        self._unstarted = [worker for worker in self._unstarted if worker not in gone]
+        self._unreached = [worker for worker in self._unreached if worker not in gone]
+        self._idle = [worker for worker in self._idle if worker not in gone]
+        for worker in gone:
+            self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
+        if gone:
+            rest = "" if self._seats else "; no worker is left, waiting for a node to join"
+            self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
+        return lost
 
     def idle(self) -> list[str]:
         return list(self._idle)
 
     def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
         self._idle.remove(worker)
-        self._running[self._actors[worker].run.remote(task, upcoming)] = (worker, task)
+        self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
 
     def wait(self, timeout_s: float) -> list[Completion]:
         import ray
 
-        refs = [*self._running, *self._starting]
-        if not refs:  # every task that is left waits for its next attempt
-            time.sleep(timeout_s)
-            return []
-        done, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
-        if done:  # whatever else is done by now comes along
-            done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         completions = []
-        for ref in done:
-            if ref in self._starting:
-                self._take_ready(ref)
-            else:
-                completions.append(self._take_run(ref))
+        refs = [*self._running, *self._starting]
+        if refs:
+            done, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
+            if done:  # whatever else is done by now comes along
+                done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            for ref in done:
+                if ref in self._starting:
+                    self._take_ready(ref)
+                else:
+                    completions.append(self._take_run(ref))
+        else:  # every task that is left waits for its next attempt
+            time.sleep(timeout_s)
+        if self._watch.due:
+            completions += self._follow_nodes()
+            unreached, self._unreached = self._unreached, []
+            for worker in unreached:
+                self._await_ready(worker)
+        self._start_servers()
         return completions
 
     def running(self) -> Mapping[str, TaskSpec]:
         return dict(self._running.values())
 
     def restart(self, worker: str) -> None:
-        self._ray.kill(self._actors[worker], no_restart=False)  # its run() then fails, as any lost worker's does
+        self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
 
     def notices(self) -> list[str]:
         said, self._notices = self._notices, []
@@ -213,17 +278,22 @@ class RayExecutor:
 
     def close(self) -> None:
         if self._ray is not None and self._ray.is_initialized():
-            for actor in self._actors.values():
-                self._ray.kill(actor, no_restart=True)
+            for seat in self._seats.values():
+                self._ray.kill(seat.actor, no_restart=True)
             self._ray.shutdown()
 
     def _start_servers(self) -> None:
-        """Importing torch keeps a core busy for seconds: a few at a time, so that the first worker is ready early."""
-        while self._unstarted and len(self._starting) < max(1, (os.cpu_count() or 1) // 2):
-            self._await_ready(self._unstarted.pop(0))
+        """Importing torch keeps a core busy for seconds: a few at a time on a node, so that one is ready early."""
+        busy = Counter(self._seats[worker].node.node_id for worker in self._starting.values())
+        for worker in list(self._unstarted):
+            node = self._seats[worker].node
+            if busy[node.node_id] < max(1, node.cpus // 2):
+                busy[node.node_id] += 1
+                self._unstarted.remove(worker)
+                self._await_ready(worker)
 
     def _await_ready(self, worker: str) -> None:
-        self._starting[self._actors[worker].ready.remote()] = worker
+        self._starting[self._seats[worker].actor.ready.remote()] = worker
 
     def _take_ready(self, ref) -> None:
         import ray
@@ -231,19 +301,22 @@ class RayExecutor:
         worker = self._starting.pop(ref)
         try:
             ray.get(ref)
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorUnschedulableError):
+            self._unreached.append(worker)  # its process or its node is gone, or the network for a moment
         except ray.exceptions.RayError as error:
             self._failures[worker] = self._failures.get(worker, 0) + 1
             if self._failures[worker] < _READY_TRIES:
                 self._await_ready(worker)
                 return
             self._notices.append(f"{worker} does not start and is left out: {_plain(error)}")
-            del self._actors[worker]
-            if not self._actors:
+            self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
+            # Of a cluster that did work, another node may still join.
+            if not self._seats and not (self._joined and self._was_ready):
                 raise UsageError(f"no worker starts: {_plain(error)}") from error
         else:
             self._failures[worker] = 0
+            self._was_ready = True
             self._idle.append(worker)
-        self._start_servers()
 
     def _take_run(self, ref) -> Completion:
         import ray
@@ -254,7 +327,7 @@ class RayExecutor:
         except ray.exceptions.RayTaskError as error:  # a mistake of ours: one task's business, not the job's
             self._idle.append(worker)
             return Completion(worker=worker, task=task, lost=f"worker failed: {error}")
-        except ray.exceptions.RayError as error:  # the process is gone; Ray is starting another
+        except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
             self._await_ready(worker)
             return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
         self._idle.append(worker)

@@ -10,6 +10,7 @@ from collections import Counter
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
 from farm.sampling import sample_range
+from farm.service import Service, service_settings
 from farm.settings import SubmitSettings, device_key
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json
@@ -22,6 +23,8 @@ _RULES_SHOWN = 3
 
 def entry(cfg) -> int:
     """Queue the job that `cfg` describes and work it off; 130 when it was interrupted."""
+    from omegaconf import OmegaConf
+
     settings = SubmitSettings.from_config(cfg)
     choice, said = choose_device(settings.device)
     settings = dataclasses.replace(settings, device=choice)
@@ -29,14 +32,15 @@ def entry(cfg) -> int:
     next(_configs(settings, 0, 1))
     if not settings.detach:
         settings.cluster.check_address()
+    log, metrics = service_settings(OmegaConf.to_container(cfg, resolve=True))
     folder = DataFolder.resolve(settings.data).create()
-    with Queue.open(folder.queue) as queue:
+    with Service.open(folder, log, metrics) as service, Queue.open(folder.queue) as queue:
         job_id = submit(folder, queue, settings)
         if settings.detach:
             print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
             return 0
         print(said + ("; one worker, as cluster=inline has" if settings.cluster.kind == "inline" else ""))
-        return work(folder, queue, settings.cluster, job_id=job_id)
+        return work(folder, queue, settings.cluster, job_id=job_id, service=service)
 
 
 def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
 import time
+from collections.abc import Iterator
 
 from conf.cli import EXIT_INTERRUPTED, command
+from conf.errors import UsageError
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
+from farm.health import PATIENCE_S
 from farm.jobs import Queue
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings
+from farm.service import Service, service_settings
 from farm.settings import device_from_key
 from warehouse.folder import DataFolder
 
@@ -22,10 +28,13 @@ def entry(cfg) -> int:
     """Work off the whole queue; 130 when interrupted."""
     from omegaconf import OmegaConf
 
-    folder = DataFolder.resolve(cfg.data).open()
-    cluster = ClusterSettings(**OmegaConf.to_container(cfg.cluster, resolve=True))
-    with Queue.open(folder.queue) as queue:
-        return work(folder, queue, cluster, wait=bool(cfg.wait))
+    values = OmegaConf.to_container(cfg, resolve=True)
+    if not isinstance(values["wait"], bool):
+        raise UsageError(f"wait must be true or false, got {values['wait']!r}")
+    folder = DataFolder.resolve(values["data"]).open()
+    cluster = ClusterSettings(**values["cluster"])
+    with Service.open(folder, *service_settings(values)) as service, Queue.open(folder.queue) as queue:
+        return work(folder, queue, cluster, wait=values["wait"], service=service)
 
 
 def work(
@@ -35,33 +44,73 @@ def work(
     job_id: str | None = None,
     wait: bool = False,
     seconds: float | None = None,
+    service: Service | None = None,
 ) -> int:
     """Run what is queued, device after device, until nothing is left (`job_id`: of that job's device only).
 
     After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for so long.
-    Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0.
+    Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
+    `wait` it stands by until that one has ended.
     """
+    service = service or Service()
     with contextlib.ExitStack() as held:
+        stop = held.enter_context(_TimedStop(seconds).installed())
         try:
-            lock = held.enter_context(DispatcherLock(folder.dispatcher_lock))
+            lock = _take_lock(folder, stop, service, wait)
         except DispatcherBusy as busy:
             print(
                 f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
                 f"otherwise `python -m farm.work` does, when it has ended. {follow_hint(folder, job_id)}"
             )
             return 0
-        stop = held.enter_context(_TimedStop(seconds).installed())
         try:
-            _work_queue(folder, queue, cluster, stop, lock, job_id, wait)
+            if lock is not None:
+                held.enter_context(_held(lock, service))
+                _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service)
         except KeyboardInterrupt:
+            service.events.emit("left", how="stopped")
             print("stopped; the same command goes on where it was", file=sys.stderr)
             return EXIT_INTERRUPTED
     if stop.requested:
+        service.events.emit("left", how="finished what ran")
         print("left; the same command goes on where it was", file=sys.stderr)
         return EXIT_INTERRUPTED
+    service.events.emit("left", how="nothing is queued")
     if job_id is not None:
         _summary(folder, queue, job_id)
     return 0
+
+
+def _take_lock(folder: DataFolder, stop: StopRequest, service: Service, wait: bool) -> DispatcherLock | None:
+    """The lock, held. With `wait` it stands by until the other dispatcher has ended; None: asked to leave meanwhile.
+
+    Raises `DispatcherBusy` where it need not wait.
+    """
+    said = False
+    while not stop.requested:
+        try:
+            return DispatcherLock(folder.dispatcher_lock).__enter__()
+        except DispatcherBusy as busy:
+            if not wait:
+                raise
+            if not said:
+                service.events.emit("standby", message=str(busy))
+                print(f"{busy}; waiting until it has ended")
+                said = True
+        service.pulse.beat("standby")
+        time.sleep(_LOOK_AGAIN_S)
+    return None
+
+
+@contextlib.contextmanager
+def _held(lock: DispatcherLock, service: Service) -> Iterator[None]:
+    service.pulse.holds_lock = True
+    service.events.emit("started", process=os.getpid())
+    try:
+        yield
+    finally:
+        service.pulse.holds_lock = False
+        lock.__exit__()
 
 
 class _TimedStop(StopRequest):
@@ -84,39 +133,52 @@ def _announce_stop() -> None:
     print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
-def _work_queue(folder, queue, cluster, stop, lock, job_id, wait) -> None:
-    """Mend what a killed dispatcher left, then device after device, then compact."""
+def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service) -> None:
+    """Mend what a killed dispatcher left, then device after device; compact whenever nothing is left."""
     mended = reconcile(folder, queue)
     if mended:
+        service.events.emit("mended", count=mended)
         print(f"{mended} runs had landed before the last dispatcher ended; they are done")
+    compacted = False
     while not stop.requested:
         key = queue.next_device(job_id)
         if key is not None:
-            _work_device(folder, queue, cluster, key, stop, lock, job_id)
+            _work_device(folder, queue, cluster, key, stop, lock, job_id, service)
+            compacted = False
         elif wait:
+            if not compacted:
+                _compact(folder, service)
+                compacted = True
+            service.pulse.beat("waiting")
             time.sleep(_LOOK_AGAIN_S)
         else:
             break
-    _compact(folder)
+    if not compacted:
+        _compact(folder, service)
 
 
-def _work_device(folder, queue, cluster, key, stop, lock, job_id) -> None:
+def _work_device(folder, queue, cluster, key, stop, lock, job_id, service) -> None:
     choice = device_from_key(key)
-    jobs = [job.job_id for job in queue.jobs() if job.device == key and queue.pending(job.job_id)]
-    jobs.sort(key=lambda name: name != job_id)  # the one that was asked for stands first
-    label = jobs[0] if len(jobs) == 1 else f"{jobs[0]} and {len(jobs) - 1} more"
+    jobs = [job for job in queue.jobs() if job.device == key and queue.pending(job.job_id)]
+    if cluster.kind == "inline":  # the loop stands still while a trial runs
+        longest_s = max((json.loads(job.settings_json).get("timeout_s", 0.0) for job in jobs), default=0.0)
+        service.pulse.patience_s = PATIENCE_S + longest_s
+    names = sorted((job.job_id for job in jobs), key=lambda name: name != job_id)  # the one asked for stands first
+    label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
     def totals() -> tuple[int, int]:
-        counts = [queue.counts(name) for name in jobs]
+        counts = [queue.counts(name) for name in names]
         return sum(c.ended for c in counts), sum(c.total - c.cancelled for c in counts)
 
-    with Progress(label, totals) as progress:
-        Dispatcher(folder, queue, make_executor(choice, cluster), key, progress).run(stop, lock)
+    with Progress(label, totals, quiet=service.quiet) as progress:
+        executor = make_executor(choice, cluster)
+        Dispatcher(folder, queue, executor, key, progress, service=service).run(stop, lock)
 
 
-def _compact(folder: DataFolder) -> None:
+def _compact(folder: DataFolder, service: Service) -> None:
     from warehouse.compact import compact
 
+    service.pulse.beat("compacting")
     compact(folder)
 
 

@@ -1,0 +1,107 @@
+"""What happens in a dispatcher, as events that programs read: one JSON line each, in a file or on standard output.
+
+Start reading at `Events`. An event has `time` (ISO 8601, UTC), `event`, and of `job, task, run, attempt, worker,
+status` what applies; docs/operations.md lists them all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import logging.handlers
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UsageError, unknown_name
+from workers.worker import TaskSpec
+
+FORMATS = ("human", "json")
+Sink = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """The `log` key. `file` gets JSON lines; at `max_mib` it becomes `file.1`, and `keep` of those are kept."""
+
+    file: str | None = None
+    format: str = "human"
+    max_mib: float = 64
+    keep: int = 5
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise unknown_name("log.format", self.format, FORMATS)
+        problems = []
+        if isinstance(self.max_mib, bool) or not isinstance(self.max_mib, int | float) or not self.max_mib > 0:
+            problems.append(f"log.max_mib must be a number > 0, got {self.max_mib!r}")
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            problems.append(f"log.keep must be an integer >= 1, got {self.keep!r}")
+        if problems:
+            raise UsageError("; ".join(problems))
+
+
+class Events:
+    """Hands each event to every sink; a context manager. Without sinks it costs next to nothing."""
+
+    def __init__(self, sinks: list[Sink] | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._sinks = list(sinks or ())
+        self._clock = clock
+        self._handlers: list[logging.Handler] = []
+
+    @classmethod
+    def open(cls, settings: LogSettings) -> Events:
+        """Raises `UsageError` where the file cannot be written."""
+        events = cls()
+        if settings.file is not None:
+            events._add(_file_handler(settings))
+        if settings.format == "json":
+            events._add(logging.StreamHandler(sys.stdout))
+        return events
+
+    def listen(self, sink: Sink) -> None:
+        """`sink` gets every event from now on."""
+        self._sinks.append(sink)
+
+    def _add(self, handler: logging.Handler) -> None:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._handlers.append(handler)
+        self._sinks.append(lambda event: handler.handle(_record(json.dumps(event, default=str))))
+
+    def emit(self, event: str, task: TaskSpec | None = None, **fields: Any) -> None:
+        """Fields that are None are left out."""
+        if not self._sinks:
+            return
+        moment = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        told: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
+        if task is not None:
+            told |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
+        told |= {name: value for name, value in fields.items() if value is not None}
+        for sink in self._sinks:
+            sink(told)
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handler in self._handlers:
+            handler.close()
+
+
+def _file_handler(settings: LogSettings) -> logging.Handler:
+    path = Path(settings.file).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return logging.handlers.RotatingFileHandler(
+            path, maxBytes=int(settings.max_mib * 2**20), backupCount=settings.keep, encoding="utf-8"
+        )
+    except OSError as error:
+        raise UsageError(f"log.file={settings.file}: {error.strerror}") from error
+
+
+def _record(line: str) -> logging.LogRecord:
+    return logging.LogRecord("farm", logging.INFO, "", 0, line, None, None)

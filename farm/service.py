@@ -1,0 +1,51 @@
+"""What a dispatcher tells the outside: its events, its health, its metrics. Start reading at `Service.open`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from farm.events import Events, LogSettings
+from farm.health import Pulse
+from farm.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from warehouse.folder import DataFolder
+
+
+@dataclass
+class Service:
+    """Made as it stands it tells nobody anything. `quiet`: standard output is for programs, no progress bar."""
+
+    events: Events = field(default_factory=Events)
+    pulse: Pulse = field(default_factory=Pulse)
+    metrics: FarmMetrics | None = None
+    quiet: bool = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, folder: DataFolder, log: LogSettings, metrics: MetricsSettings) -> Iterator[Service]:
+        """Open the log and serve the metrics, as far as they are wanted. Raises `UsageError`."""
+        with contextlib.ExitStack() as held:
+            service = cls(events=held.enter_context(Events.open(log)), quiet=log.format == "json")
+            if service.quiet:  # what is meant for people
+                held.enter_context(contextlib.redirect_stdout(sys.stderr))
+            if metrics.port is not None:
+                service.metrics = FarmMetrics(folder.queue, service.pulse)
+                service.events.listen(service.metrics.on_event)
+                server = held.enter_context(MetricsServer(metrics, service.metrics, service.pulse))
+                print(f"metrics: {server.url}/metrics, health: {server.url}/healthz")
+            yield service
+
+    def samples(self, run: Mapping[str, Any], telemetry: pa.Table) -> None:
+        """A run has landed with these samples."""
+        if self.metrics is not None:
+            self.metrics.on_samples(run, telemetry)
+
+
+def service_settings(values: Mapping[str, Any]) -> tuple[LogSettings, MetricsSettings]:
+    """The `log` and `metrics` keys of a command. Raises `UsageError`."""
+    return LogSettings(**values["log"]), MetricsSettings(**values["metrics"])

@@ -1,0 +1,146 @@
+"""The dispatcher's memory over many tasks: a scripted executor, everything else real (queue, landing, metrics, log).
+
+python -m tests.bench.bench_soak [TASKS=100000] [CURVE.csv]      start reading at `run`
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+
+from farm.dispatch import Dispatcher
+from farm.events import Events, LogSettings
+from farm.executors import Completion
+from farm.jobs import Job, Queue
+from farm.metrics import FarmMetrics
+from farm.progress import Progress
+from farm.service import Service
+from featurize.families import get_family
+from featurize.trial import canonical_json
+from warehouse.folder import DataFolder
+from workers.worker import RunResult
+
+DEVICE = '{"backend":"simulated","count":4,"memory_limit_mib":null,"spec":null}'
+WORKERS = 4
+POINTS = 50
+
+
+class ScriptedExecutor:
+    """Four workers whose trials end at once; every 97th task loses its worker the first time."""
+
+    def __init__(self, landed) -> None:
+        self._landed = landed
+        self._tasks = {}
+        self._table = pa.table({"t_ms": [0.0, 100.0], "smact": [0.5, 0.6], "memory_used_mib": [1e3, 2e3]})
+
+    def start(self) -> None:
+        pass
+
+    def idle(self) -> list[str]:
+        return [name for name in map(str, range(WORKERS)) if name not in self._tasks]
+
+    def submit(self, worker, task, upcoming=None) -> None:
+        self._tasks[worker] = task
+
+    def wait(self, timeout_s: float) -> list[Completion]:
+        tasks, self._tasks = self._tasks, {}
+        if not tasks:
+            time.sleep(timeout_s)
+        return [self._ended(worker, task) for worker, task in tasks.items()]
+
+    def _ended(self, worker, task) -> Completion:
+        if task.task_index % 97 == 0 and task.attempt == 1:
+            return Completion(worker=worker, task=task, lost="worker lost: scripted")
+        self._landed()
+        run = {
+            "run_id": task.run_id, "job_id": task.job_id, "task_index": task.task_index, "attempt": task.attempt,
+            "family": "mlp", "config": task.config, "status": "ok", "source": "simulated", "wall_s": 0.1,
+            "device_name": "A100-SXM4-40GB", "device_uuid": f"SIM-{worker}", "peak_memory_mib": 2e3,
+        }  # fmt: skip
+        return Completion(worker=worker, task=task, result=RunResult(run=run, telemetry=self._table))
+
+    def running(self) -> dict:
+        return dict(self._tasks)
+
+    def restart(self, worker: str) -> None:
+        pass
+
+    def notices(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class _Stop:
+    requested = False
+
+    def install(self) -> None:
+        pass
+
+
+class _NoLock:
+    def record(self, processes) -> None:
+        pass
+
+
+def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
+    """`rss_mib` after a tenth of the tasks and at the end, their difference, and tasks a second."""
+    process = psutil.Process()
+    points: list[tuple[int, float]] = []
+    done = 0
+
+    def landed() -> None:
+        nonlocal done
+        done += 1
+        if done % max(1, tasks // POINTS) == 0:
+            points.append((done, process.memory_info().rss / 2**20))
+            if len(points) % (POINTS // 10) == 1:
+                print(f"{done:>9,} tasks  {points[-1][1]:7.1f} MiB", flush=True)
+            if curve is not None:
+                curve.write_text("tasks,rss_mib\n" + "".join(f"{count},{rss:.1f}\n" for count, rss in points))
+            list(metrics.collect())  # as a scrape would
+
+    with tempfile.TemporaryDirectory(prefix="gpufarm-soak-") as folder:
+        data = DataFolder.resolve(folder).create()
+        with (
+            Queue.open(data.queue, backoff_s=0.01) as queue,
+            Events.open(LogSettings(file=str(Path(folder, "farm.jsonl")), max_mib=1)) as events,
+        ):
+            config = canonical_json(
+                get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping()
+            )
+            job = Job(
+                job_id="mlp-00000001", family="mlp", space_json="{}", n=tasks, seed=0, policy="uniform", device=DEVICE,
+                settings_json="{}", submitted_at=0.0,
+            )  # fmt: skip
+            queue.submit(job, ((index, config) for index in range(tasks)), now=0.0)
+            service = Service(events=events, quiet=True)
+            metrics = service.metrics = FarmMetrics(data.queue, service.pulse)
+            events.listen(metrics.on_event)
+            started = time.monotonic()
+            with Progress("soak", lambda: (done, tasks), quiet=True) as progress:
+                executor = ScriptedExecutor(landed)
+                Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(_Stop(), _NoLock())
+            took_s = time.monotonic() - started
+            assert queue.counts().by_status == {"ok": tasks}
+    early = points[len(points) // 10][1]
+    figures = {
+        "tasks": tasks,
+        "rss_early_mib": early,
+        "rss_end_mib": points[-1][1],
+        "grown_mib": points[-1][1] - early,
+        "tasks_per_s": tasks / took_s,
+    }
+    print(f"grown by {figures['grown_mib']:+.1f} MiB from {points[len(points) // 10][0]:,} to {tasks:,} tasks, "
+          f"{figures['tasks_per_s']:.0f} tasks/s")  # fmt: skip
+    return figures
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000, Path(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,0 +1,264 @@
+"""What the dispatcher tells the outside: its events, its metrics, its health, and how it is asked to leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pyarrow as pa
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, folder, queue, result_of, submit  # noqa: F401
+
+from conf.errors import UsageError
+from farm.dispatch import Dispatcher, StopRequest, lost_run
+from farm.events import Events, LogSettings
+from farm.health import Pulse
+from farm.lock import DispatcherLock
+from farm.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from farm.ray_executor import ClusterSettings
+from farm.ray_nodes import NodeWatch
+from farm.service import Service
+from farm.work import work
+from workers.worker import TaskSpec
+
+SPEC = TaskSpec(job_id="mlp-00000001", task_index=7, attempt=2, config="{}", settings="{}", seed=7)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def samples_of(collector):
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(collector)
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            found[(sample.name, *sorted(sample.labels.values()))] = sample.value
+    return found
+
+
+def dispatch(folder, queue, service, outcomes=None):  # noqa: F811
+    executor = ScriptedExecutor(Clock(), outcomes)
+    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, service=service).run(
+        Stop(), NoLock()
+    )
+
+
+def ask(url):
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+# Events
+
+
+def test_an_event_is_one_line_that_names_job_task_run_worker_and_status(tmp_path):
+    path = tmp_path / "a'; echo foo" / "farm.jsonl"
+    with Events.open(LogSettings(file=str(path))) as events:
+        events.emit("landed", SPEC, worker="worker-0", status="ok", error=None)
+    (event,) = lines(path)
+    assert event.pop("time").endswith("+00:00")
+    assert event == {
+        "event": "landed", "job": "mlp-00000001", "task": 7, "run": "mlp-00000001-000007", "attempt": 2,
+        "worker": "worker-0", "status": "ok",
+    }  # fmt: skip
+
+
+def test_a_full_log_becomes_another_file_and_only_some_are_kept(tmp_path):
+    path = tmp_path / "farm.jsonl"
+    with Events.open(LogSettings(file=str(path), max_mib=0.001, keep=2)) as events:
+        for _ in range(100):
+            events.emit("landed", SPEC, worker="worker-0", status="ok")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["farm.jsonl", "farm.jsonl.1", "farm.jsonl.2"]
+    assert all(file.stat().st_size <= 1049 and lines(file) for file in tmp_path.iterdir())
+
+
+def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):  # noqa: F811
+    submit(queue, 3)
+    path = tmp_path / "farm.jsonl"
+    with Events.open(LogSettings(file=str(path))) as events:
+        assert dispatch(folder, queue, Service(events=events), {1: ["lost"], 2: ["killed"] * 3})
+    told = [(event["event"], event.get("task"), event.get("status")) for event in lines(path)]
+    assert told[0][0] == "device_started" and told[-1][0] == "device_left"
+    assert told.count(("retried", 1, None)) == 1 and told.count(("retried", 2, None)) == 2
+    assert sorted(ended for ended in told if ended[0] == "landed") == [
+        ("landed", 0, "ok"), ("landed", 1, "ok"), ("landed", 2, "crashed")
+    ]  # fmt: skip
+    assert sum(event == "handed_out" for event, _, _ in told) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"format": "xml"}, "human, json"), ({"max_mib": 0}, "log.max_mib"), ({"keep": 0}, "log.keep")],
+)
+def test_a_mistaken_log_key_is_named(settings, message):
+    with pytest.raises(UsageError, match=message):
+        LogSettings(**settings)
+
+
+def test_a_log_that_cannot_be_written_is_a_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"log\.file"):
+        Events.open(LogSettings(file=str(tmp_path / "file" / "farm.jsonl")))
+
+
+# Metrics
+
+
+def test_metrics_count_tasks_runs_and_workers(folder, queue):  # noqa: F811
+    service = Service()
+    service.metrics = FarmMetrics(folder.queue, service.pulse)
+    service.events.listen(service.metrics.on_event)
+    submit(queue, 4)
+    dispatch(folder, queue, service, {0: ["oom"], 1: ["lost"]})
+    found = samples_of(service.metrics)
+    assert found["gpufarm_tasks", "done"] == 4 and found["gpufarm_tasks", "queued"] == 0
+    assert found["gpufarm_runs_total", "mlp", "ok"] == 3 and found["gpufarm_runs_total", "mlp", "oom"] == 1
+    assert found["gpufarm_attempts_lost_total",] == 1
+    assert found["gpufarm_oldest_lease_seconds",] == 0
+    assert found["gpufarm_runs_per_second",] == 4 / 300
+    assert found["gpufarm_workers", "idle"] == 1
+
+
+def test_the_oldest_lease_ages_until_its_run_is_back(folder):  # noqa: F811
+    clock = Clock()
+    metrics = FarmMetrics(folder.queue, Pulse(), clock)
+    metrics.on_event({"event": "handed_out", "run": "a"})
+    clock.now += 30
+    metrics.on_event({"event": "handed_out", "run": "b"})
+    clock.now += 10
+    assert samples_of(metrics)["gpufarm_oldest_lease_seconds",] == 40
+    metrics.on_event({"event": "retried", "run": "a"})
+    assert samples_of(metrics)["gpufarm_oldest_lease_seconds",] == 10
+    metrics.on_event({"event": "device_left"})
+    assert samples_of(metrics)["gpufarm_oldest_lease_seconds",] == 0
+
+
+def test_a_gpus_last_sample_is_shown_in_base_units_and_a_missing_one_is_not_zero(folder):  # noqa: F811
+    metrics = FarmMetrics(folder.queue, Pulse())
+    run = {"node": "n1", "device_name": "A100", "device_uuid": "GPU-1", "source": "measured"}
+    metrics.on_samples(run, pa.table({"memory_used_mib": [1.0, 2.0, None], "smact": [0.25, None, None]}))
+    metrics.on_samples(run | {"device_uuid": "GPU-2"}, pa.table({"smact": pa.nulls(2, pa.float64())}))
+    found = samples_of(metrics)
+    assert found["gpufarm_gpu_memory_used_bytes", "A100", "GPU-1", "measured", "n1"] == 2 * 2**20
+    assert found["gpufarm_gpu_sm_active_ratio", "A100", "GPU-1", "measured", "n1"] == 0.25
+    assert not [key for key in found if "GPU-2" in key or "drama" in key[0]]
+
+
+def test_the_server_tells_metrics_and_health_and_the_last_turns_age(folder):  # noqa: F811
+    clock = Clock()
+    pulse = Pulse(clock=clock)
+    with MetricsServer(MetricsSettings(port=0), FarmMetrics(folder.queue, pulse), pulse) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        code, text = ask(f"{server.url}/metrics")
+        assert code == 200 and "gpufarm_dispatcher_ready 0.0" in text and "process_resident_memory_bytes" in text
+        assert ask(f"{server.url}/healthz")[0] == 200 and ask(f"{server.url}/readyz")[0] == 503
+        pulse.holds_lock = True
+        pulse.beat("working", busy=3, idle=1)
+        code, text = ask(f"{server.url}/readyz")
+        assert code == 200 and json.loads(text)["busy_workers"] == 3
+        clock.now += pulse.patience_s
+        code, text = ask(f"{server.url}/healthz")
+        assert code == 503 and json.loads(text)["last_turn_age_s"] == pulse.patience_s
+        assert ask(f"{server.url}/else")[0] == 404
+
+
+def test_a_port_that_is_taken_is_told(folder):  # noqa: F811
+    pulse = Pulse()
+    metrics = FarmMetrics(folder.queue, pulse)
+    with MetricsServer(MetricsSettings(port=0), metrics, pulse) as server:
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(UsageError, match=rf"metrics.port={port} at 127.0.0.1: Address already in use"):
+            MetricsServer(MetricsSettings(port=port), metrics, pulse)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "http", True])
+def test_a_mistaken_port_is_named(port):
+    with pytest.raises(UsageError, match=r"metrics\.port"):
+        MetricsSettings(port=port)
+
+
+# Leaving
+
+
+def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_json(folder):  # noqa: F811
+    process = subprocess.Popen(
+        [sys.executable, "-m", "farm.work", "wait=true",
+         "cluster=inline", "log.format=json", "metrics.port=0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "GPUFARM_DATA": str(folder.root)},
+    )  # fmt: skip
+    first = json.loads(process.stdout.readline())
+    assert first["event"] == "started"
+    process.send_signal(signal.SIGTERM)
+    rest, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert [json.loads(line)["event"] for line in rest.splitlines()] == ["left"]
+    assert "metrics: http://127.0.0.1:" in said
+
+
+def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):  # noqa: F811
+    submit(queue, 1)
+
+    class LikeRay(ScriptedExecutor):
+        """Ray puts handlers of its own in place, and none when it ends."""
+
+        def start(self):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        def close(self):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    executor, announced = LikeRay(Clock()), []
+    with StopRequest(lambda: announced.append("stop")).installed() as stop:
+        assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(stop, NoLock())
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested and announced == ["stop"]
+
+
+def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):  # noqa: F811
+    path = tmp_path / "farm.jsonl"
+    with Events.open(LogSettings(file=str(path))) as events, DispatcherLock(folder.dispatcher_lock):
+        service = Service(events=events)
+        code = work(folder, queue, ClusterSettings(kind="inline"), wait=True, seconds=0.5, service=service)
+    assert code == 130 and service.pulse.phase == "standby" and not service.pulse.ready
+    assert [event["event"] for event in lines(path)] == ["standby", "left"]
+
+
+def test_a_run_without_telemetry_lands_with_metrics_on(folder, queue):  # noqa: F811
+    submit(queue, 1)
+    service = Service()
+    service.metrics = FarmMetrics(folder.queue, service.pulse)
+    (task,) = queue.lease("w", 1, now=0.0, lease_s=1.0)
+    lost = lost_run(task, "for the test")
+    service.samples(lost.run, lost.telemetry)
+    assert not [key for key in samples_of(service.metrics) if key[0].startswith("gpufarm_gpu_m")]
+
+
+# Nodes
+
+
+def test_nodes_that_come_and_go_are_told_once():
+    def node(name, alive=True, **resources):
+        return {"NodeID": name, "Alive": alive, "NodeManagerHostname": f"host-{name}", "Resources": resources}
+
+    clock, nodes = Clock(), [node("a", CPU=4.0, GPU=2.0), node("dead", alive=False)]
+    watch = NodeWatch(lambda: nodes, clock)
+    assert watch.due
+    (first,), left = watch.look()
+    assert (first.node_id, first.host, first.cpus, first.gpus, left) == ("a", "host-a", 4, 2, [])
+    assert not watch.due and watch.look() == ([], [])
+    nodes[:] = [node("a", alive=False), node("b")]
+    (second,), (gone,) = watch.look()
+    assert (second.node_id, second.gpus, gone.node_id) == ("b", 0, "a")
+    clock.now += 10
+    assert watch.due

@@ -1,0 +1,209 @@
+"""What surrounds the farm agrees with it: units, containers, Prometheus, Grafana, cluster files."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf.cli import load_config
+from farm.health import Pulse
+from farm.metrics import FarmMetrics
+from farm.service import service_settings
+from warehouse.folder import DataFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+INFRA = ROOT / "infra"
+
+
+def tool(name):
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    return name
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+# The night
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A checkout with a Python of its own, as far as the scripts look at it."""
+    made = tmp_path / "checkout"
+    (made / ".venv" / "bin").mkdir(parents=True)
+    (made / ".venv" / "bin" / "python").symlink_to(shutil.which("true"))
+    shutil.copytree(INFRA / "systemd", made / "infra" / "systemd")
+    shutil.copy(INFRA / "nightly.sh", made / "infra" / "nightly.sh")
+    return made
+
+
+def install(root, tmp_path, *arguments):
+    units = tmp_path / "units"
+    done = run(root / "infra/systemd/install.sh", f"units={units}", "user=root", *arguments)
+    return units, done
+
+
+@pytest.mark.parametrize("work", ["yes", "no"])
+def test_the_installed_units_are_good_to_systemd(root, tmp_path, work):
+    tool("systemd-analyze")
+    units, done = install(root, tmp_path, f"data={tmp_path}/data", f"work={work}")
+    assert done.returncode == 0, done.stderr
+    files = sorted(units.iterdir())
+    assert len(files) == (3 if work == "yes" else 2)
+    assert not [file for file in files if re.search(r"@[A-Z]+@", file.read_text())]
+    assert work == "yes" or "gpufarm-work" not in "".join(file.read_text() for file in files)
+    checked = run("systemd-analyze", "verify", *files)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "which data folder"), (("data=/tmp/x y",), "unit files cannot hold this path"), (("daat=/tmp",), "unknown")],
+)
+def test_a_mistaken_installation_is_told(root, tmp_path, arguments, message):
+    _, done = install(root, tmp_path, *arguments)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_the_service_starts_a_command_that_exists(root, tmp_path):
+    units, _ = install(root, tmp_path, f"data={tmp_path}/data")
+    command = re.search(r"^ExecStart=(.*)$", (units / "gpufarm-work.service").read_text(), re.MULTILINE)[1].split()
+    assert command[1:3] == ["-m", "farm.work"] and command[-1] == "$GPUFARM_WORK_ARGS"
+    cfg = load_config("work", command[3:-1])
+    assert cfg.wait and cfg.metrics.port == 9108
+
+
+def test_two_nights_never_run_at_once(tmp_path):
+    tool("flock")
+    data = tmp_path / "a'; echo foo"
+    data.mkdir()
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "$@" "$GPUFARM_DATA"\n')
+    fake.chmod(0o755)
+    night = (INFRA / "nightly.sh", "n=7")
+    first = run(*night, GPUFARM_DATA=str(data), GPUFARM_PYTHON=str(fake))
+    assert (first.returncode, first.stdout) == (0, f"-m farm.grow n=7 {data}\n")
+    held = ["flock", data / "locks" / "nightly.lock", *night]
+    second = run(*held, GPUFARM_DATA=str(data), GPUFARM_PYTHON=str(fake))
+    assert (second.returncode, second.stdout) == (75, "")
+
+
+# What watches it
+
+
+def metric_names(tmp_path):
+    metrics = FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse())
+    metrics.on_event({"event": "landed", "run": "r", "family": "cnn", "status": "ok", "wall_s": 1.0})
+    found = set()
+    for family in metrics.collect():
+        found |= {f"{family.name}_total" if family.type == "counter" else family.name}
+    return found
+
+
+def expressions():
+    dashboard = json.loads((INFRA / "grafana/dashboards/gpufarm.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"]
+    for group in yaml.safe_load((INFRA / "prometheus/rules.yml").read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
+
+
+def test_dashboard_and_alerts_ask_only_for_metrics_that_are_served(tmp_path):
+    served = metric_names(tmp_path)
+    fields = {line.split(",")[0] for line in (INFRA / "dcgm-exporter/counters.csv").read_text().splitlines()}
+    asked = set()
+    for expression in expressions():
+        asked |= set(re.findall(r"\b(?:gpufarm|DCGM)_\w+", expression))
+    assert asked and not {name for name in asked if name not in served | fields}
+
+
+def test_the_dashboard_s_panels_do_not_overlap_and_its_source_is_the_provisioned_one():
+    dashboard = json.loads((INFRA / "grafana/dashboards/gpufarm.json").read_text())
+    (source,) = yaml.safe_load((INFRA / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    cells, ids = set(), [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        covered = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not covered & cells and place["x"] + place["w"] <= 24
+        cells |= covered
+        assert panel["type"] in ("row", "text") or panel["datasource"]["uid"] == source["uid"]
+
+
+def test_prometheus_takes_the_configuration_and_the_alerts_fire_when_they_should():
+    tool("promtool")
+    checked = run("promtool", "check", "config", INFRA / "prometheus/prometheus.yml")
+    assert checked.returncode == 0, checked.stderr
+    tested = run("promtool", "test", "rules", INFRA / "prometheus/rules.test.yml")
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_prometheus_lints_no_metric(tmp_path):
+    tool("promtool")
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse()))
+    done = subprocess.run(["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+# Containers and clusters
+
+
+def test_the_services_reach_each_other_where_they_listen():
+    compose = yaml.safe_load((INFRA / "container/compose.yaml").read_text())
+    overlay = yaml.safe_load((INFRA / "container/compose.gpu.yaml").read_text())
+    services = {**overlay["services"], **compose["services"]}
+    scraped = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for job in scraped for config in job["static_configs"] for target in config["targets"]]
+    assert {target.partition(":")[0] for target in targets} <= set(services)
+    assert "metrics.port=9108" in (INFRA / "container/start.sh").read_text()
+    published = [port for service in compose["services"].values() for port in service["ports"]]
+    assert published and all(port.startswith("127.0.0.1:") for port in published)
+    folder = INFRA / "container"
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            if volume.startswith("."):
+                assert (folder / volume.partition(":")[0]).exists()
+
+
+def test_the_image_copies_folders_that_exist_and_starts_a_command_that_exists():
+    text = (INFRA / "container/Dockerfile").read_text()
+    for line in re.findall(r"^COPY --chown=farm (.*)$", text, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in line.split()[:-1])
+    command = re.search(r"^exec python -m farm.work (.*) \"\$@\"$", (INFRA / "container/start.sh").read_text(), re.M)
+    cfg = load_config("work", command[1].split())
+    log, metrics = service_settings({"log": dict(cfg.log), "metrics": dict(cfg.metrics)})
+    assert log.format == "json" and metrics.address == "0.0.0.0"
+
+
+@pytest.mark.parametrize("arguments", [(), ("worker",), ("other",)])
+def test_a_node_is_not_started_without_being_told_what_it_is(arguments):
+    done = run(INFRA / "cluster/node.sh", *arguments)
+    assert done.returncode == 2 and "node.sh" in done.stderr
+
+
+def test_a_node_is_not_started_without_a_token(tmp_path):
+    done = run(INFRA / "cluster/node.sh", "head", HOME=str(tmp_path), RAY_AUTH_TOKEN="")
+    assert done.returncode == 2 and "token" in done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(INFRA.rglob("*.sh")), ids=lambda path: path.name)
+def test_scripts_are_good_to_shellcheck(script):
+    checked = run(tool("shellcheck"), script)
+    assert checked.returncode == 0, checked.stdout
