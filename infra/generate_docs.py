@@ -48,8 +48,8 @@ def commands_markdown() -> str:
         "Generated from the commands' own `--help` by `make docs`; change the YAML files in `conf/` instead.",
         "",
         "Every key can be set on the command line as `KEY=VALUE`, in Hydra's syntax. `--cfg job` prints what a command",
-        "would run with. Exit codes: 0 done, 1 something failed (for `warehouse.compact`: files that cannot be read),",
-        "2 a mistake that you can mend, 130 interrupted.",
+        "would run with. Exit codes: 0 done, 1 something failed (`warehouse.compact`: files that cannot be read;",
+        "`warehouse.snapshot verify=`: damaged ones), 2 a mistake that you can mend, 130 interrupted.",
         "",
         *(f"- [`python -m {module}`](#{_anchor(module)})" for module in modules.values()),
     ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 __all__ = ["connect"]
 
 
-def connect(data=None):
-    """Open the warehouse read-only and return a DuckDB connection; see `warehouse.views.connect`."""
+def connect(data=None, *, snapshot=None):
+    """Open the warehouse, or one of its snapshots, read-only: a DuckDB connection; see `warehouse.views.connect`."""
     from warehouse.views import connect as _connect
 
-    return _connect(data)
+    return _connect(data, snapshot=snapshot)

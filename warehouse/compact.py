@@ -22,7 +22,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from conf.errors import UsageError
 from warehouse.folder import COMPRESSION, KINDS, TEMPORARY_SUFFIX, DataFolder, replacing, sync
 from warehouse.merged import (
     Listing,
+    counting_files,
     has_landed,
     is_merged_name,
     listing_file,
@@ -41,6 +42,7 @@ from warehouse.merged import (
     read_listings,
 )
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.small_files import read_files
 
 SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"]}
@@ -108,7 +110,7 @@ def compact(
     settings = settings or CompactionSettings()
     folder.open()
     report = CompactionReport()
-    with _lock(folder.compaction_lock) as got_it:
+    with compaction_lock(folder) as got_it:
         if not got_it:
             report.busy = True
             return report
@@ -130,62 +132,64 @@ def _merge_family(
     settings: CompactionSettings,
     report: CompactionReport,
 ) -> None:
-    for group in _plan(folder, kind, family, settings, report):
+    def unreadable(path: Path, error: Exception) -> None:
+        report.problems.append(f"{path.relative_to(folder.root)} ({error})")
+
+    for group in _plan(folder, kind, family, settings, unreadable):
         before = {path: _identity(path) for path in group}
-        tables = [pq.ParquetFile(path).read() for path in group]
-        # The schema's columns first, in its order; files that lack some get NULLs.
-        table = pa.concat_tables([SCHEMAS[kind].empty_table(), *tables], promote_options="permissive")
-        del tables
-        table = table.sort_by([(key, "ascending") for key in SORT_KEYS[kind]])
-        target = group[0].parent / new_merged_name()
-        sources = {f"{path.parent.name}/{path.name}": list(identity) for path, identity in before.items()}
-        table = table.replace_schema_metadata({_SOURCES: json.dumps(sources).encode()})
-        with replacing(target) as temporary:
-            pq.write_table(table, temporary, row_group_size=ROW_GROUP_ROWS, **COMPRESSION)
-        # A run that landed again while it was merged: its repeat is as good, and from here on hidden.
-        _listing(folder, kind, target, list(sources), now_s).write()
-        report.merged[str(target.relative_to(folder.root))] = len(group)
-        report.rows += table.num_rows
+        for files, rows in read_files(group, SCHEMAS[kind], settings.target_rows, unreadable):
+            if len(files) < settings.min_files and (len(files) < 2 or files[-1] == group[-1]):
+                continue
+            table = rows.sort_by([(key, "ascending") for key in SORT_KEYS[kind]])
+            del rows
+            target = group[0].parent / new_merged_name()
+            sources = {f"{path.parent.name}/{path.name}": list(before[path]) for path in files}
+            table = table.replace_schema_metadata({_SOURCES: json.dumps(sources).encode()})
+            with replacing(target) as temporary:
+                pq.write_table(table, temporary, row_group_size=ROW_GROUP_ROWS, **COMPRESSION)
+            # A run that landed again while it was merged: its repeat is as good, and from here on hidden.
+            _listing(folder, kind, target, list(sources), now_s).write()
+            report.merged[str(target.relative_to(folder.root))] = len(files)
+            report.rows += table.num_rows
 
 
 def _plan(
-    folder: DataFolder, kind: str, family: str, settings: CompactionSettings, report: CompactionReport
+    folder: DataFolder,
+    kind: str,
+    family: str,
+    settings: CompactionSettings,
+    unreadable: Callable[[Path, Exception], None],
 ) -> Iterator[list[Path]]:
-    """Groups of small files that are worth a merge."""
-    hidden = {path for listing in read_listings(folder, kind) for path in listing.hidden}
+    """Groups of small files that are worth a merge, by their sizes; how many rows a run has shows when it is read."""
     target_bytes = settings.target_mib * 2**20
-    small: list[tuple[int, int, Path]] = []  # bytes, rows, path
-    for path in sorted(folder.partition(kind, family).glob("*.parquet")):
+    small: list[tuple[int, Path]] = []  # bytes, path
+    for path in counting_files(folder, kind, family):
         is_merged = is_merged_name(path.name)
-        if f"{path.parent.name}/{path.name}" in hidden:
-            continue
-        if is_merged and not listing_file(folder, kind, path.name).exists():
-            continue
         if kind == "telemetry" and not is_merged and not has_landed(folder, family, path.stem):
             continue  # its run is being written, or was lost and will come again with other samples
         size = path.stat().st_size
         if size > target_bytes / 2:
             continue
         try:
-            rows = pq.read_metadata(path).num_rows
+            if is_merged and pq.read_metadata(path).num_rows > settings.target_rows / 2:
+                continue
         except (pa.ArrowInvalid, OSError) as error:
-            report.problems.append(f"{path.relative_to(folder.root)} ({error})")
+            unreadable(path, error)
             continue
-        if rows <= settings.target_rows / 2:
-            small.append((size, rows, path))
+        small.append((size, path))
     # A merged file joins only when the rest is worth rewriting it, so each row is rewritten few times.
     small.sort()
-    while small and is_merged_name(small[-1][2].name) and small[-1][0] > 4 * sum(size for size, *_ in small[:-1]):
+    while small and is_merged_name(small[-1][1].name) and small[-1][0] > 4 * sum(size for size, _ in small[:-1]):
         small.pop()
-    small.sort(key=lambda entry: entry[2].name)
-    group, group_bytes, group_rows = [], 0, 0
+    small.sort(key=lambda entry: entry[1].name)
+    group, group_bytes = [], 0
     groups = []
-    for size, rows, path in small:
-        if group and (group_bytes + size > target_bytes or group_rows + rows > settings.target_rows):
+    for size, path in small:
+        if group and group_bytes + size > target_bytes:
             groups.append(group)
-            group, group_bytes, group_rows = [], 0, 0
+            group, group_bytes = [], 0
         group.append(path)
-        group_bytes, group_rows = group_bytes + size, group_rows + rows
+        group_bytes += size
     groups.append(group)
     full = len(groups) > 1
     for group in groups:
@@ -290,10 +294,11 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    with open(path, "a") as file:
+def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process may merge and delete files, or rely on nobody doing so; `wait` until it may."""
+    with open(folder.compaction_lock, "a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return

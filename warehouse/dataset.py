@@ -95,24 +95,36 @@ def to_bytes(part: Part, kind: str, table: pa.Table) -> bytes:
     ]  # fmt: skip
     table = table.select(columns).combine_chunks()
     if kind == "telemetry":
-        fields = [
-            pa.field(field.name, pa.float32() if pa.types.is_floating(field.type) and field.name not in _WHOLE
-                     else field.type)
-            for field in table.schema
-        ]  # fmt: skip
-        table = table.cast(pa.schema(fields))
+        table = table.cast(narrow(table.schema))
     described = {
         "format": FORMAT, "schema_version": SCHEMA_VERSION, "kind": kind, "family": part.family,
         "device": part.device, "day": part.day,
     }  # fmt: skip
     table = table.replace_schema_metadata({_METADATA: json.dumps(described, sort_keys=True)})
     buffer = pa.BufferOutputStream()
-    split = [name for name in _SPLIT if kind == "telemetry" and name in table.column_names]
-    plain = [name for name in table.column_names if name not in split]
-    pq.write_table(
-        table, buffer, compression="zstd", compression_level=12, use_dictionary=plain, use_byte_stream_split=split
-    )
+    pq.write_table(table, buffer, **writing(kind, table.schema))
     return buffer.getvalue().to_pybytes()
+
+
+def narrow(telemetry: pa.Schema) -> pa.Schema:
+    """The schema with floats of 32 bits where a reading needs no more digits."""
+    return pa.schema(
+        [
+            field.with_type(pa.float32()) if pa.types.is_floating(field.type) and field.name not in _WHOLE else field
+            for field in telemetry
+        ]
+    )
+
+
+def writing(kind: str, schema: pa.Schema) -> dict[str, Any]:
+    """How pyarrow is to write `runs` or `telemetry`: small rather than fast."""
+    split = [name for name in _SPLIT if kind == "telemetry" and name in schema.names]
+    return {
+        "compression": "zstd",
+        "compression_level": 12,
+        "use_dictionary": [name for name in schema.names if name not in split],
+        "use_byte_stream_split": split,
+    }
 
 
 def read_part(root: Path, part: Part, kind: str, content: bytes | None = None) -> pa.Table:

@@ -22,6 +22,7 @@ _LEVELS = {
     "measured": "measured on real GPUs",
     "cpu": "measured on CPUs: their memory is the process's on the host, and there is no GPU activity",
     "simulated": "modelled, **not measured**",
+    "imported": "other people's measurements",
 }
 
 _HEAD = """# Measured runs
@@ -40,21 +41,26 @@ _NOTHING = """
 runs of every family and adds them.
 """
 
-_HOW = """
+_MADE = """
 ## How they were made
 
-Each run trained one sampled configuration in a fresh process on a GPU of its own (`farm.submit`, `infra/collect.py`):
-warm-up until memory and step time are steady, then the window (`window_kind`) in which the labels were taken. One step
-copies a batch to the device and runs forward, loss, backward and optimizer. Labels are means over the window's time,
-zeros included; `peak_memory_mib` is what the driver charges the process at its peak. What was not measured is NULL;
-`telemetry_missing` says why. A run that ran out of memory is a label that says "at least this much": at least
-`device_memory_mib`, or the share of it in `memory_fraction`, where the card played a smaller one: the allocator alone
-is held to the share, context and libraries lie outside it. `quality` says whether a run's labels can be relied on.
+Each run trained one sampled configuration in a fresh process on a GPU of its own: warm-up until memory and step time
+are steady, then the window (`window_kind`) in which the labels were taken. One step copies a batch to the device and
+runs forward, loss, backward and optimizer. Labels are means over the window's time, zeros included; `peak_memory_mib`
+is what the driver charges the process at its peak. What was not measured is NULL; `telemetry_missing` says why. A run
+that ran out of memory is a label that says "at least this much": at least `device_memory_mib`, or the share of it in
+`memory_fraction`, where the card played a smaller one: the allocator alone is held to the share, context and libraries
+lie outside it. `quality` says whether a run's labels can be relied on.
+"""
 
-Telemetry is thinned to 10 readings a second of each sensor; the first and last of a window are always there, and
-figures are rounded to what sensors resolve (ratios to 0.0001, MiB and W to 0.01). `started_at` and the like are in UTC.
-Names of machines and users and folders of paths are taken out, and `device_uuid` only tells cards apart. `run_id` is
-the run's id on its farm and a digest of where and when it ran.
+_THINNED = """
+Telemetry is thinned to {hz:g} readings a second of each sensor; the first and last of a window are always there, and
+figures are rounded to what sensors resolve (ratios to 0.0001, MiB and W to 0.01).
+"""
+
+_SCRUBBED = """
+`started_at` and the like are in UTC. Names of machines and users and folders of paths are taken out, and `device_uuid`
+only tells cards apart. `run_id` is the run's id on its farm and a digest of where and when it ran.
 """
 
 _LICENCE = """
@@ -69,8 +75,23 @@ def card(runs: Sequence[pa.Table], telemetry: Sequence[pa.Table]) -> str:
     rows = [row for table in runs for row in table.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
-    parts = [_HEAD, _kinds(rows), _HOW, _environments(rows), _windows(rows), _counts(rows), _special(rows)]
-    return "".join([*parts, _run_columns(rows), _telemetry_columns(telemetry), _LICENCE])
+    parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(telemetry), _LICENCE]
+    return "".join(parts)
+
+
+# What `sections` reads of a row.
+SECTION_COLUMNS = (
+    *_ENVIRONMENT, "source", "device_uuid", "finished_at", "window_kind", "window_ended", "window_s", "warmup_s",
+    "family", "status", "config", "batch_size", "memory_fraction", "mig_profile", "precision", "optimizer", "quality",
+)  # fmt: skip
+
+
+def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[str]:
+    """The card's sections on how the rows were made, and how many there are of each kind."""
+    thinned = "" if hz is None else _THINNED.format(hz=hz)
+    own = any(row["source"] != "imported" for row in rows)
+    made = [_kinds(rows), _MADE if own else "", thinned, _SCRUBBED]
+    return [*made, _environments(rows), _windows(rows), _counts(rows), _special(rows)]
 
 
 def _level(row: Mapping[str, Any]) -> str:
@@ -85,13 +106,17 @@ def _kinds(rows: Sequence[Mapping]) -> str:
 def _environments(rows: Sequence[Mapping]) -> str:
     found: dict[tuple, list[str]] = defaultdict(list)
     for row in rows:
-        found[tuple(row[name] for name in _ENVIRONMENT)].append(f"{row['finished_at']:%Y-%m-%d}")
+        found[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
     heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
     lines = [
         (*(_said(value) for value in key), f"{len(days):,}", _span(days))
         for key, days in sorted(found.items(), key=lambda item: tuple(map(str, item[0])))
     ]
-    return "\n## Environments\n\n" + _table(heads, lines)
+    return "\n## Environments\n\n" + markdown_table(heads, lines)
+
+
+def _day(time) -> str:
+    return "-" if time is None else f"{time:%Y-%m-%d}"
 
 
 def _span(days: Iterable[str]) -> str:
@@ -111,18 +136,18 @@ def _windows(rows: Sequence[Mapping]) -> str:
         warmup = f"{statistics.median(warmups):.2f}" if warmups else "-"
         lines.append((kind, ended, f"{len(group):,}", warmup, *(f"{value:.2f}" for value in quantiles)))
     heads = ("window", "ended", "runs", "median warm-up, s", "least, s", "median, s", "most, s")
-    return "\n## Windows\n\n" + _table(heads, lines)
+    return "\n## Windows\n\n" + markdown_table(heads, lines)
 
 
 def _counts(rows: Sequence[Mapping]) -> str:
     found: dict[tuple[str, str], Counter] = defaultdict(Counter)
     for row in rows:
-        found[row["family"], row["device_name"]][row["status"]] += 1
+        found[row["family"], _said(row["device_name"])][row["status"]] += 1
     lines = [
         (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
         for (family, device), counts in sorted(found.items())
     ]
-    return "\n## Runs by family and status\n\n" + _table(("family", "device", *STATUSES, "all"), lines)
+    return "\n## Runs by family and status\n\n" + markdown_table(("family", "device", *STATUSES, "all"), lines)
 
 
 def _special(rows: Sequence[Mapping]) -> str:
@@ -134,6 +159,8 @@ def _special(rows: Sequence[Mapping]) -> str:
 
     sizes: dict[tuple, set] = defaultdict(set)
     for row in rows:
+        if row["config"] is None:
+            continue
         sizes[row["family"], row["device_name"], _network(row)].add(row["batch_size"])
     several = sum(len(found) > 1 for found in sizes.values())
     lines = [
@@ -144,7 +171,7 @@ def _special(rows: Sequence[Mapping]) -> str:
         ("quality of labels", by("quality")),
         ("trials at several batch sizes", f"{several:,}"),
     ]
-    return "\n## Settings\n\n" + _table(("what", "runs"), lines)
+    return "\n## Settings\n\n" + markdown_table(("what", "runs"), lines)
 
 
 def _network(row: Mapping) -> str:
@@ -165,7 +192,7 @@ def _run_columns(rows: Sequence[Mapping]) -> str:
         if count:
             lines.append((f"`{field.name}`", str(field.type), f"{count:,}"))
     text = f"\n## Columns of runs\n\nSchema version {SCHEMA_VERSION}; `warehouse/schema.py` says what each means.\n\n"
-    return text + _table(("column", "type", "runs with a value"), lines)
+    return text + markdown_table(("column", "type", "runs with a value"), lines)
 
 
 def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
@@ -179,13 +206,13 @@ def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
     said = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
     lines = [(f"`{name}`", unit, what, f"{values[name]:,}") for name, (unit, what) in METRICS.items() if values[name]]
     text = f"\n## Columns of telemetry\n\nReadings by sensor: {said}.\n\n"
-    return text + _table(("column", "unit", "what", "readings"), lines)
+    return text + markdown_table(("column", "unit", "what", "readings"), lines)
 
 
 def _said(value: Any) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [heads, ["---"] * len(heads), *lines]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"

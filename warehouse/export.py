@@ -127,7 +127,7 @@ def export(settings: ExportSettings) -> ExportReport:
             if not new:
                 continue
             report.added[part] = len(new)
-            samples = _telemetry(connection, {own: row["run_id"] for own, row in new}, settings.hz)
+            samples = public_telemetry(connection, {own: row["run_id"] for own, row in new}, settings.hz)
             counts = Counter(samples.column("run_id").to_pylist())
             for _, row in new:
                 row["telemetry_rows"] = counts[row["run_id"]]
@@ -173,7 +173,7 @@ def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Pa
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
     runs: dict[Part, list[tuple[str, dict]]] = defaultdict(list)
-    for run in found.cast(_naive(RUN_SCHEMA)).to_pylist():
+    for run in found.cast(naive(RUN_SCHEMA)).to_pylist():
         if settings.families is None or run["family"] in settings.families:
             runs[Part.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
@@ -197,6 +197,8 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
     for name in _TEXTS:
         if row[name] is not None:
             row[name] = scrubbed(row[name], names)
+    if row["config"] is not None:  # a model of one's own may be named by its file
+        row["config"] = scrubbed(row["config"])
     if row["error"] is not None:
         row["error"] = row["error"][-_ERROR_CHARACTERS:]
     row["node"] = row["worker"] = None
@@ -230,18 +232,22 @@ def _names(node: str | None) -> set[str]:
     return {name for name in found if len(name) > 2} - {"root", "user", "localhost"}
 
 
-def _telemetry(connection, ids: dict[str, str], hz: float) -> pa.Table:
-    """The thinned samples of some runs, under their new ids."""
+def public_telemetry(connection, ids: dict[str, str], hz: float | None, where: str = "true") -> pa.Table:
+    """The samples of some runs under their new ids, thinned to `hz` unless that is None.
+
+    `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
+    """
     wanted = pa.table({"own_id": list(ids), "public_id": list(ids.values())})
     connection.register("exported", wanted)
     columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
     found = connection.sql(
         f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
-        "JOIN exported ON telemetry.run_id = exported.own_id ORDER BY ALL"
+        f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL"
     ).to_arrow_table()
     connection.unregister("exported")
-    return thin(found.cast(TELEMETRY_SCHEMA), hz)
+    found = found.cast(TELEMETRY_SCHEMA)
+    return found if hz is None else thin(found, hz)
 
 
 def _rounded(name: str) -> str:
@@ -291,7 +297,7 @@ def _sorted(table: pa.Table) -> pa.Table:
     return table.sort_by([(name, "ascending") for name in keys])
 
 
-def _naive(schema: pa.Schema) -> pa.Schema:
+def naive(schema: pa.Schema) -> pa.Schema:
     """The view's timestamps have no zone."""
     return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])
 

@@ -61,10 +61,7 @@ class DataFolder:
         with self._explained():
             for folder in (self.jobs, self.models, self.locks, *map(self.listings, KINDS)):
                 folder.mkdir(parents=True, exist_ok=True)
-            for path, schema in self._anchors().items():
-                if not path.exists():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_parquet(path, schema.empty_table())
+            self.write_anchors()
             if version != SCHEMA_VERSION:
                 text = json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
                 write_bytes(self.format_marker, text.encode())
@@ -121,6 +118,11 @@ class DataFolder:
         return self.root / "features"
 
     @property
+    def snapshots(self) -> Path:
+        """A folder for each snapshot, see `warehouse.snapshot`."""
+        return self.root / "snapshots"
+
+    @property
     def locks(self) -> Path:
         return self.root / "locks"
 
@@ -150,8 +152,15 @@ class DataFolder:
         names = [path.name.removeprefix(prefix) for path in (self.root / kind).glob(prefix + "*")]
         return sorted(name for name in names if name != _ANCHOR_FAMILY)
 
+    def write_anchors(self) -> None:
+        """Write the files without rows that give every glob of the views something to bind, where there are none."""
+        for path, schema in self._anchors().items():
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_parquet(path, schema.empty_table())
+
     def _anchors(self) -> dict[Path, pa.Schema]:
-        """Files without rows that give every glob something to bind; an older one does, as views add columns."""
+        """An older one does too, as views add columns."""
         name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
         return {
             self.runs / partition / name: RUN_SCHEMA,

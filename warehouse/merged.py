@@ -73,6 +73,22 @@ def read_listings(folder: DataFolder, kind: str) -> list[Listing]:
     return sorted(found, key=lambda listing: (listing.published_at_s, listing.merged))
 
 
+def counting_files(folder: DataFolder, kind: str, family: str) -> list[Path]:
+    """The files of a partition whose rows the views show, sorted: merged ones that are listed, others not hidden."""
+    # The listings before the files, as the views do: a merged file that is found listed is there.
+    hidden: set[str] = set()
+    listed: set[str] = set()
+    for listing in read_listings(folder, kind):
+        hidden.update(listing.hidden)
+        listed.add(listing.merged)
+    found = []
+    for path in sorted(folder.partition(kind, family).glob("*.parquet")):
+        name = f"{path.parent.name}/{path.name}"
+        if name not in hidden and (name in listed or not is_merged_name(path.name)):
+            found.append(path)
+    return found
+
+
 def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:
     """Make rows durable in one merged file of their own; its path. Readers see all of them or none.
 

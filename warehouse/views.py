@@ -32,8 +32,13 @@ _SQL_TYPES = {
 }
 
 
-def connect(data: str | os.PathLike | DataFolder | None = None) -> duckdb.DuckDBPyConnection:
+def connect(
+    data: str | os.PathLike | DataFolder | None = None, *, snapshot: str | None = None
+) -> duckdb.DuckDBPyConnection:
     """Open the warehouse's views read-only; several may, also while the farm writes.
+
+    `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change; `UsageError` names
+    each of its files that did.
 
     The connection reads the folder's Parquet and nothing else: INSERT, CREATE and ATTACH fail, and so does COPY to
     anywhere but a path inside `runs/`, `telemetry/`, `jobs/` or `compactions/`, which DuckDB cannot refuse alone.
@@ -42,6 +47,10 @@ def connect(data: str | os.PathLike | DataFolder | None = None) -> duckdb.DuckDB
     for up to a day while somebody has the warehouse open.
     """
     folder = DataFolder.resolve(data).open()
+    if snapshot is not None:
+        from warehouse.snapshot import checked_snapshot
+
+        folder = checked_snapshot(folder, snapshot).folder
     with contextlib.ExitStack() as stack:
         try:
             refresh(folder)
@@ -75,7 +84,7 @@ def view_statements(folder: DataFolder) -> list[str]:
     """The SQL that makes the views of a folder."""
     counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
     counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
-    snapshots = f"read_parquet({_text(_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
+    snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
     attempts = _partitioned_view(folder, "runs", RUN_SCHEMA)
     return [
         # `runs` has each task once; `attempts` also what was measured and not trusted, before the task ran again.
@@ -101,13 +110,13 @@ def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
     root = folder.root / kind
     columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
     files = f"""read_parquet(
-            {_text(_glob(root) + "/family=*/*.parquet")},
+            {sql_text(escaped_glob(root) + "/family=*/*.parquet")},
             union_by_name=true, filename=true, hive_partitioning=true, hive_types={{'family': VARCHAR}})"""
     return f"""
         SELECT {columns}
         FROM (
-            SELECT {_text(str(root) + "/")} || path AS path, bool_or(hidden) AS hidden
-            FROM read_parquet({_text(_glob(folder.listings(kind)) + "/*.parquet")}, union_by_name=true)
+            SELECT {sql_text(str(root) + "/")} || path AS path, bool_or(hidden) AS hidden
+            FROM read_parquet({sql_text(escaped_glob(folder.listings(kind)) + "/*.parquet")}, union_by_name=true)
             GROUP BY ALL
         ) AS listed
         RIGHT JOIN ({_with_every_column(schema, files)}) AS file ON listed.path = file.filename
@@ -144,7 +153,7 @@ def _build(folder: DataFolder, path: Path) -> None:
             connection.execute(statement)
         connection.execute(
             f"CREATE VIEW warehouse_format AS SELECT {SCHEMA_VERSION} AS schema_version, "
-            f"{_text(_fingerprint(folder))} AS fingerprint"
+            f"{sql_text(_fingerprint(folder))} AS fingerprint"
         )
     finally:
         connection.close()
@@ -172,19 +181,19 @@ def _confine(connection: duckdb.DuckDBPyConnection, folder: DataFolder) -> None:
         return
     if not os.access(folder.root, os.W_OK):
         spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getuid()}"
-        connection.execute(f"SET temp_directory = {_text(str(spill))}")
+        connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
     allowed = {str(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
-    allowed |= {_glob(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
-    connection.execute(f"SET allowed_directories = [{', '.join(map(_text, sorted(allowed)))}]")
+    allowed |= {escaped_glob(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
+    connection.execute(f"SET allowed_directories = [{', '.join(map(sql_text, sorted(allowed)))}]")
     connection.execute("SET enable_external_access = false")
 
 
-def _glob(path: Path) -> str:
+def escaped_glob(path: Path) -> str:
     """The path as a glob that matches itself only."""
     return re.sub(r"([\[*?])", r"[\1]", str(path))
 
 
-def _text(value: str) -> str:
+def sql_text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 

@@ -1,0 +1,215 @@
+"""A published snapshot: whole, readable by anybody, accepted by Croissant's validator, and without anybody's names."""
+
+import contextlib
+import datetime
+import getpass
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+
+import duckdb
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from conf.cli import run
+from conf.errors import UsageError
+from warehouse.columns import TABLES, described
+from warehouse.folder import DataFolder
+from warehouse.publish import PublishSettings, entry, publish
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.snapshot import sha256_of, snapshot_names, take_snapshot
+from warehouse.writer import RunWriter
+
+DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)
+PRIVATE = ("host17", "example.org", "someone", "10.1.2.3", "GPU-0a1b2c3d", "secret-folder", platform.node())
+
+
+def measured(index, **changes):
+    return run_row(index) | {
+        "source": "measured",
+        "device_name": "NVIDIA H100 80GB HBM3",
+        "device_uuid": "GPU-0a1b2c3d-0000-1111-2222-333344445555",
+        "node": "host17.example.org",
+        "worker": "ray-0",
+        "config": json.dumps({"family": "cnn", "model": "/home/someone/secret-folder/net.py", "depth": index}),
+        "error": 'File "/home/someone/secret-folder/trial.py", line 7\non host17 (10.1.2.3)',
+        "telemetry_missing": json.dumps({"dcgm": "no answer at http://host17:9400/metrics"}),
+        "smact": 0.25,
+        "finished_at": DAY,
+        **changes,
+    }
+
+
+@pytest.fixture
+def filled(folder) -> DataFolder:
+    writer = RunWriter(folder)
+    for index in range(5):
+        writer.write(measured(index), samples(40))
+    writer.write(measured(5, status="oom", oom_kind="device", peak_memory_mib=None, smact=None), samples(2))
+    writer.write(run_row(6, device_name="A100-SXM4-40GB"), samples(3))
+    writer.write(measured(7, run_id="J-000007-a1", final=False), samples(3))
+    writer.write_batch([run_row(8, source="imported", run_id="other-1", job_id=None)])
+    space = json.dumps({"weights": "/home/someone/secret-folder/w.pt"})
+    for job in ("J", "unused"):
+        writer.write_job({"job_id": job, "family": "cnn", "n": 7, "space": space, "config": space, "submitted_at": 1e9})
+    return folder
+
+
+def settings(folder, out, **changes):
+    return PublishSettings(**{"out": str(out), "data": str(folder.root), "licence": "CC-BY-4.0", **changes})
+
+
+def rows(out, table, what="*"):
+    with duckdb.connect() as connection:
+        files = [str(path) for path in sorted((out / table).glob("*.parquet"))]
+        assert files
+        connection.read_parquet(files).create_view("published")
+        found = connection.sql(f"SELECT {what} FROM published ORDER BY ALL").to_arrow_table().to_pylist()
+        return [tuple(row.values()) for row in found]
+
+
+def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(filled, tmp_path):
+    report = publish(settings(filled, tmp_path / "set"))
+    out = tmp_path / "set"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md", "croissant.json", "jobs", "load_example.py", "runs", "telemetry",
+    ]  # fmt: skip
+    assert dict(report.rows) == {"runs": 7, "telemetry": 5 * 40 + 2 + 3, "jobs": 1}
+    assert report.left_out == {
+        "source imported": 1,
+        "attempts whose labels were not trusted, measured again": 1,
+    }
+    assert sorted(rows(out, "runs", "source")) == [("measured",)] * 6 + [("simulated",)]
+    joined = set(rows(out, "telemetry", "DISTINCT run_id"))
+    assert joined == set(rows(out, "runs", "run_id"))
+    assert [count for (count,) in rows(out, "runs", "telemetry_rows")] == [2, 3] + [40] * 5
+    assert report.snapshot in snapshot_names(filled)
+    card = (out / "README.md").read_text()
+    assert "7 training runs" in card and "- 1 runs: source imported" in card and "- citation: not given" in card
+    assert "`peak_memory_mib` | double | peak memory that the device charged" in card
+
+
+def test_runs_that_landed_after_the_snapshot_are_not_in_it(filled, tmp_path):
+    take_snapshot(filled, "s")
+    RunWriter(filled).write(run_row(99), samples())
+    assert publish(settings(filled, tmp_path / "a", snapshot="s")).rows["runs"] == 7
+    take_snapshot(filled, "t")
+    assert publish(settings(filled, tmp_path / "b")).rows["runs"] == 8  # the newest
+    with pytest.raises(UsageError, match="unknown snapshot 'u'; known: s, t"):
+        publish(settings(filled, tmp_path / "c", snapshot="u"))
+
+
+def test_the_same_snapshot_gives_the_same_bytes(filled, tmp_path):
+    take_snapshot(filled, "s")
+    for out in ("a", "b"):
+        publish(settings(filled, tmp_path / out, snapshot="s", name="set"))
+    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert len(files) == 6
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_names_of_machines_users_and_paths_are_nowhere(filled, tmp_path):
+    publish(settings(filled, tmp_path / "set"))
+    texts = [(tmp_path / "set" / name).read_text() for name in ("README.md", "croissant.json")]
+    for table in TABLES:
+        texts += [str(row) for row in rows(tmp_path / "set", table)]
+    user = getpass.getuser()
+    for private in (*PRIVATE, str(tmp_path), *([user] if user != "root" else [])):
+        assert not [text for text in texts if private in text], private
+
+
+def test_the_loading_example_runs_from_anywhere(filled, tmp_path):
+    out = tmp_path / "a set [x]*"
+    publish(settings(filled, out))
+    done = subprocess.run([sys.executable, out / "load_example.py"], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert "cnn            ok              6" in done.stdout and "most telemetry: J-00000" in done.stdout
+
+
+def test_croissant_accepts_the_metadata_and_reads_the_records(filled, tmp_path, caplog):
+    mlcroissant = pytest.importorskip("mlcroissant")
+    out = tmp_path / "set"
+    given = {"citation": "@misc{x}", "creators": ["Ada Lovelace", "org:ACME"], "url": "https://example.org/x",
+             "version": "1.2.0", "published": "2026-11-20"}  # fmt: skip
+    publish(settings(filled, out, **given))
+    dataset = mlcroissant.Dataset(jsonld=out / "croissant.json")
+    assert not dataset.metadata.issues.errors and not dataset.metadata.issues.warnings
+    assert [creator.name for creator in dataset.metadata.creators] == ["Ada Lovelace", "ACME"]
+    runs = list(dataset.records("runs"))
+    assert len(runs) == 7 and {record["runs/status"] for record in runs} == {b"ok", b"oom"}
+    assert len(list(dataset.records("telemetry"))) == 205 and len(list(dataset.records("jobs"))) == 1
+
+
+def test_the_metadata_names_every_file_with_its_digest_and_invents_nothing(filled, tmp_path):
+    out = tmp_path / "set"
+    publish(settings(filled, out))
+    metadata = json.loads((out / "croissant.json").read_text())
+    objects = [entry for entry in metadata["distribution"] if entry["@type"] == "cr:FileObject"]
+    assert {entry["contentUrl"]: entry["sha256"] for entry in objects} == {
+        path.relative_to(out).as_posix(): sha256_of(path) for path in out.rglob("*.parquet")
+    }
+    assert not {"citeAs", "creator", "url", "version"} & metadata.keys()
+    assert metadata["license"] == "CC-BY-4.0"
+
+
+def test_a_licence_must_be_given_and_what_is_missing_is_said(filled, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GPUFARM_DATA", str(filled.root))
+    out = tmp_path / "set"
+    assert run("publish", entry, [f"out='{out}'"]) == 2
+    assert "licence=... is missing" in capsys.readouterr().err and not out.exists()
+    assert run("publish", entry, [f"out='{out}'", "licence=CC-BY-4.0", "creators=[Ada Lovelace]"]) == 0
+    said = capsys.readouterr().out
+    assert "205 telemetry, 7 runs, 1 jobs" in said
+    assert "not given, and so not in the card or croissant.json: citation, url, version" in said
+    assert run("publish", entry, [f"out='{out}'", "licence=x", "sources=[mesured]", "hz=0", "published=soon"]) == 2
+    error = capsys.readouterr().err
+    for part in ("is there already", "unknown source 'mesured'", "hz must be", "published must be a day"):
+        assert part in error
+
+
+def test_a_publication_that_fails_leaves_nothing(filled, tmp_path):
+    with pytest.raises(UsageError, match="holds no runs"):
+        publish(settings(DataFolder.resolve(tmp_path / "empty").create(), tmp_path / "set"))
+    take_snapshot(filled, "s")
+    for path in (filled.snapshots / "s" / "telemetry" / "family=cnn").glob("*3.parquet"):
+        path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(UsageError, match=r"snapshot s .* is damaged"):
+        publish(settings(filled, tmp_path / "set", snapshot="s"))
+    assert not list(tmp_path.glob("*set*"))
+
+
+def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(filled, tmp_path):
+    # 40 samples, 100 ms apart: one a second, and the first and last of the window are those of the run
+    assert publish(settings(filled, tmp_path / "a", hz=1)).rows["telemetry"] < 40
+    assert publish(settings(filled, tmp_path / "b", hz=None)).rows["telemetry"] == 205
+    report = publish(settings(filled, tmp_path / "c", sources=["imported"]))
+    assert report.rows["runs"] == 1 and report.rows["telemetry"] == 0
+    assert "1 runs are other people's measurements." in (tmp_path / "c" / "README.md").read_text()
+
+
+def test_every_published_column_is_described():
+    schemas = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA}
+    for table, schema in schemas.items():
+        left_out = {"config", "priority"} if table == "jobs" else set()
+        assert set(TABLES[table]) == set(schema.names) - left_out
+    assert described("runs", "step_time_ms").endswith("; ms") and described("runs", "smact").endswith("; ratio")
+    assert described("telemetry", "power_w") == "power draw; W"
+
+
+def test_the_example_imports_nothing_of_the_project():
+    source = importlib.util.find_spec("warehouse.load_example").loader.get_source("warehouse.load_example")
+    assert "warehouse" not in source and "conf" not in source
+
+
+def test_what_is_published_is_what_the_snapshot_shows(filled, tmp_path):
+    publish(settings(filled, tmp_path / "set", hz=None))
+    with contextlib.closing(warehouse.connect(filled)) as connection:
+        wanted = connection.sql(
+            "SELECT sum(smact), sum(t_ms), count(*) FROM telemetry WHERE run_id IN "
+            "(SELECT run_id FROM runs WHERE source <> 'imported')"
+        ).fetchall()
+    assert rows(tmp_path / "set", "telemetry", "sum(smact), sum(t_ms), count(*)") == wanted

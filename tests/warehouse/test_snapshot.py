@@ -1,0 +1,336 @@
+"""Snapshots, what changed between them, and the checks: the same rows for ever, and every oddity named."""
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from conf.cli import run
+from conf.errors import UsageError
+from warehouse.checks import SEVERITIES, check
+from warehouse.compact import CompactionSettings, compact, compaction_lock
+from warehouse.diff import diff, named_arguments
+from warehouse.diff import entry as diff_entry
+from warehouse.schema import TELEMETRY_SCHEMA
+from warehouse.snapshot import MANIFEST, entry, find_snapshot, snapshot_names, take_snapshot
+from warehouse.writer import RunWriter
+
+NOW_S = 4_000_000_000.0
+DAY_S = 86_400.0
+EAGER = CompactionSettings(min_files=2)
+
+
+def fill(folder, indices, **changes):
+    writer = RunWriter(folder)
+    for index in indices:
+        writer.write(run_row(index, **changes), samples())
+
+
+def rows(data, view="runs", snapshot=None):
+    with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
+        return connection.sql(f"SELECT * FROM {view} ORDER BY ALL").fetchall()
+
+
+def everything(data, snapshot=None):
+    return {view: rows(data, view, snapshot) for view in ("runs", "attempts", "telemetry", "jobs")}
+
+
+def a_full_folder(folder):
+    """Merged files, replaced ones that are still there, single ones, an attempt, a job."""
+    writer = RunWriter(folder)
+    fill(folder, range(4))
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    fill(folder, range(10, 12))
+    fill(folder, range(20, 22), family="mlp", config='{"family":"mlp"}')
+    writer.write(run_row(30) | {"run_id": "J-000030-a1", "final": False}, samples())
+    writer.write_job({"job_id": "J", "family": "cnn", "n": 9, "submitted_at": 1e9})
+
+
+def test_a_snapshot_shows_what_the_views_showed_whatever_compaction_does_later(folder):
+    a_full_folder(folder)
+    before = everything(folder)
+    taken = take_snapshot(folder, "before")
+    assert everything(folder, "before") == before
+    assert dict(taken.rows) == {view: len(found) for view, found in before.items()}
+    fill(folder, range(100, 110))
+    compact(folder, now_s=NOW_S + 2 * DAY_S, settings=EAGER)
+    assert compact(folder, now_s=NOW_S + 4 * DAY_S, settings=EAGER).deleted_files
+    assert everything(folder, "before") == before
+    assert len(rows(folder)) == len(before["runs"]) + 10
+    assert find_snapshot(folder, "before").problems() == []
+
+
+def test_nothing_is_stored_twice_and_links_that_cannot_be_are_copies(folder, monkeypatch):
+    fill(folder, range(2))
+    linked = take_snapshot(folder)
+    path = folder.partition("runs", "cnn") / "J-000000.parquet"
+    assert os.path.samefile(path, linked.folder.root / "runs" / "family=cnn" / path.name)
+    refused = OSError(18, "Invalid cross-device link")
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(refused))
+    copied = take_snapshot(folder)
+    assert not os.path.samefile(path, copied.folder.root / "runs" / "family=cnn" / path.name)
+    assert rows(folder, snapshot=copied.name) == rows(folder)
+
+
+def test_names_are_days_and_one_that_is_taken_or_unknown_is_told(folder):
+    first, second, third = (take_snapshot(folder).name for _ in range(3))
+    assert (second, third) == (f"{first}.2", f"{first}.3") and len(first) == len("2026-11-20")
+    assert snapshot_names(folder) == [first, second, third]
+    with pytest.raises(UsageError, match="there is a snapshot of that name"):
+        take_snapshot(folder, first)
+    for bad in ("now", "../x", ""):
+        with pytest.raises(UsageError, match="name"):
+            take_snapshot(folder, bad)
+    with pytest.raises(UsageError, match=f"unknown snapshot 'other'; known: {first}, {first}.2"):
+        warehouse.connect(folder, snapshot="other")
+
+
+def test_samples_of_a_run_that_has_not_landed_stay_out(folder):
+    fill(folder, [0, 1])
+    (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()
+    assert dict(take_snapshot(folder, "s").rows) == {"runs": 1, "attempts": 1, "telemetry": 3, "jobs": 0}
+
+
+@pytest.mark.parametrize("same_size", [False, True])
+def test_a_damaged_file_is_named(folder, same_size):
+    fill(folder, [0, 1])
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    root = take_snapshot(folder, "s").folder.root
+    (path,) = (root / "telemetry" / "family=cnn").glob("*.parquet")
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content if same_size else content[:-1])
+    with pytest.raises(UsageError, match=rf"snapshot s .* is damaged: telemetry/family=cnn/{path.name} has"):
+        warehouse.connect(folder, snapshot="s")
+    path.unlink()
+    (root / "runs" / "family=cnn" / "extra.parquet").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"is gone; .*extra\.parquet is no file of the snapshot"):
+        warehouse.connect(folder, snapshot="s")
+
+
+def test_content_that_changed_under_its_old_time_is_found_by_verify(folder, capsys, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+    fill(folder, [0])
+    root = take_snapshot(folder, "s").folder.root
+    assert run("snapshot", entry, ["verify=all"]) == 0
+    path = root / "runs" / "family=cnn" / "J-000000.parquet"
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run("snapshot", entry, ["verify=s"]) == 1
+    assert "s: runs/family=cnn/J-000000.parquet has other content" in capsys.readouterr().out
+
+
+def test_a_damaged_manifest_is_named(folder):
+    path = take_snapshot(folder, "s").folder.root / MANIFEST
+    whole = json.loads(path.read_text())
+    for text, said in (("{", "damaged"), ('{"format": "x"}', "damaged"),
+                       (json.dumps(whole | {"schema_version": 999}), "update the code")):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            warehouse.connect(folder, snapshot="s")
+
+
+KILLED = """
+import os, signal, sys
+from warehouse.folder import DataFolder
+from warehouse.snapshot import take_snapshot
+calls = 0
+def dying(call):
+    def wrapped(*arguments, **keywords):
+        global calls
+        calls += call.__name__ == sys.argv[2]
+        if calls == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **keywords)
+    return wrapped
+for name in ("link", "replace", "rename"):
+    setattr(os, name, dying(getattr(os, name)))
+take_snapshot(DataFolder.resolve(sys.argv[1]), "s")
+"""
+
+
+def test_a_kill_leaves_no_snapshot_and_the_next_one_cleans_up(folder):
+    a_full_folder(folder)
+    before = everything(folder)
+    for step in (("replace", "2"), ("link", "5"), ("rename", "1")):
+        done = subprocess.run([sys.executable, "-c", KILLED, str(folder.root), *step])
+        assert done.returncode == -signal.SIGKILL
+        assert snapshot_names(folder) == [] and everything(folder) == before
+    taken = take_snapshot(folder, "s")
+    assert everything(folder, taken.name) == before
+    assert not list(folder.snapshots.glob(".*"))
+
+
+def test_a_snapshot_waits_for_a_compaction(folder):
+    fill(folder, [0])
+    told = []
+    with contextlib.ExitStack() as compaction:
+        compaction.enter_context(compaction_lock(folder))
+
+        def tell(text):
+            told.append(text)
+            compaction.close()
+
+        assert take_snapshot(folder, tell=tell).rows["runs"] == 1
+    assert told == ["waiting for a compaction that is at work on this folder"]
+
+
+def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch):
+    fill(folder, [0])
+    take_snapshot(folder, "s")
+
+    def refused(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("warehouse.views.write_bytes", refused)
+    assert len(rows(folder, snapshot="s")) == 1
+
+
+def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
+    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+    fill(folder, range(3))
+    assert run("snapshot", entry, ["list=true"]) == 0
+    assert "no snapshots yet" in capsys.readouterr().out
+    assert run("snapshot", entry, ["name=2026-11-20"]) == 0
+    assert run("snapshot", entry, ["list=true"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == said[1] and said[0].startswith("2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 jobs; ")
+    assert run("snapshot", entry, ["name=x", "verify=all"]) == 2
+    assert run("snapshot", entry, ["verify=x"]) == 2
+    assert Path(folder.snapshots / "2026-11-20").is_dir()
+
+
+ENVIRONMENT = {"device_name": "A100-SXM4-40GB", "torch_version": "2.13", "config_hash": "c0ffee"}
+
+
+def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys):
+    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+    fill(folder, range(4), **ENVIRONMENT, smact=0.5)
+    take_snapshot(folder, "a")
+    fill(folder, [0], **ENVIRONMENT, smact=0.5, optimizer="adam")  # changed, its labels as they were
+    fill(folder, [4], **ENVIRONMENT | {"peak_memory_mib": 3.0, "smact": 0.4})
+    fill(folder, [5], **ENVIRONMENT | {"torch_version": "2.14", "peak_memory_mib": 99.0})
+    fill(folder, [6], family="mlp", status="oom", peak_memory_mib=None)
+    (folder.partition("runs", "cnn") / "J-000003.parquet").unlink()
+    take_snapshot(folder, "b")
+    found = diff(folder, "a", "b")
+    assert [(count.family, count.status, count.runs) for count in found.added] == [("cnn", "ok", 2), ("mlp", "oom", 1)]
+    assert [count.runs for count in found.removed] == [1]
+    assert [count.runs for count in found.changed] == [1] and dict(found.changed_columns) == {"optimizer": 1}
+    memory, smact = found.shifts
+    # run 4 and the changed run 0 have a median of 1.5 MiB, the four runs before too; 0.45 against 0.5
+    assert (memory.label, memory.configurations, memory.median_shift, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
+    assert (smact.label, round(smact.median_shift, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
+    assert found.schema == () and found.rows_after["telemetry"] == 18
+    assert json.loads(found.as_json())["rows_before"]["runs"] == 4
+    assert run("diff", diff_entry, named_arguments(["a", "b"])) == 0
+    said = capsys.readouterr().out
+    assert "runs: 4 -> 6 (+2)" in said and "changed in: optimizer (1 runs)" in said and "-0.050" in said
+    assert run("diff", diff_entry, ["before=b"]) == 0
+    assert "runs added: 0" in capsys.readouterr().out
+    for bad in (["before=c"], ["before=a", "format=x"], ["before=a", "tolerance=-1"], []):
+        assert run("diff", diff_entry, bad) == 2
+    with pytest.raises(UsageError, match="a third name 'c'"):
+        named_arguments(["a", "b", "c"])
+
+
+def test_a_difference_tells_columns_that_a_schema_gained(folder):
+    path = take_snapshot(folder, "a").folder.root / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["columns"]["runs"]["quality"]
+    manifest["columns"]["runs"]["batch_size"] = "double"
+    path.write_text(json.dumps(manifest))
+    (change,) = diff(folder, "a").schema
+    assert (change.table, change.added, change.retyped) == ("runs", ("quality",), ("batch_size: double -> int64",))
+
+
+def test_a_folder_in_order_has_no_findings(folder):
+    a_full_folder(folder)
+    assert check(folder) == []
+    take_snapshot(folder, "s")
+    with contextlib.closing(warehouse.connect(folder, snapshot="s")) as connection:
+        assert check(connection) == []
+
+
+WRONG = {
+    "impossible.ok_without_labels": {"peak_memory_mib": None},
+    "impossible.ok_without_memory": {"peak_memory_mib": None, "smact": 0.1},
+    "impossible.ok_without_steps": {"steps": 0},
+    "impossible.oom_with_full_window": {"status": "oom", "window_s": 1.0, "window_ended": "steady"},
+    "impossible.oom_without_kind": {"status": "oom"},
+    "impossible.oom_kind": {"oom_kind": "host"},
+    "impossible.allocated_over_reserved": {"peak_allocated_mib": 9.0, "peak_reserved_mib": 2.0},
+    "impossible.reserved_over_memory": {"peak_reserved_mib": 9.0, "peak_memory_mib": 2.0},
+    "impossible.smocc_over_smact": {"smact": 0.1, "smocc": 0.9},
+    "impossible.window_over_wall": {"source": "measured", "window_s": 9.0, "wall_s": 2.0},
+    "impossible.window_backwards": {"window_start_ms": 9.0, "window_end_ms": 2.0},
+    "impossible.finished_before_started": {"finished_at": datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)},
+    "impossible.samples_over_rows": {"samples_measured": 99, "samples_repeated": 0, "samples_unavailable": 0,
+                                     "samples_suspect": 0},
+    "range.energy_j": {"energy_j": -1.0},
+    "range.batch_size": {"batch_size": 0},
+    "range.over_the_card": {"source": "measured", "device_uuid": "GPU-1", "device_memory_mib": 5.0,
+                            "peak_memory_mib": 7.0},
+    "schema.config": {"config": "{"},
+    "schema.config_family": {"config": '{"family":"mlp"}'},
+    "duplicate.task": {"run_id": "J-copy", "task_index": 0},
+    "identity.config_hash": {"config_hash": "x", "config": '{"family":"cnn","depth":1}'},
+    "telemetry.rows": {"telemetry_rows": 7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_what_cannot_be_is_found_and_kept(folder, rule):
+    fill(folder, [0], config_hash="x")
+    fill(folder, [1], **WRONG[rule])
+    (found,) = [finding for finding in check(folder) if finding.rule == rule]
+    assert found.count == 1 and found.severity in SEVERITIES and ("J" in found.examples[0] or "x" in found.examples[0])
+    assert len(rows(folder)) == 2
+
+
+def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
+    fill(folder, range(2))
+    path = folder.partition("runs", "cnn") / "J-000000.parquet"
+    table = pq.ParquetFile(path).read()
+    pq.write_table(table.append_column("colour", [["red"]]), path)
+    (found,) = check(folder)
+    assert (found.rule, found.severity, found.count) == ("schema.unknown_column", "warning", 1)
+    assert found.examples == ("runs/family=cnn/J-000000.parquet: colour",)
+    path.write_bytes(b"torn")
+    (found,) = check(folder)
+    assert found.rule == "schema.unreadable_file" and "J-000000.parquet" in found.line()
+
+
+def test_rows_that_no_writer_would_land_are_found(folder):
+    """What another program put there: words, ratios and samples that the writer refuses."""
+    fill(folder, range(3))
+    runs = pq.ParquetFile(folder.partition("runs", "cnn") / "J-000001.parquet").read()
+    twice = pa.concat_tables([runs, runs]).to_pylist()
+    twice[0] |= {"status": "fine", "smact": 1.5}
+    copy = folder.partition("runs", "cnn") / "other.parquet"
+    pq.write_table(pa.Table.from_pylist(twice, schema=runs.schema), copy)
+    telemetry = pq.ParquetFile(folder.partition("telemetry", "cnn") / "J-000002.parquet").read().to_pylist()
+    telemetry[0] |= {"run_id": "lost", "smact": -0.5, "power_w": float("nan"), "phase": "later"}
+    telemetry.append(telemetry[1])
+    pq.write_table(pa.Table.from_pylist(telemetry, schema=TELEMETRY_SCHEMA),
+                   folder.partition("telemetry", "cnn") / "J-000002.parquet")  # fmt: skip
+    found = {finding.rule: finding for finding in check(folder)}
+    assert set(found) == {
+        "schema.status", "range.smact", "duplicate.run_id", "duplicate.task", "range.telemetry.smact",
+        "range.telemetry.power_w", "schema.telemetry.phase", "duplicate.sample", "telemetry.no_run",
+    }  # fmt: skip
+    assert found["duplicate.run_id"].examples == ("J-000001 3 times",)
+    assert found["telemetry.no_run"].examples == ("lost: 1 samples",)
+    assert [finding.severity for finding in check(folder)][-1] == "warning"

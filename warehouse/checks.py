@@ -1,0 +1,301 @@
+"""Quality checks of what the warehouse holds: schema, ranges, duplicates, combinations that cannot be.
+
+Start reading at `check`. Nothing is dropped or changed: each rule that is broken is a `Finding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from warehouse.dataset import JOB_PREFIX
+from warehouse.folder import KINDS, DataFolder
+from warehouse.merged import counting_files
+from warehouse.schema import (
+    OOM_KINDS,
+    QUALITIES,
+    RUN_SCHEMA,
+    SAMPLE_QUALITIES,
+    SOURCES,
+    STATUSES,
+    TELEMETRY_SCHEMA,
+)
+from warehouse.views import connect, sql_text
+from warehouse.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
+
+SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and somebody should look
+LABELS = (
+    "peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "smact", "smocc", "drama", "gpu_util", "power_w",
+    "energy_j", "step_time_ms",
+)  # fmt: skip
+_EXAMPLES = 5
+_SHOWN = 80  # characters of a value
+# Figures of two sources, or of a window's two halves, may differ by rounding and by when they were read.
+_MIB = 1.0
+_RATIO = 0.02
+_CARD = 1.01  # drivers round the card's size
+_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A rule that some rows break."""
+
+    rule: str  # as in `impossible.oom_with_full_window`
+    severity: str  # error | warning
+    count: int  # rows, or files
+    examples: tuple[str, ...]  # run_ids or files, with the values that matter
+    said: str  # the rule in words
+
+    def line(self) -> str:
+        """The finding in words."""
+        return f"{self.severity}: {self.rule}: {self.count:,} ({self.said}), as {'; '.join(self.examples)}"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Rows of `table` for which `broken` is true break it; NULL is not true."""
+
+    name: str
+    severity: str
+    said: str
+    broken: str
+    shown: str = ""  # column whose value the examples tell
+    table: str = "attempts"
+
+
+def check(warehouse: DataFolder | duckdb.DuckDBPyConnection) -> list[Finding]:
+    """Every rule that is broken, errors first; none for a warehouse in order.
+
+    A data folder's files are looked at too, and where one cannot be read, only they; a connection (also of a
+    snapshot) is asked through its views. Runs that were not their task's last are checked as well. Raises
+    `UsageError` for a folder that is none.
+    """
+    if not isinstance(warehouse, DataFolder):
+        return _sorted(_findings(warehouse))
+    found = list(_files(warehouse.open()))
+    if not any(finding.rule == "schema.unreadable_file" for finding in found):
+        with contextlib.closing(connect(warehouse)) as connection:
+            found += _findings(connection)
+    return _sorted(found)
+
+
+def _sorted(found: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
+    return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
+
+
+def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:
+    for table, schema in (("attempts", RUN_SCHEMA), ("telemetry", TELEMETRY_SCHEMA)):
+        rules = [rule for rule in RULES if rule.table == table] + _ranges(table, schema)
+        counts = ", ".join(f"count(*) FILTER ({rule.broken})" for rule in rules)
+        # All of it is fetched: the connection is the caller's, who would find it busy.
+        (found,) = connection.execute(f"SELECT {counts} FROM {table}").fetchall()
+        for rule, count in zip(rules, found, strict=True):
+            if count:
+                shown = (
+                    f"{sql_text(f' {rule.shown}=')} || coalesce(left({rule.shown}::VARCHAR, {_SHOWN}), 'NULL')"
+                    if rule.shown
+                    else "''"
+                )
+                rows = connection.execute(
+                    f"SELECT coalesce(run_id, 'NULL') || {shown} FROM {table} WHERE {rule.broken} "
+                    f"ORDER BY ALL LIMIT {_EXAMPLES}"
+                ).fetchall()
+                yield Finding(
+                    rule=rule.name, severity=rule.severity, count=count, said=rule.said,
+                    examples=tuple(text for (text,) in rows),
+                )  # fmt: skip
+    for rule, severity, said, query in _GROUPED:
+        # `query` gives one text for each row that breaks the rule
+        ((count, examples),) = connection.execute(
+            f"SELECT count(*), list(said ORDER BY said)[:{_EXAMPLES}] FROM ({query}) AS found(said)"
+        ).fetchall()
+        if count:
+            yield Finding(rule=rule, severity=severity, count=count, said=said, examples=tuple(examples))
+
+
+def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
+    """What follows from a column's name and type: finite, not negative, ratios in [0, 1]."""
+    ratios = RUN_RATIOS if table == "attempts" else TELEMETRY_RATIOS
+    found = []
+    for field in schema:
+        name = field.name
+        if name in ratios:
+            broken, said = f"NOT {name} BETWEEN 0 AND 1", "a ratio outside [0, 1]"
+        elif pa.types.is_floating(field.type) and name != "temperature_c":
+            broken, said = f"{name} < 0 OR NOT isfinite({name})", "below 0, or not finite"
+        elif pa.types.is_integer(field.type):
+            broken, said = f"{name} < 0", "below 0"
+        else:
+            continue
+        where = "" if table == "attempts" else "telemetry."
+        found.append(_Rule(f"range.{where}{name}", "error", said, broken, name, table))
+    return found
+
+
+def _outside(column: str, words: Sequence[str]) -> str:
+    return f"{column} NOT IN ({', '.join(map(sql_text, words))})"
+
+
+_ON_GPU = "source = 'measured' AND device_uuid IS NOT NULL"
+RULES = (
+    *(_Rule(f"schema.no_{name}", "error", "NULL where a value must be", f"{name} IS NULL") for name in REQUIRED),
+    *(
+        _Rule(f"schema.{name}", "error", f"none of {', '.join(words)}", _outside(name, words), name)
+        for name, words in (
+            ("status", STATUSES), ("source", SOURCES), ("oom_kind", OOM_KINDS), ("quality", QUALITIES)
+        )
+    ),
+    _Rule("schema.config", "error", "config is no JSON", "NOT json_valid(config)", "config"),
+    _Rule(
+        "schema.config_family", "error", "config is of another family",
+        "CASE WHEN json_valid(config) THEN json_extract_string(config, '$.family') <> family END", "config",
+    ),
+    _Rule(
+        "range.batch_size", "error", "batch_size, or memory_fraction, that no run can have",
+        "batch_size < 1 OR memory_fraction <= 0 OR memory_fraction > 1",
+    ),
+    _Rule(
+        "range.over_the_card", "warning", "more memory than the device has",
+        f"{_ON_GPU} AND status = 'ok' AND peak_memory_mib > device_memory_mib * {_CARD}", "peak_memory_mib",
+    ),
+    _Rule(
+        "impossible.ok_without_labels", "error", "status ok, and no label at all",
+        "status = 'ok' AND " + " AND ".join(f"{name} IS NULL" for name in LABELS),
+    ),
+    _Rule(
+        "impossible.ok_without_memory", "warning", "the farm's run is ok, and its memory was not measured",
+        "status = 'ok' AND source <> 'imported' AND peak_memory_mib IS NULL",
+    ),
+    _Rule(
+        "impossible.ok_without_steps", "error", "status ok, and no step in the window",
+        "status = 'ok' AND source <> 'imported' AND steps = 0",
+    ),
+    _Rule(
+        "impossible.oom_with_full_window", "error", "out of memory, and yet the window came to its end",
+        "status = 'oom' AND window_s IS NOT NULL AND window_ended IS NOT NULL", "window_ended",
+    ),
+    _Rule(
+        "impossible.oom_kind", "error", "oom_kind of a run that did not run out of memory",
+        "oom_kind IS NOT NULL AND status <> 'oom'", "status",
+    ),
+    _Rule(
+        "impossible.oom_without_kind", "warning", "out of memory, and not told of which",
+        "status = 'oom' AND oom_kind IS NULL",
+    ),
+    _Rule(
+        "impossible.allocated_over_reserved", "error", "peak_allocated_mib above peak_reserved_mib",
+        f"peak_allocated_mib > peak_reserved_mib + {_MIB}", "peak_allocated_mib",
+    ),
+    _Rule(
+        "impossible.reserved_over_memory", "error", "peak_reserved_mib above peak_memory_mib",
+        f"peak_reserved_mib > peak_memory_mib + {_MIB} AND status = 'ok'", "peak_reserved_mib",
+    ),
+    _Rule(
+        "impossible.smocc_over_smact", "error", "SM occupancy above SM activity",
+        f"smocc > smact + {_RATIO}", "smocc",
+    ),
+    _Rule(
+        "impossible.window_over_wall", "error", "a window longer than the whole run",
+        "source = 'measured' AND window_s > wall_s + 0.001", "window_s",
+    ),
+    _Rule(
+        "impossible.window_backwards", "error", "the window ends before it begins, or is not as long as they say",
+        "window_end_ms < window_start_ms OR abs(window_end_ms - window_start_ms - window_s * 1000) > 1", "window_s",
+    ),
+    _Rule(
+        "impossible.finished_before_started", "error", "finished_at before started_at", "finished_at < started_at",
+    ),
+    _Rule(
+        "impossible.samples_over_rows", "error", "more samples in the window than telemetry has rows",
+        "samples_measured + samples_repeated + samples_unavailable + samples_suspect > telemetry_rows",
+    ),
+    _Rule("schema.telemetry.t_ms", "error", "a sample without time or run",
+          "t_ms IS NULL OR run_id IS NULL", table="telemetry"),
+    _Rule("schema.telemetry.phase", "error", "none of warmup, window",
+          _outside("phase", ("warmup", "window")), "phase", "telemetry"),
+    _Rule("schema.telemetry.quality", "error", f"none of {', '.join(SAMPLE_QUALITIES)}",
+          _outside("quality", SAMPLE_QUALITIES), "quality", "telemetry"),
+    _Rule("impossible.telemetry.smocc_over_smact", "warning", "SM occupancy above SM activity",
+          f"smocc > smact + {_RATIO}", "smocc", "telemetry"),
+)  # fmt: skip
+
+_SAMPLES = "(SELECT run_id, count(*) AS samples FROM telemetry GROUP BY run_id)"
+# rule, severity, in words, query of one text column with a row for each that breaks it
+_GROUPED = (
+    (
+        "duplicate.run_id", "error", "a run is there more than once",
+        "SELECT run_id || ' ' || count(*) || ' times' FROM attempts "
+        "WHERE run_id IS NOT NULL GROUP BY run_id HAVING count(*) > 1",
+    ),
+    (
+        # Jobs of data sets that were loaded ran on several machines, each with its own task 0.
+        "duplicate.task", "error", "a task has more than one run that counts",
+        f"""SELECT job_id || ' task ' || task_index || ': ' || count(*) || ' runs' FROM runs
+        WHERE source <> 'imported' AND task_index IS NOT NULL AND NOT starts_with(job_id, '{JOB_PREFIX}')
+        GROUP BY job_id, task_index HAVING count(*) > 1""",
+    ),
+    (
+        # By a digest: ten million texts would take gigabytes.
+        "duplicate.sample", "error", "a sensor was read twice at one time of one run",
+        """SELECT min(run_id) || ' ' || coalesce(min(sensor), 'NULL') || ' at ' || min(t_ms) || ' ms' FROM telemetry
+        WHERE run_id IS NOT NULL GROUP BY hash(run_id, sensor, t_ms) HAVING count(*) > 1""",
+    ),
+    (
+        "identity.config_hash", "error", "one config_hash, several configurations",
+        """SELECT config_hash || ': ' || count(DISTINCT config) || ' configurations' FROM attempts
+        WHERE config_hash IS NOT NULL GROUP BY config_hash HAVING count(DISTINCT config) > 1""",
+    ),
+    (
+        "telemetry.no_run", "warning", "samples of a run that is not there: it is landing, or was lost",
+        f"SELECT run_id || ': ' || samples || ' samples' FROM {_SAMPLES} "
+        "WHERE run_id IS NOT NULL AND run_id NOT IN (SELECT run_id FROM attempts WHERE run_id IS NOT NULL)",
+    ),
+    (
+        "telemetry.rows", "error", "telemetry_rows is not the number of samples",
+        f"SELECT run_id || ': ' || coalesce(samples, 0) || ' samples, telemetry_rows=' || telemetry_rows "
+        f"FROM attempts LEFT JOIN {_SAMPLES} USING (run_id) WHERE telemetry_rows <> coalesce(samples, 0)",
+    ),
+)  # fmt: skip
+
+
+def _files(folder: DataFolder) -> Iterator[Finding]:
+    """What is wrong with the files that count, before any row is looked at."""
+    problems: dict[str, list[str]] = {"unreadable_file": [], "unknown_column": [], "column_type": []}
+    for kind in KINDS:
+        schema = _SCHEMAS[kind]
+        for family in folder.families(kind):
+            for path in counting_files(folder, kind, family):
+                name = str(path.relative_to(folder.root))
+                try:
+                    found = pq.read_schema(path)
+                except (pa.ArrowException, OSError) as error:
+                    problems["unreadable_file"].append(f"{name} ({str(error).splitlines()[0]})")
+                    continue
+                for field in found:
+                    if field.name not in schema.names:
+                        problems["unknown_column"].append(f"{name}: {field.name}")
+                    elif not _fits(field.type, schema.field(field.name).type):
+                        problems["column_type"].append(f"{name}: {field.name} is {field.type}")
+    said = {
+        "unreadable_file": "no whole Parquet file; rows were not looked at",
+        "unknown_column": "a column that the schema does not have, and no view shows",
+        "column_type": "a column of another type than the schema's",
+    }
+    for rule, examples in problems.items():
+        if examples:
+            yield Finding(
+                rule=f"schema.{rule}", severity="warning" if rule == "unknown_column" else "error",
+                count=len(examples), examples=tuple(sorted(examples)[:_EXAMPLES]), said=said[rule],
+            )  # fmt: skip
+
+
+def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
+    return (
+        found == wanted or pa.types.is_null(found) or (pa.types.is_timestamp(found) and pa.types.is_timestamp(wanted))
+    )

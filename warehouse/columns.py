@@ -1,0 +1,113 @@
+"""What each column of the published tables means, in words and with its unit.
+
+Start reading at `described`. `warehouse.schema` has the types; a test compares the names.
+"""
+
+from __future__ import annotations
+
+from warehouse.schema import METRICS
+
+_UNITS = {"mib": "MiB", "ms": "ms", "s": "s", "w": "W", "j": "J"}
+_RATIOS = ("smact", "smocc", "drama", "gpu_util", "memory_fraction")
+
+RUNS = {
+    "run_id": "id of the run, unique in the data set",
+    "job_id": "submission that the run belongs to",
+    "task_index": "place of its configuration in the submission's sampled sequence",
+    "attempt": "1 for the task's first execution",
+    "family": "family of networks",
+    "config": "trial config as JSON: network, batch size, optimizer, precision",
+    "config_hash": "identity of the trial config",
+    "status": "ok, oom (out of memory), timeout, crashed or invalid",
+    "oom_kind": "memory that ran out: device or host",
+    "error_type": "class of the failure",
+    "error": "end of the failure's message and traceback",
+    "source": "measured, simulated or imported",
+    "device_name": "model of the device, as its driver names it",
+    "device_uuid": "tells cards apart, and nothing else",
+    "device_memory_mib": "memory of the device",
+    "node": "machine",
+    "worker": "worker on the machine",
+    "torch_version": "version of PyTorch",
+    "cuda_version": "version of CUDA that PyTorch was built with",
+    "cudnn_version": "version of cuDNN",
+    "driver_version": "version of the device's driver",
+    "python_version": "version of Python",
+    "allocator_settings": "settings of PyTorch's caching allocator, where they are not its own",
+    "farm_version": "version of the program that measured",
+    "schema_version": "version of this table's columns",
+    "batch_size": "samples a step",
+    "precision": "number format of the step",
+    "optimizer": "optimizer of the step",
+    "parameters": "trainable parameters of the network",
+    "peak_memory_mib": "peak memory that the device charged the process: context, libraries and cached blocks included",
+    "peak_reserved_mib": "peak memory that the caching allocator had taken from the device",
+    "peak_allocated_mib": "peak memory of live tensors",
+    "peak_rss_mib": "peak host memory of the process tree",
+    "smact": "SM activity, mean over the window (DCGM_FI_PROF_SM_ACTIVE)",
+    "smocc": "SM occupancy, mean over the window (DCGM_FI_PROF_SM_OCCUPANCY)",
+    "drama": "DRAM activity, mean over the window (DCGM_FI_PROF_DRAM_ACTIVE)",
+    "gpu_util": "share of the window in which a kernel ran",
+    "power_w": "power draw, mean over the window",
+    "energy_j": "energy over the window",
+    "step_time_ms": "wall time of a training step, median of the window",
+    "steps": "training steps in the window",
+    "window_kind": "adaptive (ends when the figures are steady) or fixed",
+    "window_ended": "why the window ended: steady, max_seconds or fixed",
+    "warmup_s": "time from the first step to the window",
+    "window_s": "length of the window",
+    "window_start_ms": "start of the window, on the clock of telemetry's t_ms",
+    "window_end_ms": "end of the window, on the clock of telemetry's t_ms",
+    "wall_s": "real time that the whole task took",
+    "started_at": "start of the task, UTC",
+    "finished_at": "end of the task, UTC",
+    "telemetry_rows": "rows of the run in telemetry",
+    "telemetry_missing": "JSON: sensor, and why it gave nothing",
+    "quality": "whether the labels can be relied on: trusted, suspect or untrusted",
+    "quality_reasons": "JSON: reason, and what was seen",
+    "quality_summary": "JSON: how the verdict on the labels was reached",
+    "samples_measured": "telemetry rows of the window that are readings of their own",
+    "samples_repeated": "telemetry rows of the window that a sensor had served before",
+    "samples_unavailable": "telemetry rows of the window without a reading",
+    "samples_suspect": "telemetry rows of the window in doubt",
+    "half_widths": "JSON: label, and half-width of its 95 % confidence interval over the window",
+    "final": "false for an attempt after which the task ran again",
+    "memory_fraction": "share of the card's memory that the run was allowed; NULL for all of it",
+    "mig_profile": "slice of the GPU; NULL for a whole one",
+    "mps": "whether CUDA's multi-process service stood between the run and the GPU",
+    "startup_s": "time from the task's start to its first step",
+    "prepared": "whether the process was made ready while the run before it went on",
+}
+
+TELEMETRY = {
+    "run_id": "the run in the table runs",
+    "t_ms": "time since the run started",
+    "sensor": "what took the reading: nvml, gpm, dcgm, process, torch or simulated",
+    "phase": "warmup or window; NULL before and after",
+    "quality": "measured, repeated, unavailable or suspect",
+    "reasons": "why it is unavailable or suspect",
+    **{name: f"{what}; {unit}" for name, (unit, what) in METRICS.items()},
+}
+
+JOBS = {
+    "job_id": "the submission in the table runs",
+    "family": "family of networks that was sampled",
+    "n": "configurations that were asked for",
+    "seed": "seed of the sampled sequence",
+    "policy": "how configurations were chosen",
+    "space": "search space as JSON",
+    "submitted_at": "time of the submission, UTC",
+}
+
+TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "jobs": JOBS}
+
+
+def described(table: str, column: str) -> str:
+    """What a column means, its unit at the end."""
+    text = TABLES[table][column]
+    unit = _UNITS.get(column.rpartition("_")[2]) if "_" in column else None
+    if table == "telemetry" and column in METRICS:
+        return text
+    if column in _RATIOS:
+        return f"{text}; ratio"
+    return f"{text}; {unit}" if unit else text

@@ -1,0 +1,304 @@
+"""`python -m warehouse.diff A B`: what changed between two snapshots, or since one: runs, labels, schema.
+
+Start reading at `diff`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from warehouse.checks import LABELS
+from warehouse.folder import DataFolder
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.snapshot import NOW, find_snapshot
+from warehouse.views import VIEWS, connect
+from warehouse.writer import RUN_RATIOS
+
+FORMATS = ("table", "json")
+ENVIRONMENT = (
+    "device_name", "torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings",
+    "memory_fraction", "mig_profile", "mps",
+)  # fmt: skip
+_BY = ("family", "device_name", "status")
+_KEY = ("config_hash", "source", *ENVIRONMENT)
+_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA}
+_LARGEST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCount:
+    """Runs of one kind that were added, removed or changed."""
+
+    family: str
+    device_name: str | None
+    status: str  # after, where there is an after
+    runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelShift:
+    """How a label of the same configurations in the same environment differs where they were measured again.
+
+    Shifts are of medians: relative to the median before, for ratios (`smact`, ...) the difference.
+    """
+
+    label: str
+    family: str
+    device_name: str | None
+    configurations: int
+    median_shift: float
+    largest_shift: float  # by its absolute value
+    beyond: int  # configurations whose shift is beyond the tolerance
+    examples: tuple[str, ...]  # config hashes of the largest shifts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaChange:
+    """Columns of a table that one side has and the other has not, or of another type."""
+
+    table: str
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    retyped: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What changed from `before` to `after`; counts are of the view `runs`."""
+
+    before: str
+    after: str
+    rows_before: Mapping[str, int]  # of each view
+    rows_after: Mapping[str, int]
+    added: tuple[RunCount, ...]
+    removed: tuple[RunCount, ...]
+    changed: tuple[RunCount, ...]  # same run_id, other content
+    changed_columns: Mapping[str, int]  # column -> runs in which it changed
+    shifts: tuple[LabelShift, ...]
+    tolerance: float
+    schema: tuple[SchemaChange, ...]
+
+    def as_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 0.05) -> Difference:
+    """What changed from one snapshot of the folder to another; `now` is the folder as it is.
+
+    `tolerance` is the shift of a label from which on a configuration is counted as beyond. Raises `UsageError` for a
+    snapshot that is not there, or is damaged.
+    """
+    data.open()
+    with contextlib.ExitStack() as stack:
+        sides = [stack.enter_context(_opened(data, name)) for name in (before, after)]
+        joined = stack.enter_context(contextlib.closing(duckdb.connect()))
+        for name, side in zip(("before", "after"), sides, strict=True):
+            joined.register(name, _runs(side))
+        joined.execute(
+            "CREATE TABLE pairs AS SELECT coalesce(before.run_id, after.run_id) AS run_id, "
+            "before.run_id IS NOT NULL AS was, after.run_id IS NOT NULL AS is_there, "
+            "before.digest IS NOT DISTINCT FROM after.digest AS same "
+            "FROM before FULL JOIN after ON before.run_id = after.run_id"
+        )
+        rows_before, rows_after = map(_rows, sides)
+        return Difference(
+            before=before,
+            after=after,
+            rows_before=rows_before,
+            rows_after=rows_after,
+            added=_counts(joined, "after", "NOT was"),
+            removed=_counts(joined, "before", "NOT is_there"),
+            changed=_counts(joined, "after", "was AND is_there AND NOT same"),
+            changed_columns=_changed_columns(joined, sides),
+            shifts=tuple(_shifts(joined, tolerance)),
+            tolerance=tolerance,
+            schema=tuple(_schema_changes(*(_columns(data, name) for name in (before, after)))),
+        )
+
+
+def _opened(data: DataFolder, name: str) -> contextlib.closing:
+    return contextlib.closing(connect(data, snapshot=None if name == NOW else name))
+
+
+def _runs(connection: duckdb.DuckDBPyConnection) -> pa.Table:
+    columns = dict.fromkeys(("run_id", *_BY, *_KEY, *LABELS))
+    whole = ", ".join(RUN_SCHEMA.names)
+    return connection.sql(f"SELECT {', '.join(columns)}, hash({whole}) AS digest FROM runs").to_arrow_table()
+
+
+def _rows(connection: duckdb.DuckDBPyConnection) -> dict[str, int]:
+    counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
+    # All of it is fetched: a result that is left unfinished makes the connection refuse tables.
+    (found,) = connection.execute(f"SELECT {counts}").fetchall()
+    return dict(zip(VIEWS, found, strict=True))
+
+
+def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[RunCount, ...]:
+    found = joined.execute(
+        f"SELECT {', '.join(_BY)}, count(*) FROM {side} JOIN pairs USING (run_id) WHERE {which} "
+        "GROUP BY ALL ORDER BY ALL"
+    ).fetchall()
+    return tuple(RunCount(family=f, device_name=d, status=s, runs=n) for f, d, s, n in found)
+
+
+def _changed_columns(
+    joined: duckdb.DuckDBPyConnection, sides: Sequence[duckdb.DuckDBPyConnection]
+) -> dict[str, int]:  # fmt: skip
+    ids = joined.sql("SELECT run_id FROM pairs WHERE was AND is_there AND NOT same").to_arrow_table()
+    if not ids.num_rows:
+        return {}
+    columns = ", ".join(RUN_SCHEMA.names)
+    found = []
+    for side in sides:
+        side.register("wanted", ids)
+        found.append(side.sql(f"SELECT {columns} FROM runs JOIN wanted USING (run_id) ORDER BY run_id").fetchall())
+        side.unregister("wanted")
+    counts: Counter[str] = Counter()
+    for old, new in zip(*found, strict=True):
+        counts.update(name for name, a, b in zip(RUN_SCHEMA.names, old, new, strict=True) if a != b)
+    return dict(counts.most_common())
+
+
+def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[LabelShift]:
+    """Runs of `after` that are new or changed, against those of `before` with the same key."""
+    matched = " AND ".join(f"old.{name} IS NOT DISTINCT FROM new.{name}" for name in _KEY)
+    keys = ", ".join(_KEY)
+    for label in LABELS:
+        of_side = f"""SELECT family, {keys}, median({label}) AS typical FROM {{}}
+            WHERE status = 'ok' AND config_hash IS NOT NULL AND {label} IS NOT NULL {{}} GROUP BY ALL"""
+        of_new = "AND run_id IN (SELECT run_id FROM pairs WHERE NOT same)"
+        shift = "new.typical - old.typical" + ("" if label in RUN_RATIOS else ") / nullif(old.typical, 0")
+        found = joined.execute(
+            f"""WITH shifts AS (
+                SELECT new.family, new.device_name, new.config_hash, ({shift}) AS shift
+                FROM ({of_side.format("before", "")}) AS old
+                JOIN ({of_side.format("after", of_new)}) AS new ON {matched}
+            )
+            SELECT family, device_name, count(*), median(shift), arg_max(shift, abs(shift)),
+                count(*) FILTER (abs(shift) > {tolerance}),
+                list(config_hash ORDER BY abs(shift) DESC, config_hash)[:{_LARGEST}]
+            FROM shifts WHERE shift IS NOT NULL GROUP BY ALL ORDER BY ALL"""
+        ).fetchall()
+        for family, device, count, typical, largest, beyond, examples in found:
+            yield LabelShift(
+                label=label, family=family, device_name=device, configurations=count, median_shift=typical,
+                largest_shift=largest, beyond=beyond, examples=tuple(examples),
+            )  # fmt: skip
+
+
+def _columns(data: DataFolder, name: str) -> Mapping[str, Mapping[str, str]]:
+    if name != NOW:
+        return find_snapshot(data, name).columns
+    return {table: {field.name: str(field.type) for field in schema} for table, schema in _SCHEMAS.items()}
+
+
+def _schema_changes(before: Mapping, after: Mapping) -> Iterator[SchemaChange]:
+    for table in sorted({*before, *after}):
+        old, new = before.get(table, {}), after.get(table, {})
+        change = SchemaChange(
+            table=table,
+            added=tuple(name for name in new if name not in old),
+            removed=tuple(name for name in old if name not in new),
+            retyped=tuple(
+                f"{name}: {old[name]} -> {kind}" for name, kind in new.items() if old.get(name, kind) != kind
+            ),
+        )
+        if change.added or change.removed or change.retyped:
+            yield change
+
+
+def lines(found: Difference) -> list[str]:
+    """The difference as tables."""
+    said = [f"from {found.before} to {found.after}"]
+    for view in found.rows_before:
+        old, new = found.rows_before[view], found.rows_after[view]
+        said.append(f"  {view}: {old:,} -> {new:,} ({new - old:+,})")
+    for what in ("added", "removed", "changed"):
+        counts: tuple[RunCount, ...] = getattr(found, what)
+        said.append(f"runs {what}: {sum(count.runs for count in counts):,}")
+        said += _table(
+            ("family", "device", "status", "runs"),
+            [(c.family, c.device_name or "-", c.status, f"{c.runs:,}") for c in counts],
+        )
+    if found.changed_columns:
+        said.append("changed in: " + ", ".join(f"{name} ({n:,} runs)" for name, n in found.changed_columns.items()))
+    said.append("labels of the same configuration and environment, measured again:" + ("" if found.shifts else " none"))
+    rows = []
+    for shift in found.shifts:
+        form = "+.3f" if shift.label in RUN_RATIOS else "+.1%"
+        figures = (format(shift.median_shift, form), format(shift.largest_shift, form))
+        beyond = f"{shift.beyond:,}"
+        rows.append(
+            (shift.label, shift.family, shift.device_name or "-", f"{shift.configurations:,}", *figures, beyond)
+        )
+    said += _table(
+        ("label", "family", "device", "configurations", "median", "largest", f"beyond {found.tolerance:g}"), rows
+    )  # fmt: skip
+    for change in found.schema:
+        parts = [f"{what} {', '.join(getattr(change, what))}" for what in ("added", "removed", "retyped")
+                 if getattr(change, what)]  # fmt: skip
+        said.append(f"schema of {change.table}: {'; '.join(parts)}")
+    return said
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return [
+        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in (heads, *rows)
+    ]
+
+
+def named_arguments(argv: Sequence[str]) -> list[str]:
+    """`A B` as `before=A after=B`; whatever has a `=` or begins with `-` stays. `UsageError` for a third name."""
+    keys, found = iter(("before", "after")), []
+    for item in argv:
+        if re.match(r"-|[+~]*[\w.@/]+=", item):
+            found.append(item)
+            continue
+        key = next(keys, None)
+        if key is None:
+            raise UsageError(f"two snapshots are compared, got a third name {item!r}")
+        found.append(f"{key}={item}")
+    return found
+
+
+def entry(cfg) -> int:
+    """Compare what `cfg` names and print it."""
+    if cfg.format not in FORMATS:
+        raise unknown_name("format", cfg.format, FORMATS)
+    tolerance: Any = cfg.tolerance
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
+        raise UsageError(f"tolerance must be a number >= 0, got {tolerance!r}")
+    found = diff(DataFolder.resolve(cfg.data), str(cfg.before), str(cfg.after), tolerance=tolerance)
+    print(found.as_json() if cfg.format == "json" else "\n".join(lines(found)))
+    return 0
+
+
+def main() -> None:
+    if "--cfg" not in sys.argv:  # whose value is a word of its own
+        try:
+            sys.argv[1:] = named_arguments(sys.argv[1:])
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+    command("diff", entry, text=("before", "after", "data"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""`python -m warehouse.publish out=FOLDER licence=...`: a snapshot as a data set that others can use.
+
+Start reading at `publish`. Parquet by table, a card, Croissant metadata, and an example that loads it; names of
+machines, users and paths are taken out as `warehouse.export` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from warehouse import load_example
+from warehouse.checks import check
+from warehouse.columns import JOBS, TABLES, described
+from warehouse.croissant import croissant
+from warehouse.dataset import narrow, writing
+from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
+from warehouse.export import naive, public_row, public_telemetry, scrubbed
+from warehouse.folder import TEMPORARY_SUFFIX, DataFolder, sync
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
+from warehouse.snapshot import Snapshot, find_snapshot, sha256_of, snapshots, take_snapshot
+from warehouse.views import connect, sql_text
+
+CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
+_OWN_SOURCES = ("measured", "simulated")  # `imported` rows are under licences of their own
+_PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
+_ALWAYS = {"runs": ("run_id", "family", "status", "source", "peak_memory_mib"), "telemetry": ("run_id", "t_ms")}
+_CHUNK_RUNS = 2_000
+_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "jobs": 500_000}
+_TEXTS = ("out", "data", "snapshot", "licence", "citation", "url", "version", "published", "name", "description")
+_TOLD = ("citation", "creators", "url", "version")  # what is said to be missing where it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishSettings:
+    """The keys of `conf/publish.yaml`. Raises `UsageError` that names every bad key together."""
+
+    out: str
+    data: str | None = None
+    snapshot: str | None = None
+    licence: str | None = None
+    citation: str | None = None
+    creators: Sequence[str] | None = None
+    url: str | None = None
+    version: str | None = None
+    published: str | None = None
+    name: str | None = None
+    description: str | None = None
+    sources: Sequence[str] = _OWN_SOURCES
+    hz: float | None = 10
+
+    def __post_init__(self) -> None:
+        for name in ("creators", "sources"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        found = [str(unknown_name("source", name, SOURCES)) for name in self.sources if name not in SOURCES]
+        if not self.sources:
+            found.append(f"sources must name one or more of {', '.join(SOURCES)}")
+        if not self.licence:
+            found.append(
+                "licence=... is missing: nobody may use a data set without one; give an SPDX name or a URL, as in "
+                "licence=CC-BY-4.0"
+            )
+        if self.hz is not None and (isinstance(self.hz, bool) or not self.hz > 0):
+            found.append(f"hz must be a number > 0 or null, got {self.hz!r}")
+        if self.published is not None:
+            try:
+                datetime.date.fromisoformat(str(self.published))
+            except ValueError:
+                found.append(f"published must be a day as in 2026-11-20, got {self.published!r}")
+        if self.root.is_file() or (self.root.is_dir() and any(self.root.iterdir())):
+            found.append(f"out={self.out} is there already; name a new or an empty folder")
+        if found:
+            raise UsageError("; ".join(found))
+
+    @property
+    def root(self) -> Path:
+        return Path(self.out).expanduser().absolute()
+
+
+@dataclass
+class PublishReport:
+    """What was published. Sizes in bytes."""
+
+    root: Path
+    snapshot: str
+    rows: Counter[str] = field(default_factory=Counter)  # by table
+    total_bytes: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
+    findings: int = 0  # of the checks
+    missing: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        rows = ", ".join(f"{count:,} {table}" for table, count in self.rows.items())
+        said = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
+        said += [f"left out: {count:,} runs, {why}" for why, count in self.left_out.items()]
+        if self.findings:
+            said.append(f"{self.findings} checks found something; the card tells what")
+        if self.missing:
+            said.append(f"not given, and so not in the card or {METADATA}: {', '.join(self.missing)}")
+        return said
+
+
+def publish(settings: PublishSettings) -> PublishReport:
+    """Write the snapshot that `settings` names as a data set; the newest by default, or one that is taken now.
+
+    The folder appears whole or not at all. Raises `UsageError` for a snapshot without such runs, or a damaged one.
+    """
+    folder = DataFolder.resolve(settings.data).open()
+    snapshot = _chosen(folder, settings.snapshot)
+    report = PublishReport(settings.root, snapshot.name)
+    report.missing = tuple(name for name in _TOLD if not getattr(settings, name))
+    root = settings.root
+    root.parent.mkdir(parents=True, exist_ok=True)
+    building = root.with_name(f".{root.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+    try:
+        with contextlib.closing(connect(folder, snapshot=snapshot.name)) as connection:
+            _write_tables(connection, building, settings, report)
+            findings = check(connection)
+        report.findings = len(findings)
+        tables = {
+            table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in TABLES
+        }  # fmt: skip
+        files = [
+            (path.relative_to(building).as_posix(), path.stat().st_size, sha256_of(path))
+            for path in sorted(building.rglob("*.parquet"))
+        ]
+        about = _about(settings, snapshot, report)
+        card = _card(
+            building, settings, snapshot, report, about, tables, [scrubbed(finding.line()) for finding in findings]
+        )
+        (building / CARD).write_text(card, encoding="utf-8")
+        metadata = json.dumps(croissant(about, tables, files), indent=1, ensure_ascii=False)
+        (building / METADATA).write_text(metadata + "\n", encoding="utf-8")
+        shutil.copyfile(load_example.__file__, building / EXAMPLE)
+        for path in building.rglob("*"):
+            sync(path)
+        report.total_bytes = sum(path.stat().st_size for path in building.rglob("*") if path.is_file())
+        os.rename(building, root)  # over an empty folder too
+        sync(root.parent)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return report
+
+
+def _chosen(folder: DataFolder, name: str | None) -> Snapshot:
+    if name is not None:
+        return find_snapshot(folder, name)
+    there = snapshots(folder)
+    return there[-1] if there else take_snapshot(folder)
+
+
+class _Writer:
+    """Files of one table: `TABLE/part-00000.parquet` and on."""
+
+    def __init__(self, root: Path, table: str, schema: pa.Schema, report: PublishReport):
+        self._folder = root / table
+        self._folder.mkdir(parents=True)
+        self._table, self.schema, self._report = table, schema, report
+        self._numbers, self._rows = itertools.count(), 0
+        self._open: pq.ParquetWriter | None = None
+
+    def write(self, rows: pa.Table) -> None:
+        if self._open is not None and self._rows + rows.num_rows > _FILE_ROWS[self._table]:
+            self.close()
+        if self._open is None:
+            path = self._folder / f"part-{next(self._numbers):05d}.parquet"
+            self._open = pq.ParquetWriter(path, self.schema, **writing(self._table, self.schema))
+            self._rows = 0
+        self._open.write_table(rows.select(self.schema.names).cast(self.schema))
+        self._rows += rows.num_rows
+        self._report.rows[self._table] += rows.num_rows
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+def _write_tables(
+    connection: duckdb.DuckDBPyConnection, root: Path, settings: PublishSettings, report: PublishReport
+) -> None:  # fmt: skip
+    chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
+    _count_left_out(connection, chosen, report)
+    runs = _Writer(root, "runs", _filled(connection, "runs", RUN_SCHEMA, chosen), report)
+    telemetry = _Writer(root, "telemetry", narrow(_filled(connection, "telemetry", TELEMETRY_SCHEMA, "true")), report)
+    jobs: set[str] = set()
+    for rows in _chunks(connection, chosen):
+        ids = [row["run_id"] for row in rows]
+        published = [public_row(row) for row in rows]
+        where = (
+            f"telemetry.family = {sql_text(rows[0]['family'])} "
+            f"AND telemetry.run_id BETWEEN {sql_text(ids[0])} AND {sql_text(ids[-1])}"
+        )
+        public_ids = dict(zip(ids, (row["run_id"] for row in published), strict=True))
+        samples = public_telemetry(connection, public_ids, settings.hz, where)
+        counts = Counter(samples.column("run_id").to_pylist())
+        for row in published:
+            row["telemetry_rows"] = counts[row["run_id"]]
+        jobs.update(row["job_id"] for row in published if row["job_id"] is not None)
+        telemetry.write(samples)
+        runs.write(pa.Table.from_pylist(published, schema=RUN_SCHEMA))
+    if not report.rows["runs"]:
+        raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
+    runs.close()
+    telemetry.close()
+    writer = _Writer(root, "jobs", pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]), report)
+    writer.write(_jobs(connection, jobs))
+    writer.close()
+
+
+def _chunks(connection: duckdb.DuckDBPyConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
+    """The chosen rows of `runs`, sorted by family and run_id, each list of one family."""
+    columns = ", ".join(RUN_SCHEMA.names)
+    families = connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen} ORDER BY family").fetchall()
+    for (family,) in families:
+        of_family = f"SELECT {columns} FROM runs WHERE {chosen} AND family = {sql_text(family)}"
+        last = None
+        while True:
+            after = "" if last is None else f"AND run_id > {sql_text(last)}"
+            found = connection.sql(f"{of_family} {after} ORDER BY run_id LIMIT {_CHUNK_RUNS}").to_arrow_table()
+            rows = found.cast(naive(RUN_SCHEMA)).to_pylist()
+            if not rows:
+                break
+            yield rows
+            last = rows[-1]["run_id"]
+
+
+def _count_left_out(connection: duckdb.DuckDBPyConnection, chosen: str, report: PublishReport) -> None:
+    found = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
+    report.left_out = {f"source {source}": count for source, count in found.fetchall()}
+    ((attempts,),) = connection.execute(f"SELECT count(*) FROM attempts WHERE final IS FALSE AND {chosen}").fetchall()
+    if attempts:
+        report.left_out["attempts whose labels were not trusted, measured again"] = attempts
+
+
+def _filled(connection: duckdb.DuckDBPyConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
+    """The columns that have a value, and those that always are there."""
+    counts = ", ".join(f"count({name})" for name in schema.names)
+    (found,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
+    return pa.schema(
+        [
+            column
+            for column, count in zip(schema, found, strict=True)
+            if column.name in _ALWAYS[view] or (count and column.name not in _PRIVATE)
+        ]
+    )
+
+
+def _jobs(connection: duckdb.DuckDBPyConnection, wanted: set[str]) -> pa.Table:
+    found = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
+    rows = [row for row in found if row["job_id"] in wanted]
+    for row in rows:
+        if row["submitted_at"] is not None:
+            row["submitted_at"] = row["submitted_at"].replace(tzinfo=datetime.UTC)
+        if row["space"] is not None:
+            row["space"] = scrubbed(row["space"])
+    return pa.Table.from_pylist(rows, schema=pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]))
+
+
+def _about(settings: PublishSettings, snapshot: Snapshot, report: PublishReport) -> dict[str, Any]:
+    rows = f"{report.rows['runs']:,} training runs and {report.rows['telemetry']:,} telemetry readings"
+    return {
+        "name": settings.name or settings.root.name,
+        "description": settings.description
+        or f"GPU memory and utilization of deep-learning training steps: {rows} ({', '.join(settings.sources)}).",
+        "licence": settings.licence,
+        "published": settings.published or f"{snapshot.taken_at:%Y-%m-%d}",
+        **{name: getattr(settings, name) for name in _TOLD},
+    }
+
+
+def _card(
+    root: Path, settings: PublishSettings, snapshot: Snapshot, report: PublishReport, about: Mapping[str, Any],
+    tables: Mapping[str, pa.Schema], findings: Sequence[str],
+) -> str:  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for path in sorted((root / "runs").glob("*.parquet")):
+        file = pq.ParquetFile(path)
+        there = [name for name in SECTION_COLUMNS if name in file.schema_arrow.names]
+        missing = dict.fromkeys(set(SECTION_COLUMNS) - set(there))
+        rows += [missing | row for row in file.read(columns=there).to_pylist()]
+    parts = [
+        f"# {about['name']}\n\n{about['description']}\n\nSnapshot {snapshot.name}, taken "
+        f"{snapshot.taken_at:%Y-%m-%d %H:%M} UTC. `{EXAMPLE}` shows how to load it; `{METADATA}` describes it in "
+        "Croissant, which many libraries and data hubs read.\n\n"
+    ]
+    counts = [(f"`{table}/`", f"{report.rows[table]:,}") for table in tables]
+    parts += [markdown_table(("table", "rows"), counts), *sections(rows, settings.hz), "\n## Left out\n\n"]
+    parts += [f"- {count:,} runs: {why}\n" for why, count in report.left_out.items()] or ["Nothing.\n"]
+    parts.append(
+        "\n## Checks\n\nSchema, ranges, duplicates and combinations that cannot be. Rows are kept as they are.\n\n"
+    )
+    parts += [f"- {line}\n" for line in findings] or ["Nothing was found.\n"]
+    for table, schema in tables.items():
+        lines = [(f"`{f.name}`", str(f.type), described(table, f.name)) for f in schema]
+        parts += [f"\n## Columns of {table}\n\n", markdown_table(("column", "type", "what"), lines)]
+    given = [
+        ("licence", about["licence"]),
+        ("citation", about["citation"]),
+        ("creators", ", ".join(name.removeprefix("org:").strip() for name in about["creators"] or ())),
+        ("url", about["url"]),
+        ("version", about["version"]),
+    ]
+    parts.append("\n## Licence and citation\n\n")
+    parts += [f"- {name}: {value or 'not given'}\n" for name, value in given]
+    return "".join(parts)
+
+
+def entry(cfg) -> int:
+    """Publish what `cfg` names and say what was written."""
+    from omegaconf import OmegaConf
+
+    print("\n".join(publish(PublishSettings(**OmegaConf.to_container(cfg, resolve=True))).lines()))
+    return 0
+
+
+def main() -> None:
+    command("publish", entry, text=_TEXTS)
+
+
+if __name__ == "__main__":
+    main()

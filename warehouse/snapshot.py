@@ -1,0 +1,349 @@
+"""`python -m warehouse.snapshot`: freezes what the warehouse shows under a name, to be read for ever.
+
+Start reading at `take_snapshot`; `warehouse.connect(snapshot=NAME)` reads one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.cli import command
+from conf.errors import UsageError, unknown_name
+from warehouse.compact import compaction_lock
+from warehouse.folder import (
+    KINDS,
+    LISTING_SCHEMA,
+    TEMPORARY_SUFFIX,
+    DataFolder,
+    checked_name,
+    sync,
+    write_bytes,
+    write_parquet,
+)
+from warehouse.merged import counting_files, is_merged_name
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.views import VIEWS, view_statements
+
+FORMAT = "gpufarm-snapshot"
+MANIFEST = "manifest.json"
+NOW = "now"  # in a diff: the folder as it is
+ALL = "all"  # in verify=
+_LISTING = "snapshot.parquet"
+_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA}
+_TABLES = (*KINDS, "jobs", "compactions")
+# Where a hard link cannot be: another file system, none that has them, somebody else's file, or too many of one.
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
+
+
+@dataclass(frozen=True)
+class SnapshotFile:
+    """A file of a snapshot, as it was when the snapshot was taken."""
+
+    path: str  # below the snapshot's folder
+    bytes: int
+    rows: int
+    sha256: str
+    modified_ns: int  # since the epoch: one that is written again has another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What the warehouse showed at one moment: files that nobody changes, and their manifest."""
+
+    folder: DataFolder  # laid out as a data folder, but none: nothing can be added to it
+    name: str
+    taken_at: datetime.datetime  # UTC
+    schema_version: int
+    rows: Mapping[str, int]  # of each view
+    columns: Mapping[str, Mapping[str, str]]  # table -> column -> Arrow type
+    files: tuple[SnapshotFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def line(self) -> str:
+        """The snapshot in words."""
+        rows = ", ".join(f"{count:,} {view}" for view, count in self.rows.items())
+        taken = f"{self.taken_at:%Y-%m-%d %H:%M:%S} UTC"
+        return f"{self.name}: {rows}; {len(self.files):,} files, {self.bytes / 2**20:.1f} MiB; taken {taken}"
+
+    def problems(self, *, hashes: bool = True) -> list[str]:
+        """Every file that is not as it was: gone, of another size, of other content, or added.
+
+        Without `hashes`, content is read only where a file's time says that it was written again.
+        """
+        found, root = [], self.folder.root
+        for file in self.files:
+            try:
+                status = (root / file.path).stat()
+            except FileNotFoundError:
+                found.append(f"{file.path} is gone")
+                continue
+            if status.st_size != file.bytes:
+                found.append(f"{file.path} has {status.st_size:,} bytes, had {file.bytes:,}")
+            elif (hashes or status.st_mtime_ns != file.modified_ns) and sha256_of(root / file.path) != file.sha256:
+                found.append(f"{file.path} has other content: its SHA-256 is not {file.sha256}")
+        known = {file.path for file in self.files}
+        for path in _parquet_files(root):
+            if str(path.relative_to(root)) not in known:
+                found.append(f"{path.relative_to(root)} is no file of the snapshot")
+        return found
+
+
+def take_snapshot(
+    folder: DataFolder, name: str | None = None, *, tell: Callable[[str], None] | None = None
+) -> Snapshot:
+    """Freeze the rows that the views show now under `name`, or the UTC day (`2026-11-20`, then `2026-11-20.2`).
+
+    Files are linked, not copied, so they cost no disk until compaction has replaced them; a compaction before the
+    snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins meanwhile; runs
+    may land. May be killed at any point: the snapshot is there whole or not at all. Raises `UsageError` for a name
+    that is taken or is none, and for a file that cannot be read.
+    """
+    folder.open()
+    if name is not None:
+        _check_new_name(folder, name)
+    with _lock(folder, tell):
+        folder.snapshots.mkdir(exist_ok=True)
+        for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # of one that was killed
+            shutil.rmtree(abandoned)
+        taken_at = datetime.datetime.now(datetime.UTC)
+        chosen = name or next(
+            name for name in _day_names(taken_at) if not (folder.snapshots / name).exists()
+        )  # fmt: skip
+        building = DataFolder(folder.snapshots / f".{chosen}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+        try:
+            _link_files(folder, building)
+            _write_manifest(building, chosen, taken_at)
+            for path in (building.root, *(path for path in building.root.rglob("*") if path.is_dir())):
+                sync(path)
+            target = folder.snapshots / chosen
+            if target.exists():
+                raise UsageError(f"name={chosen}: there is a snapshot of that name")
+            os.rename(building.root, target)
+        except BaseException:
+            shutil.rmtree(building.root, ignore_errors=True)
+            raise
+        sync(folder.snapshots)
+    return find_snapshot(folder, chosen)
+
+
+def snapshot_names(folder: DataFolder) -> list[str]:
+    """The names of a folder's snapshots, oldest first."""
+    return [snapshot.name for snapshot in snapshots(folder)]
+
+
+def snapshots(folder: DataFolder) -> list[Snapshot]:
+    """A folder's snapshots, oldest first. Raises `UsageError` for a damaged manifest."""
+    found = [_read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
+    return sorted(found, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
+
+
+def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
+    """The snapshot of that name; `UsageError` lists those there are. Its files are not looked at."""
+    folder.open()
+    with contextlib.suppress(ValueError):
+        path = folder.snapshots / checked_name("snapshot", str(name)) / MANIFEST
+        if path.exists():
+            return _read_manifest(path)
+    raise unknown_name("snapshot", name, snapshot_names(folder) or ["none yet, see python -m warehouse.snapshot"])
+
+
+def checked_snapshot(folder: DataFolder, name: str) -> Snapshot:
+    """The snapshot, its files looked at as `Snapshot.problems` does without hashes; `UsageError` names the damaged."""
+    snapshot = find_snapshot(folder, name)
+    problems = snapshot.problems(hashes=False)
+    if problems:
+        raise UsageError(f"snapshot {name} of data={folder.root} is damaged: {'; '.join(problems)}")
+    return snapshot
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _day_names(taken_at: datetime.datetime) -> Iterator[str]:
+    yield f"{taken_at:%Y-%m-%d}"
+    yield from (f"{taken_at:%Y-%m-%d}.{number}" for number in itertools.count(2))
+
+
+def _check_new_name(folder: DataFolder, name: str) -> None:
+    try:
+        checked_name("name", name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if name in (NOW, ALL):
+        raise UsageError(f"name={name} stands for something else; choose another")
+    if (folder.snapshots / name).exists():
+        raise UsageError(f"name={name}: there is a snapshot of that name")
+
+
+@contextlib.contextmanager
+def _lock(folder: DataFolder, tell: Callable[[str], None] | None) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if not stack.enter_context(compaction_lock(folder)):
+            if tell is not None:
+                tell("waiting for a compaction that is at work on this folder")
+            stack.enter_context(compaction_lock(folder, wait=True))
+        yield
+
+
+def _link_files(folder: DataFolder, building: DataFolder) -> None:
+    """Give the files that count a second name in `building`.
+
+    Runs before telemetry: a run that is there has its samples, which land before it. Samples whose run is not there
+    are of one that is landing, or was lost, and stay out.
+    """
+    building.write_anchors()
+    there: set[str] = set()
+    counting: dict[str, list[Path]] = {}
+    for family in folder.families("runs"):
+        for path in counting_files(folder, "runs", family):
+            counting.setdefault("runs", []).append(path)
+            with _named(path):
+                ids = pq.ParquetFile(path).read(columns=["run_id"]).column(0).to_pylist() if is_merged_name(
+                    path.name
+                ) else [path.stem]  # fmt: skip
+            there.update(ids)
+    for family in folder.families("telemetry"):
+        for path in counting_files(folder, "telemetry", family):
+            if is_merged_name(path.name) or path.stem in there:
+                counting.setdefault("telemetry", []).append(path)
+    for kind, paths in counting.items():
+        for path in paths:
+            _link(path, building.root / path.relative_to(folder.root))
+        merged = [f"{path.parent.name}/{path.name}" for path in paths if is_merged_name(path.name)]
+        listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
+        write_parquet(building.listings(kind) / _LISTING, listing)
+    for path in sorted(folder.jobs.glob("*.parquet")):
+        if not (building.jobs / path.name).exists():
+            _link(path, building.jobs / path.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copy2(source, target)
+        sync(target)
+
+
+def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime) -> None:
+    files = []
+    for path in _parquet_files(building.root):
+        with _named(path):
+            rows = pq.read_metadata(path).num_rows
+        status = path.stat()
+        file = SnapshotFile(
+            str(path.relative_to(building.root)), status.st_size, rows, sha256_of(path), status.st_mtime_ns
+        )
+        files.append(asdict(file))
+    manifest = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "name": name,
+        "taken_at": taken_at.isoformat(),
+        "rows": _view_rows(building),
+        "columns": {
+            kind: {field.name: str(field.type) for field in schema} for kind, schema in _SCHEMAS.items()
+        },
+        "files": files,
+    }  # fmt: skip
+    write_bytes(building.root / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def _view_rows(building: DataFolder) -> dict[str, int]:
+    """The rows of each view, counted through the views: so what was linked can be read."""
+    with duckdb.connect() as connection:
+        try:
+            for statement in view_statements(building):
+                connection.execute(statement)
+            counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
+            return dict(zip(VIEWS, connection.execute(f"SELECT {counts}").fetchone(), strict=True))
+        except duckdb.Error as error:
+            raise UsageError(f"the folder's files cannot be read: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _parquet_files(root: Path) -> list[Path]:
+    return sorted(path for table in _TABLES for path in (root / table).rglob("*.parquet"))
+
+
+def _read_manifest(path: Path) -> Snapshot:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}")
+        if manifest["schema_version"] > SCHEMA_VERSION:
+            raise UsageError(
+                f"{path} has schema version {manifest['schema_version']}, this code knows up to {SCHEMA_VERSION}; "
+                "update the code"
+            )
+        return Snapshot(
+            folder=DataFolder(path.parent),
+            name=manifest["name"],
+            taken_at=datetime.datetime.fromisoformat(manifest["taken_at"]),
+            schema_version=manifest["schema_version"],
+            rows=manifest["rows"],
+            columns=manifest["columns"],
+            files=tuple(SnapshotFile(**file) for file in manifest["files"]),
+        )
+    except UsageError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from error
+
+
+def entry(cfg) -> int:
+    """Take a snapshot, list them, or verify some, as `cfg` says. 1 if one is damaged."""
+    folder = DataFolder.resolve(cfg.data).open()
+    if sum((cfg.name is not None, cfg.list, cfg.verify is not None)) > 1:
+        raise UsageError("name=, list=true and verify= exclude each other: give one")
+    if cfg.list:
+        print("\n".join(snapshot.line() for snapshot in snapshots(folder)) or "no snapshots yet")
+        return 0
+    if cfg.verify is not None:
+        chosen = snapshots(folder) if cfg.verify == ALL else [find_snapshot(folder, str(cfg.verify))]
+        damaged = 0
+        for snapshot in chosen:
+            problems = snapshot.problems()
+            damaged += bool(problems)
+            print(f"{snapshot.name}: {'; '.join(problems) or f'{len(snapshot.files):,} files are as they were'}")
+        return 1 if damaged else 0
+    print(take_snapshot(folder, None if cfg.name is None else str(cfg.name), tell=print).line())
+    return 0
+
+
+def main() -> None:
+    command("snapshot", entry, text=("data", "name", "verify"))
+
+
+if __name__ == "__main__":
+    main()
