@@ -17,9 +17,9 @@ from typing import Any
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.jobs import Doubt, Queue, Task
 from farm.lock import DispatcherLock
+from farm.monitoring.service import Service
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings, RayExecutor
-from farm.service import Service
 from farm.sweep import SESSION_VARIABLE, descendants, session_marker
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -323,7 +323,7 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     left = queue.leased()
     if not left:
         return 0
-    from warehouse.views import connect
+    from warehouse.connection import connect
 
     run_ids = {task_spec(task).run_id: task for task in left}
     with contextlib.closing(connect(folder.root)) as connection:

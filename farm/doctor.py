@@ -250,7 +250,7 @@ def _run_counts(folder) -> dict[str, int]:
     """Runs by status, each counted once."""
     import duckdb
 
-    from warehouse.views import connect
+    from warehouse.connection import connect
 
     try:
         with connect(folder) as connection:

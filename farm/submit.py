@@ -9,8 +9,8 @@ from collections import Counter
 
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
+from farm.monitoring.service import Service, service_settings
 from farm.sampling import sample_range
-from farm.service import Service, service_settings
 from farm.settings import SubmitSettings, device_key
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
-from farm.health import PATIENCE_S
 from farm.jobs import Queue
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.monitoring.health import PATIENCE_S
+from farm.monitoring.service import Service, service_settings
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings
-from farm.service import Service, service_settings
 from farm.settings import device_from_key
 from warehouse.folder import DataFolder
 

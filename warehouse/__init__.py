@@ -9,7 +9,7 @@ __all__ = ["connect"]
 
 
 def connect(data=None, *, snapshot=None):
-    """Open the warehouse, or one of its snapshots, read-only: a DuckDB connection; see `warehouse.views.connect`."""
-    from warehouse.views import connect as _connect
+    """Open the warehouse, or one of its snapshots, read-only: a DuckDB connection; see `warehouse.connection`."""
+    from warehouse.connection import connect as _connect
 
     return _connect(data, snapshot=snapshot)

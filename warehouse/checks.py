@@ -13,6 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from warehouse.connection import connect
 from warehouse.dataset import JOB_PREFIX
 from warehouse.folder import KINDS, DataFolder
 from warehouse.merged import counting_files
@@ -25,7 +26,7 @@ from warehouse.schema import (
     STATUSES,
     TELEMETRY_SCHEMA,
 )
-from warehouse.views import connect, sql_text
+from warehouse.sql_text import sql_text
 from warehouse.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 
 SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and somebody should look

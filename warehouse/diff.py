@@ -21,10 +21,11 @@ import pyarrow as pa
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from warehouse.checks import LABELS
+from warehouse.connection import connect
 from warehouse.folder import DataFolder
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.snapshot import NOW, find_snapshot
-from warehouse.views import VIEWS, connect
+from warehouse.views import VIEWS
 from warehouse.writer import RUN_RATIOS
 
 FORMATS = ("table", "json")

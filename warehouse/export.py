@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from warehouse.connection import connect
 from warehouse.dataset import (
     CARD,
     JOB_PREFIX,
@@ -40,7 +41,6 @@ from warehouse.dataset import (
 from warehouse.dataset_card import card
 from warehouse.folder import DataFolder, sync, write_bytes
 from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
-from warehouse.views import connect
 
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from conf.bars import start_bar
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
     JOB_PREFIX,
@@ -35,7 +36,6 @@ from warehouse.folder import DataFolder
 from warehouse.imported_rows import DOUBT, ImportedFile, published_file
 from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
-from warehouse.views import connect
 from warehouse.writer import RunWriter
 
 PUBLISHED = ("gpumemnet", "timm")

@@ -28,6 +28,7 @@ from conf.errors import UsageError, unknown_name
 from warehouse import load_example
 from warehouse.checks import check
 from warehouse.columns import JOBS, TABLES, described
+from warehouse.connection import connect
 from warehouse.croissant import croissant
 from warehouse.dataset import narrow, writing
 from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
@@ -35,7 +36,7 @@ from warehouse.export import naive, public_row, public_telemetry, scrubbed
 from warehouse.folder import TEMPORARY_SUFFIX, DataFolder, sync
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
 from warehouse.snapshot import Snapshot, find_snapshot, sha256_of, snapshots, take_snapshot
-from warehouse.views import connect, sql_text
+from warehouse.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _OWN_SOURCES = ("measured", "simulated")  # `imported` rows are under licences of their own

@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from warehouse.connection import check_readable, connect
 from warehouse.folder import COMPRESSION, DataFolder, replacing
-from warehouse.views import VIEWS, check_readable, connect
+from warehouse.views import VIEWS
 
 READ_STATEMENTS = {
     duckdb.StatementType.SELECT,

@@ -13,7 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from warehouse.views import escaped_glob, sql_text
+from warehouse.sql_text import escaped_glob, sql_text
 
 _BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
 _BATCH_BYTES = 8 * 2**20  # of compressed data, which may be a million rows

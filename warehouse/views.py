@@ -1,24 +1,21 @@
-"""The views `runs`, `attempts`, `telemetry` and `jobs` in `warehouse.duckdb`, and how to open them.
+"""The views `runs`, `attempts`, `telemetry` and `jobs` in `warehouse.duckdb`; `warehouse.connection` opens them.
 
-Start reading at `connect`; `_partitioned_view` is where a file is decided to count or not.
+Start reading at `view_statements`; `_partitioned_view` is where a file is decided to count or not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import re
 import tempfile
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
-from conf.errors import UsageError
-from warehouse.folder import KINDS, DataFolder, write_bytes
+from warehouse.folder import DataFolder, write_bytes
 from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
+from warehouse.sql_text import escaped_glob, sql_text
 
 VIEWS = ("runs", "attempts", "telemetry", "jobs")
 
@@ -32,41 +29,6 @@ _SQL_TYPES = {
 }
 
 
-def connect(
-    data: str | os.PathLike | DataFolder | None = None, *, snapshot: str | None = None
-) -> duckdb.DuckDBPyConnection:
-    """Open the warehouse's views read-only; several may, also while the farm writes.
-
-    `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change; `UsageError` names
-    each of its files that did.
-
-    The connection reads the folder's Parquet and nothing else: INSERT, CREATE and ATTACH fail, and so does COPY to
-    anywhere but a path inside `runs/`, `telemetry/`, `jobs/` or `compactions/`, which DuckDB cannot refuse alone.
-    pandas and Arrow tables are joined after `connection.register("name", table)`. A query sees each run exactly
-    once, also while files are merged; timestamps are UTC. Close it when done: what compaction has replaced is kept
-    for up to a day while somebody has the warehouse open.
-    """
-    folder = DataFolder.resolve(data).open()
-    if snapshot is not None:
-        from warehouse.snapshot import checked_snapshot
-
-        folder = checked_snapshot(folder, snapshot).folder
-    with contextlib.ExitStack() as stack:
-        try:
-            refresh(folder)
-            path = folder.warehouse
-        except OSError:  # a folder that may only be read, with views that do not fit: as they should be, elsewhere
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-"))) / "warehouse.duckdb"
-            _build(folder, path)
-        connection = duckdb.connect(str(path), read_only=True)
-        try:
-            _confine(connection, folder)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-
 def refresh(folder: DataFolder) -> None:
     """Write `warehouse.duckdb` anew unless it fits (it does not after the folder moved or the schema grew).
 
@@ -76,7 +38,7 @@ def refresh(folder: DataFolder) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="gpufarm-") as building:
         built = Path(building) / folder.warehouse.name
-        _build(folder, built)
+        build(folder, built)
         write_bytes(folder.warehouse, built.read_bytes())
 
 
@@ -144,7 +106,7 @@ def _columns(schema: pa.Schema, table: str) -> str:
     )
 
 
-def _build(folder: DataFolder, path: Path) -> None:
+def build(folder: DataFolder, path: Path) -> None:
     """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
     hold what DuckDB can read from but not write to (a question mark)."""
     connection = duckdb.connect(str(path))
@@ -171,34 +133,3 @@ def _fingerprint_in(path: Path) -> str | None:
             return connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()[0]
     except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
         return None
-
-
-def _confine(connection: duckdb.DuckDBPyConnection, folder: DataFolder) -> None:
-    """Let the connection read the data folder only. Connections of one process to one file share their settings."""
-    # All of it is fetched: a result that is left unfinished makes the connection refuse relations.
-    ((open_to_all,),) = connection.execute("SELECT current_setting('enable_external_access')").fetchall()
-    if not open_to_all:
-        return
-    if not os.access(folder.root, os.W_OK):
-        spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getuid()}"
-        connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
-    allowed = {str(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
-    allowed |= {escaped_glob(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
-    connection.execute(f"SET allowed_directories = [{', '.join(map(sql_text, sorted(allowed)))}]")
-    connection.execute("SET enable_external_access = false")
-
-
-def escaped_glob(path: Path) -> str:
-    """The path as a glob that matches itself only."""
-    return re.sub(r"([\[*?])", r"[\1]", str(path))
-
-
-def sql_text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
-
-
-def check_readable(error: duckdb.Error, folder: DataFolder) -> UsageError | None:
-    """A `UsageError` naming the damaged file, if that is what `error` is about."""
-    if isinstance(error, duckdb.InvalidInputException | duckdb.IOException) and ".parquet" in str(error):
-        return UsageError(f"a file of data={folder.root} cannot be read: {str(error).splitlines()[0]}")
-    return None

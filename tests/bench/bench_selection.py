@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from farm.forecast import Forecaster, Outlook
-from farm.known_runs import Known
-from farm.selection import POLICIES, Pool, candidates, choose
+from farm.choosing.forecast import Forecaster, Outlook
+from farm.choosing.known_runs import Known
+from farm.choosing.selection import POLICIES, Pool, candidates, choose
 from farm.space import Space
 from featurize.device_spec import load_device
 from featurize.trial import config_hash

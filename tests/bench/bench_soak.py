@@ -14,12 +14,12 @@ import psutil
 import pyarrow as pa
 
 from farm.dispatch import Dispatcher
-from farm.events import Events, LogSettings
 from farm.executors import Completion
 from farm.jobs import Job, Queue
-from farm.metrics import FarmMetrics
+from farm.monitoring.events import Events, LogSettings
+from farm.monitoring.metrics import FarmMetrics
+from farm.monitoring.service import Service
 from farm.progress import Progress
-from farm.service import Service
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from warehouse.folder import DataFolder

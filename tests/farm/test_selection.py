@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
-from farm.active import doubts, spread_out
-from farm.coverage import DIMENSIONS, Map, fill
-from farm.forecast import Forecaster
-from farm.known_runs import Known, known_runs
-from farm.plan_summary import summary
+from farm.choosing.active import doubts, spread_out
+from farm.choosing.coverage import DIMENSIONS, Map, fill
+from farm.choosing.forecast import Forecaster
+from farm.choosing.known_runs import Known, known_runs
+from farm.choosing.plan_summary import summary
+from farm.choosing.selection import POLICIES, Pool, candidates, choose, joined
 from farm.sampling import Limits
-from farm.selection import POLICIES, Pool, candidates, choose, joined
 from farm.space import parse_space
 from featurize.device_spec import load_device
 from featurize.families import get_family

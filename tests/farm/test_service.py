@@ -15,13 +15,13 @@ from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, 
 
 from conf.errors import UsageError
 from farm.dispatch import Dispatcher, StopRequest, lost_run
-from farm.events import Events, LogSettings
-from farm.health import Pulse
 from farm.lock import DispatcherLock
-from farm.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from farm.monitoring.events import Events, LogSettings
+from farm.monitoring.health import Pulse
+from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from farm.monitoring.service import Service
 from farm.ray_executor import ClusterSettings
 from farm.ray_nodes import NodeWatch
-from farm.service import Service
 from farm.work import work
 from workers.worker import TaskSpec
 

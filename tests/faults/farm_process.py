@@ -10,7 +10,7 @@ import threading
 import psutil
 
 from farm.sweep import SESSION_VARIABLE
-from warehouse.views import connect
+from warehouse.connection import connect
 
 SUBMIT = (
     "farm.submit",

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from conf.cli import load_config
-from farm.health import Pulse
-from farm.metrics import FarmMetrics
-from farm.service import service_settings
+from farm.monitoring.health import Pulse
+from farm.monitoring.metrics import FarmMetrics
+from farm.monitoring.service import service_settings
 from warehouse.folder import DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]

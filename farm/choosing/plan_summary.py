@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from farm.known_runs import Known
-from farm.selection import Choice, Chosen
+from farm.choosing.known_runs import Known
+from farm.choosing.selection import Choice, Chosen
 
 _PAST_RUNS = 10  # of a family, from which on its own median wall time is what a run is expected to take
 _STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, and of the steps until a window is steady

@@ -1,7 +1,7 @@
 """What to measure next: candidates from a search space, and which of them are worth a run.
 
-Start reading at `candidates` and `choose`. `farm.coverage` counts what is there, `farm.active` asks where the estimator
-is unsure, `farm.forecast` says what candidates will come to; `farm.known_runs` reads what was measured.
+Start reading at `candidates` and `choose`. Beside it, `coverage` counts what is there, `active` asks where the
+estimator is unsure, `forecast` says what candidates will come to, and `known_runs` reads what was measured.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
-from farm.known_runs import Known
+from farm.choosing.known_runs import Known
 from farm.sampling import NO_LIMITS, Limits, sample_range
 from farm.space import Space
 from featurize.trial import TrialConfig, config_hash
 
 if TYPE_CHECKING:
-    from farm.forecast import Outlook
+    from farm.choosing.forecast import Outlook
 
 POLICIES = ("uniform", "stratified", "coverage", "active")
 _LOOKING = ("coverage", "active")  # those that look at every candidate; the others take the first ones
@@ -28,7 +28,7 @@ _UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is u
 
 
 class Estimator(Protocol):
-    """What `choose` has to know of candidates. `farm.forecast.Forecaster` is one; `widths` is of the fitted models."""
+    """What `choose` has to know of candidates. `forecast.Forecaster` is one; `widths` is of the fitted models."""
 
     def look(self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = ...) -> Outlook: ...
 
@@ -59,7 +59,7 @@ class Chosen:
     """One candidate to run, and why.
 
     index         in its family's sequence
-    bins          dimension -> the cell that it probably falls into (`farm.coverage.DIMENSIONS`)
+    bins          dimension -> the cell that it probably falls into (`farm.choosing.coverage.DIMENSIONS`)
     rows          dimension -> rows that were known of that cell before this choice
     uncertainty   of `active`: 1 is the candidates' mean; disagreement and width in the logarithm of memory
     distance      of `active`: to the nearest row known or chosen before, in standard deviations of features
@@ -92,7 +92,7 @@ class Choice:
     pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
     next_index  family -> where its sequence goes on: what a policy has not looked at comes again, what it has does not
     gained      dimension -> cell -> (rows known, rows chosen), the cells that gain
-    ways        how the figures were found (`farm.forecast.WAYS`) -> candidates chosen
+    ways        how the figures were found (`farm.choosing.forecast.WAYS`) -> candidates chosen
     """
 
     policy: str
@@ -155,9 +155,9 @@ def choose(
     """The `n` candidates to measure next (fewer where the pool has no more), in order, each with its reasons.
 
     uniform, stratified  the first of the sequence
-    coverage  those whose label bins and feature regions have the fewest rows (`farm.coverage.fill`)
+    coverage  those whose label bins and feature regions have the fewest rows (`farm.choosing.coverage.fill`)
     active    those that the estimator is least sure of, far from one another, rare bins first
-              (`farm.active.spread_out`); while fewer than 20 rows are known, as `coverage`
+              (`farm.choosing.active.spread_out`); while fewer than 20 rows are known, as `coverage`
 
     Candidates whose `config_hash` is in `known.measured` are left out, and copies within the pool. The same arguments
     give the same choice. Raises `UsageError` for an unknown policy, for n < 1 and where nothing new is left.
@@ -184,7 +184,7 @@ def choose(
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
             figures[target][new] = _shifted(outlook.figures[target][new], doubt.shift, target)
-    from farm.coverage import Map, fill
+    from farm.choosing.coverage import Map, fill
 
     cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
     distances: np.ndarray | None = None
@@ -246,7 +246,7 @@ def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, n
 
 
 def _doubts(outlook: Outlook, known: Known, new, old, estimator: Estimator, seed: int) -> dict:
-    from farm.active import doubts
+    from farm.choosing.active import doubts
 
     found = {}
     for target in _UNSURE_OF:
@@ -274,9 +274,9 @@ def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
 
 def _spread(cells, outlook: Outlook, doubts: dict, new, old, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Rare bins of memory first: what is out of memory says least, so that cell counts as one bin among many."""
-    from farm.active import joined as joined_score
-    from farm.active import spread_out
-    from farm.coverage import DIMENSIONS
+    from farm.choosing.active import joined as joined_score
+    from farm.choosing.active import spread_out
+    from farm.choosing.coverage import DIMENSIONS
 
     column = DIMENSIONS.index("memory")
     rows = cells.counts(old)[column]
@@ -286,8 +286,8 @@ def _spread(cells, outlook: Outlook, doubts: dict, new, old, n: int, seed: int) 
 
 
 def _told(pool: Pool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
-    from farm.active import joined as joined_score
-    from farm.coverage import DIMENSIONS
+    from farm.choosing.active import joined as joined_score
+    from farm.choosing.coverage import DIMENSIONS
 
     before = cells.counts(old)
     score = joined_score(doubts) if doubts else None

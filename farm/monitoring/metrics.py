@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 
 from conf.errors import UsageError
-from farm.health import Pulse
 from farm.jobs import Queue, QueueError
+from farm.monitoring.health import Pulse
 
 _RATE_WINDOW_S = 300.0
 _RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate

@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from farm.events import Events, LogSettings
-from farm.health import Pulse
-from farm.metrics import FarmMetrics, MetricsServer, MetricsSettings
+from farm.monitoring.events import Events, LogSettings
+from farm.monitoring.health import Pulse
+from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
 from warehouse.folder import DataFolder
 
 
