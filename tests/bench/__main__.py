@@ -44,7 +44,7 @@ def main() -> None:
 
     rows = [
         (
-            "overhead per trial, `cpu` device",
+            "overhead per trial beyond warm-up and window, `cpu` device",
             f"{overhead['farm_overhead_s'] * 1e3:.0f} ms",
             f"{overhead['ratio']:.1f} x less than a fresh process ({overhead['fresh_process_overhead_s']:.2f} s)",
             "15 x",

@@ -154,7 +154,7 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
         "status": status,
         "error": told.rpartition("\n")[2] if status == "crashed" else None,
         "wall_s": wall_s,
-        "window_s": float(said) if status == "ok" else None,
+        "window_s": float(said.split()[0]) if status == "ok" else None,
         "labels": _published_labels(samples),
     }
 
