@@ -6,5 +6,5 @@ here=$(cd "$(dirname "$0")" && pwd)
 exec docker run --rm --gpus all --cap-add SYS_ADMIN \
     -p "127.0.0.1:${1:-9400}:9400" \
     -v "$here/counters.csv:/etc/dcgm-exporter/farm-counters.csv:ro" \
-    "${DCGM_EXPORTER_IMAGE:-nvcr.io/nvidia/k8s/dcgm-exporter:4.2.3-4.1.3-ubuntu22.04}" \
+    "${DCGM_EXPORTER_IMAGE:-nvidia/dcgm-exporter:4.2.3-4.1.3-ubuntu22.04}" \
     -f /etc/dcgm-exporter/farm-counters.csv -c 100
