@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from conf.arguments import keyed_values
-from conf.cli import load_config
+from conf.arguments import exit_code, keyed_values
+from conf.cli import EXIT_USAGE, load_config
 from conf.errors import UsageError, unknown_name
 from farm.jobs import Queue
 from farm.settings import SubmitSettings
@@ -208,14 +208,10 @@ def _counts(folder: DataFolder) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        collect(settings_of(argv))
-    except (UsageError, DeviceUnavailable) as error:
+        return exit_code(lambda: collect(settings_of(argv)))
+    except DeviceUnavailable as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return 0
+        return EXIT_USAGE
 
 
 if __name__ == "__main__":

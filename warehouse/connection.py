@@ -15,7 +15,6 @@ import duckdb
 from conf.errors import UsageError
 from warehouse import views
 from warehouse.folder import KINDS, DataFolder
-from warehouse.snapshot import checked_snapshot
 from warehouse.sql_text import escaped_glob, sql_text
 
 
@@ -35,6 +34,8 @@ def connect(
     """
     folder = DataFolder.resolve(data).open()
     if snapshot is not None:
+        from warehouse.snapshot import checked_snapshot
+
         folder = checked_snapshot(folder, snapshot).folder
     with contextlib.ExitStack() as stack:
         try:

@@ -136,9 +136,7 @@ def publish(settings: PublishSettings) -> PublishReport:
             _write_tables(connection, building, settings, report)
             findings = check(connection)
         report.findings = len(findings)
-        tables = {
-            table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in TABLES
-        }  # fmt: skip
+        tables = {table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in TABLES}
         files = [
             (path.relative_to(building).as_posix(), path.stat().st_size, sha256_of(path))
             for path in sorted(building.rglob("*.parquet"))
@@ -198,7 +196,7 @@ class _Writer:
 
 def _write_tables(
     connection: duckdb.DuckDBPyConnection, root: Path, settings: PublishSettings, report: PublishReport
-) -> None:  # fmt: skip
+) -> None:
     chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
     _count_left_out(connection, chosen, report)
     runs = _Writer(root, "runs", _filled(connection, "runs", RUN_SCHEMA, chosen), report)

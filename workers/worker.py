@@ -136,6 +136,7 @@ class Worker:
             raise
         outcome, retryable = outcome_of(observed, settings, lost, host_is_device=self._choice.backend == "cpu")
         finished_at, wall_s = datetime.datetime.now(datetime.UTC), (time.monotonic_ns() - t0_ns) / 1e9
+        origin_ns = t0_ns if self._device.sampled else 0  # virtual time begins at 0
         labels, samples = label_run(
             Course(
                 samples=observed.samples,
@@ -143,7 +144,7 @@ class Worker:
                 status=outcome["status"],
                 oom_kind=outcome["oom_kind"],
                 backend=self._device.backend,
-                t0_ns=t0_ns if self._device.sampled else 0,
+                t0_ns=origin_ns,
                 warmup_ns=observed.warmup_ns,
                 window_ns=observed.window_ns,
                 window_end_ns=observed.window_end_ns,
@@ -169,7 +170,7 @@ class Worker:
         table = to_table(
             task.run_id,
             samples,
-            t0_ns if self._device.sampled else 0,
+            origin_ns,
             observed.warmup_ns,
             observed.window_ns,
             observed.window_end_ns,

@@ -83,11 +83,6 @@ def summary(choice: Choice, known: Known, capacity_mib: float) -> Summary:
     )
 
 
-def expected_seconds(choice: Choice, known: Known) -> list[float]:
-    """Wall time of each chosen run: its family's median so far, else start-up and a hundred steps of the roofline."""
-    return _seconds(choice, known)[0]
-
-
 def may_run_out(one: Chosen, capacity_mib: float) -> float:
     """The probability that a run does not fit: its logarithm of memory is normal around the figure, as wide as the
     committee disagrees, or by 15 %."""
@@ -98,6 +93,8 @@ def may_run_out(one: Chosen, capacity_mib: float) -> float:
 
 
 def _seconds(choice: Choice, known: Known) -> tuple[list[float], int]:
+    """Wall time of each chosen run: its family's median so far, else start-up and a hundred steps of the roofline; and
+    for how many it is the median."""
     family = np.array([config.family for config in known.configs], dtype=object)
     medians: dict[str, float] = {}
     for name in {one.config.family for one in choice.chosen}:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.arguments import keyed_values
+from conf.arguments import exit_code, keyed_values
+from conf.cli import EXIT_USAGE
 from conf.errors import UsageError, unknown_name
 from farm.jobs import Queue
 from farm.ray_executor import ClusterSettings
@@ -176,17 +177,10 @@ def measured(plan: Plan, folder: DataFolder) -> list[dict]:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        run(settings_of(argv))
+        return exit_code(lambda: run(settings_of(argv)))
     except DeviceUnavailable as reason:
         print(f"bench-gpu needs an NVIDIA GPU: {reason}")
-        return 2
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return 0
+        return EXIT_USAGE
 
 
 if __name__ == "__main__":

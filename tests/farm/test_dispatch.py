@@ -7,13 +7,12 @@ import pytest
 from conf.errors import UsageError
 from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile, task_spec
 from farm.executors import Completion
-from farm.jobs import Job, Queue
+from farm.jobs import Job
 from farm.lock import DispatcherBusy, DispatcherLock
 from farm.ray_executor import ClusterSettings
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from warehouse import connect
-from warehouse.folder import DataFolder
 from warehouse.schema import TELEMETRY_SCHEMA
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
@@ -117,17 +116,6 @@ class Quiet:
 class NoLock:
     def record(self, processes):
         pass
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return DataFolder.resolve(tmp_path / "a'; echo foo").create()
-
-
-@pytest.fixture
-def queue(folder):
-    with Queue.open(folder.queue, backoff_s=5.0) as queue:
-        yield queue
 
 
 def submit(queue, n, job_id="mlp-00000001", priority=0, settings="{}"):

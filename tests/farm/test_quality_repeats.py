@@ -14,7 +14,6 @@ from farm.executors import Completion
 from farm.jobs import Queue
 from warehouse import connect
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import RunResult
@@ -41,17 +40,6 @@ class Judging(ScriptedExecutor):
         task, self._task = self._task, None
         script = self.outcomes.get(index, [])
         return [Completion(worker="w", task=task, result=judged(task, script.pop(0) if script else "trusted"))]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return DataFolder.resolve(tmp_path / "a'; echo foo").create()
-
-
-@pytest.fixture
-def queue(folder):
-    with Queue.open(folder.queue, backoff_s=5.0) as queue:
-        yield queue
 
 
 def dispatcher(folder, queue, outcomes=None):
