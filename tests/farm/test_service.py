@@ -11,7 +11,7 @@ import urllib.request
 import pyarrow as pa
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, folder, queue, result_of, submit  # noqa: F401
+from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop, submit
 
 from conf.errors import UsageError
 from farm.dispatch import Dispatcher, StopRequest, lost_run
@@ -44,7 +44,7 @@ def samples_of(collector):
     return found
 
 
-def dispatch(folder, queue, service, outcomes=None):  # noqa: F811
+def dispatch(folder, queue, service, outcomes=None):
     executor = ScriptedExecutor(Clock(), outcomes)
     return Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, service=service).run(
         Stop(), NoLock()
@@ -83,7 +83,7 @@ def test_a_full_log_becomes_another_file_and_only_some_are_kept(tmp_path):
     assert all(file.stat().st_size <= 1049 and lines(file) for file in tmp_path.iterdir())
 
 
-def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):  # noqa: F811
+def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
     submit(queue, 3)
     path = tmp_path / "farm.jsonl"
     with Events.open(LogSettings(file=str(path))) as events:
@@ -115,7 +115,7 @@ def test_a_log_that_cannot_be_written_is_a_users_mistake(tmp_path):
 # Metrics
 
 
-def test_metrics_count_tasks_runs_and_workers(folder, queue):  # noqa: F811
+def test_metrics_count_tasks_runs_and_workers(folder, queue):
     service = Service()
     service.metrics = FarmMetrics(folder.queue, service.pulse)
     service.events.listen(service.metrics.on_event)
@@ -130,7 +130,7 @@ def test_metrics_count_tasks_runs_and_workers(folder, queue):  # noqa: F811
     assert found["gpufarm_workers", "idle"] == 1
 
 
-def test_the_oldest_lease_ages_until_its_run_is_back(folder):  # noqa: F811
+def test_the_oldest_lease_ages_until_its_run_is_back(folder):
     clock = Clock()
     metrics = FarmMetrics(folder.queue, Pulse(), clock)
     metrics.on_event({"event": "handed_out", "run": "a"})
@@ -144,7 +144,7 @@ def test_the_oldest_lease_ages_until_its_run_is_back(folder):  # noqa: F811
     assert samples_of(metrics)["gpufarm_oldest_lease_seconds",] == 0
 
 
-def test_a_gpus_last_sample_is_shown_in_base_units_and_a_missing_one_is_not_zero(folder):  # noqa: F811
+def test_a_gpus_last_sample_is_shown_in_base_units_and_a_missing_one_is_not_zero(folder):
     metrics = FarmMetrics(folder.queue, Pulse())
     run = {"node": "n1", "device_name": "A100", "device_uuid": "GPU-1", "source": "measured"}
     metrics.on_samples(run, pa.table({"memory_used_mib": [1.0, 2.0, None], "smact": [0.25, None, None]}))
@@ -155,7 +155,7 @@ def test_a_gpus_last_sample_is_shown_in_base_units_and_a_missing_one_is_not_zero
     assert not [key for key in found if "GPU-2" in key or "drama" in key[0]]
 
 
-def test_the_server_tells_metrics_and_health_and_the_last_turns_age(folder):  # noqa: F811
+def test_the_server_tells_metrics_and_health_and_the_last_turns_age(folder):
     clock = Clock()
     pulse = Pulse(clock=clock)
     with MetricsServer(MetricsSettings(port=0), FarmMetrics(folder.queue, pulse), pulse) as server:
@@ -173,7 +173,7 @@ def test_the_server_tells_metrics_and_health_and_the_last_turns_age(folder):  # 
         assert ask(f"{server.url}/else")[0] == 404
 
 
-def test_a_port_that_is_taken_is_told(folder):  # noqa: F811
+def test_a_port_that_is_taken_is_told(folder):
     pulse = Pulse()
     metrics = FarmMetrics(folder.queue, pulse)
     with MetricsServer(MetricsSettings(port=0), metrics, pulse) as server:
@@ -191,7 +191,7 @@ def test_a_mistaken_port_is_named(port):
 # Leaving
 
 
-def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_json(folder):  # noqa: F811
+def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_json(folder):
     process = subprocess.Popen(
         [sys.executable, "-m", "farm.work", "wait=true",
          "cluster=inline", "log.format=json", "metrics.port=0"],
@@ -206,7 +206,7 @@ def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_
     assert "metrics: http://127.0.0.1:" in said
 
 
-def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):  # noqa: F811
+def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
     submit(queue, 1)
 
     class LikeRay(ScriptedExecutor):
@@ -225,7 +225,7 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):  #
         assert stop.requested and announced == ["stop"]
 
 
-def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):  # noqa: F811
+def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):
     path = tmp_path / "farm.jsonl"
     with Events.open(LogSettings(file=str(path))) as events, DispatcherLock(folder.dispatcher_lock):
         service = Service(events=events)
@@ -234,7 +234,7 @@ def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp
     assert [event["event"] for event in lines(path)] == ["standby", "left"]
 
 
-def test_a_run_without_telemetry_lands_with_metrics_on(folder, queue):  # noqa: F811
+def test_a_run_without_telemetry_lands_with_metrics_on(folder, queue):
     submit(queue, 1)
     service = Service()
     service.metrics = FarmMetrics(folder.queue, service.pulse)
