@@ -123,6 +123,16 @@ class DataFolder:
         return self.root / "snapshots"
 
     @property
+    def growth(self) -> Path:
+        """The growth cycles' journal and plans, see `farm.growth`."""
+        return self.root / "growth"
+
+    @property
+    def reports(self) -> Path:
+        """The growth cycles' reports, a page and a JSON file for each, and `latest` of both."""
+        return self.root / "reports"
+
+    @property
     def locks(self) -> Path:
         return self.root / "locks"
 
@@ -133,6 +143,10 @@ class DataFolder:
     @property
     def compaction_lock(self) -> Path:
         return self.locks / "compaction.lock"
+
+    @property
+    def growth_lock(self) -> Path:
+        return self.locks / "growth.lock"
 
     @property
     def ingest_lock(self) -> Path:

@@ -183,7 +183,7 @@ def _serve(pipe: Connection, memory_gib: float | None) -> None:
     while True:
         try:
             job = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # reset, where the parent left with an answer unread
             return
         try:
             pipe.send(answer(job))

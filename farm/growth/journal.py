@@ -1,0 +1,194 @@
+"""What the growth cycles did, a line for each step, so that a killed one goes on and the next night knows.
+
+Start reading at `Journal`; `Cycle` is what is read off its lines.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UsageError
+from warehouse.folder import DataFolder, sync
+
+STEPS = ("canaries", "choose", "run", "land", "learn", "report")
+OUTCOMES = ("done", "cut short", "sick", "failed")
+_FILE = "journal.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a cycle. `payload` is what it wrote down when it was done; of one that failed, `{"error": ...}`."""
+
+    name: str
+    state: str  # started | done | failed
+    started_at: datetime.datetime  # UTC; of the last attempt
+    ended_at: datetime.datetime | None = None
+    attempts: tuple[datetime.datetime, ...] = ()  # when it was started, each time
+    failures: int = 0
+    payload: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the last attempt, where it ended."""
+        return None if self.ended_at is None else (self.ended_at - self.started_at).total_seconds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """One cycle as the journal tells it.
+
+    name      the day it began, `2026-11-20`, then `2026-11-20.2`; also its snapshot's
+    token     eight hex digits in the ids of its jobs
+    settings  of the command, as JSON
+    outcome   empty while it is open, then one of `OUTCOMES`; `said`: in a sentence
+    """
+
+    name: str
+    token: str
+    started_at: datetime.datetime  # UTC
+    settings: Mapping[str, Any]
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    ended_at: datetime.datetime | None = None
+    outcome: str = ""
+    said: str = ""
+
+    @property
+    def open(self) -> bool:
+        return not self.outcome
+
+    def done(self, step: str) -> Mapping[str, Any] | None:
+        """What a step wrote down, None unless it is done."""
+        found = self.steps.get(step)
+        return found.payload if found is not None and found.state == "done" else None
+
+    def seconds(self, step: str) -> float | None:
+        """How long the last attempt of a step took, where it ended."""
+        found = self.steps.get(step)
+        return None if found is None else found.seconds
+
+
+class Journal:
+    """The lines of one data folder's cycles, each durable before its method returns; one writer at a time.
+
+    A line that was torn by a kill or a full disk was never reported as written: it is cut off by the next writer.
+    """
+
+    def __init__(
+        self, path: Path, clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC)
+    ):
+        self.path = path
+        self._clock = clock
+
+    @classmethod
+    def open(cls, folder: DataFolder, **options: Any) -> Journal:
+        """The folder's journal, which need not exist yet."""
+        return cls(folder.growth / _FILE, **options)
+
+    def cycles(self) -> list[Cycle]:
+        """Oldest first. Raises `UsageError` naming a line that is none of ours."""
+        found: dict[str, Cycle] = {}
+        for number, entry in self._entries():
+            try:
+                _take(found, entry)
+            except (KeyError, TypeError, ValueError) as error:
+                raise UsageError(f"{self.path}:{number} is damaged: {error!r}") from error
+        return list(found.values())
+
+    def cycle(self, name: str) -> Cycle:
+        """The cycle of that name; `KeyError` where there is none."""
+        return {cycle.name: cycle for cycle in self.cycles()}[name]
+
+    def begin(self, settings: Mapping[str, Any], token: str, taken: Callable[[str], bool] = lambda _: False) -> Cycle:
+        """Begin a cycle, under the day's first name that neither the journal nor `taken` has."""
+        known = {cycle.name for cycle in self.cycles()}
+        name = next(name for name in _day_names(self._clock()) if name not in known and not taken(name))
+        self._append({"cycle": name, "event": "begin", "token": token, "settings": settings})
+        return self.cycle(name)
+
+    def start(self, cycle: str, step: str) -> None:
+        """A step begins, or begins again."""
+        self._append({"cycle": cycle, "event": "started", "step": step})
+
+    def done(self, cycle: str, step: str, payload: Mapping[str, Any]) -> Cycle:
+        """A step is done; the cycle as it is now."""
+        self._append({"cycle": cycle, "event": "done", "step": step, "payload": payload})
+        return self.cycle(cycle)
+
+    def fail(self, cycle: str, step: str, error: str) -> Cycle:
+        """A step failed; the cycle as it is now."""
+        self._append({"cycle": cycle, "event": "failed", "step": step, "payload": {"error": error}})
+        return self.cycle(cycle)
+
+    def end(self, cycle: str, outcome: str, said: str) -> Cycle:
+        """The cycle is over; as it is now."""
+        assert outcome in OUTCOMES, outcome
+        self._append({"cycle": cycle, "event": "end", "outcome": outcome, "said": said})
+        return self.cycle(cycle)
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        line = json.dumps({"at": self._clock().isoformat(timespec="milliseconds"), **entry}, allow_nan=False) + "\n"
+        new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a+b") as file:
+            _cut_torn_line(file)
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync(self.path.parent)
+
+    def _entries(self) -> Iterator[tuple[int, dict]]:
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # behind the last line break: torn
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{self.path}:{number} is damaged: {line[:80]!r}") from error
+
+
+def _cut_torn_line(file) -> None:
+    file.seek(0)
+    whole = file.read().rfind(b"\n") + 1
+    file.truncate(whole)
+    file.seek(whole)
+
+
+def _take(found: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
+    """Fold one line into the cycles so far."""
+    name, at = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
+    match entry["event"]:
+        case "begin":
+            found[name] = Cycle(name=name, token=entry["token"], started_at=at, settings=entry["settings"])
+            return
+        case "end":
+            found[name] = replace(found[name], ended_at=at, outcome=entry["outcome"], said=entry["said"])
+            return
+        case "started":
+            before = found[name].steps.get(entry["step"])
+            attempts = (*(before.attempts if before else ()), at)
+            failures = before.failures if before else 0
+            step = Step(name=entry["step"], state="started", started_at=at, attempts=attempts, failures=failures)
+        case "done" | "failed" as state:
+            before = found[name].steps[entry["step"]]
+            step = replace(
+                before, state=state, ended_at=at, payload=entry["payload"],
+                failures=before.failures + (state == "failed"),
+            )  # fmt: skip
+        case event:
+            raise ValueError(f"unknown event {event!r}")
+    found[name] = replace(found[name], steps={**found[name].steps, step.name: step})
+
+
+def _day_names(now: datetime.datetime) -> Iterator[str]:
+    yield f"{now:%Y-%m-%d}"
+    yield from (f"{now:%Y-%m-%d}.{number}" for number in itertools.count(2))
