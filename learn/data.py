@@ -39,8 +39,9 @@ class Rows:
     module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why a label may be wrong, as the rows beside it have it; empty for none. Nothing is fitted on such rows.
-    counts     rows of the selection by status; beside them `unreadable` (config of unknown family or fields) and
-               `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong), both left out.
+    counts     rows of the selection by status; beside them `unreadable` (config of unknown family or fields),
+               `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong) and `stale` (the
+               view `stale`: the label moved in the environment that the device is in now), all left out.
     """
 
     target: Target
@@ -105,6 +106,8 @@ class Rows:
         said = []
         if untrusted := self.counts.get("untrusted"):
             said.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
+        if stale := self.counts.get("stale"):
+            said.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
         if unreadable := self.counts.get("unreadable"):
             said.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
         return said
@@ -167,17 +170,21 @@ def load_rows(
     family: str | None = None,
     source: str | Sequence[str] | None = None,
     device_name: str | None = None,
+    *,
+    snapshot: str | None = None,
 ) -> Rows:
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
+    With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change.
+
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
-    `untrusted`. `family` None or `all` takes every family. Rows of several sources are not mixed, but where `source` is
-    a list that names them: without it that raises `UsageError` with the counts, as do unknown names and fewer than 30
-    usable rows. Rows of several devices are, as long as `conf/device` describes all of them, since estimators read the
-    description; else `device_name=` has to choose.
+    `untrusted`, or a label that is stale now (`warehouse.stale`). `family` None or `all` takes every family. Rows of
+    several sources are not mixed, but where `source` is a list that names them: without it that raises `UsageError`
+    with the counts, as do unknown names and fewer than 30 usable rows. Rows of several devices are, as long as
+    `conf/device` describes all of them, since estimators read the description; else `device_name=` has to choose.
     """
     wanted = get_target(target)
-    found = _read(data, wanted)
+    found = _read(data, wanted, snapshot)
     family = None if family in (None, "all") else str(family)
     if family is not None:
         found = _choose(found, "family", family)
@@ -191,6 +198,10 @@ def load_rows(
     if untrusted:
         counts["untrusted"] = untrusted
         usable = [row for row in usable if row["quality"] != "untrusted"]
+    stale = sum(row["stale"] for row in usable)
+    if stale:
+        counts["stale"] = stale
+        usable = [row for row in usable if not row["stale"]]
     if source is None or isinstance(source, str):
         usable = _one_of_a_kind(usable, "source", source)
     else:
@@ -207,12 +218,13 @@ def load_rows(
     if unreadable:
         counts["unreadable"] = unreadable.total()
     if len(kept) < MIN_ROWS:
-        _refuse_too_few(wanted, family, found, len(kept), untrusted, unreadable)
+        _refuse_too_few(wanted, family, found, len(kept), untrusted, stale, unreadable)
     return _pack(wanted, configs, kept, counts)
 
 
-def _read(data, target: Target) -> list[dict]:
+def _read(data, target: Target, snapshot: str | None) -> list[dict]:
     import warehouse
+    from warehouse.stale import stale_now
 
     columns = [
         "run_id",
@@ -229,15 +241,17 @@ def _read(data, target: Target) -> list[dict]:
         "error_type",
         "error",
     ]
-    connection = warehouse.connect(data)
+    connection = warehouse.connect(data, snapshot=snapshot)
     try:
         # target.column comes from learn.targets, not from the user
         rows = connection.execute(f"SELECT {', '.join(columns)}, {target.column} FROM runs ORDER BY run_id").fetchall()
+        stale = stale_now(connection, target.column)
     finally:
         connection.close()
     names = [*columns, "label"]
     found = [dict(zip(names, row, strict=True)) for row in rows]
     for row in found:
+        row["stale"] = row["run_id"] in stale
         row["device_name"] = row["device_name"] or "unknown"
         if row["device_memory_mib"] is None:
             row["device_memory_mib"] = _described_memory(row["device_name"])
@@ -310,7 +324,7 @@ def _said(counts: Mapping) -> str:
 
 
 def _refuse_too_few(
-    target: Target, family: str | None, found: list[dict], usable: int, untrusted: int, unreadable: Counter
+    target: Target, family: str | None, found: list[dict], usable: int, untrusted: int, stale: int, unreadable: Counter
 ) -> None:
     statuses = _said(Counter(row["status"] for row in found)) or "none"
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in found)
@@ -322,6 +336,8 @@ def _refuse_too_few(
         text += f"; ok without {target.column}: {unlabelled}"
     if untrusted:
         text += f"; with untrusted labels (runs.quality_reasons says why): {untrusted}"
+    if stale:
+        text += f"; with labels that moved with their device's environment: {stale}"
     for reason, n in unreadable.most_common(1):
         text += f"; unreadable configs: {unreadable.total()} ({n} times: {reason})"
     name = family or "cnn"

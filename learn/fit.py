@@ -9,10 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
-from learn.targets import BIN_WIDTHS_GB, get_target
+from learn.targets import BIN_WIDTHS_GB, Bins, get_target
+
+if TYPE_CHECKING:
+    from learn.data import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,7 @@ class FitSettings:
     source: str | None = None
     device_name: str | None = None
     bin_gb: int | None = None
+    snapshot: str | None = None
     seed: int = 0
     data: str | None = None
 
@@ -80,7 +85,10 @@ def fit(
     now = now or datetime.now(UTC)
     require_target(get_estimator(settings.estimator), settings.target)
     progress("reading rows")
-    rows = load_rows(settings.data, settings.target, settings.family, settings.source, settings.device_name)
+    rows = load_rows(
+        settings.data, settings.target, settings.family, settings.source, settings.device_name,
+        snapshot=settings.snapshot,
+    )  # fmt: skip
     needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
     if needs_trace:
         prepare(rows.cases, settings.data, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
@@ -91,25 +99,9 @@ def fit(
 
     notes = list(estimator.predict(rows.cases[:1]).warnings)
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
-    if rows.censored.any():
-        known = "they are fitted on as lower bounds"
-        if not getattr(get_estimator(settings.estimator), "uses_out_of_memory", False):
-            known = "they are not fitted on, so estimates near the device's memory lean low"
-        shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
-        notes.append(
-            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
-            + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
-            + f"; {known}"
-        )
-    if doubted := int((rows.doubt != "").sum()):
-        notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")
-    if "simulated" in rows.count("source"):
-        said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
-        notes.append(said + "nothing about real GPUs")
-        if settings.estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
-            notes.append("the trace made these very labels, so that errors here are near zero by construction")
-    notes += rows.left_out
+    notes += remarks(settings.estimator, rows, bins)
     meta = {**described(settings.estimator, rows, evaluation, bins, settings.seed, now), "warnings": notes}
+    meta["snapshot"] = settings.snapshot
     meta["rows"] |= {
         "train": len(evaluation.train_rows),
         "test": len(evaluation.test_rows),
@@ -122,12 +114,39 @@ def fit(
         "test_run_ids": evaluation.test_rows.run_ids.tolist(),
         "train_run_ids": evaluation.train_rows.run_ids.tolist(),
     }
+    report["refused_run_ids"] = sorted({*rows.run_ids} - {*report["test_run_ids"], *report["train_run_ids"]})
+    report["fitted_on"] = "all"
     progress("drawing the report")
     path = save_artifact(
         settings.data, settings.target, estimator, meta, report,
         now=now, extras=lambda folder: write_report(folder, evaluation, meta),
     )  # fmt: skip
     return Fit(path, meta, evaluation)
+
+
+def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
+    """What a reader of the figures has to know of the rows that are fitted on and judged."""
+    from learn.estimators import get_estimator
+
+    notes = []
+    if rows.censored.any():
+        known = "they are fitted on as lower bounds"
+        if not getattr(get_estimator(estimator), "uses_out_of_memory", False):
+            known = "they are not fitted on, so estimates near the device's memory lean low"
+        shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
+        notes.append(
+            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
+            + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
+            + f"; {known}"
+        )
+    if doubted := int((rows.doubt != "").sum()):
+        notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")
+    if "simulated" in rows.count("source"):
+        said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
+        notes.append(said + "nothing about real GPUs")
+        if estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
+            notes.append("the trace made these very labels, so that errors here are near zero by construction")
+    return notes + rows.left_out
 
 
 def entry(cfg) -> int:
@@ -166,7 +185,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("fit", entry)
+    command("fit", entry, text=("snapshot",))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def connect(
     each of its files that did.
 
     The connection reads the folder's Parquet and nothing else: INSERT, CREATE and ATTACH fail, and so does COPY to
-    anywhere but a path inside `runs/`, `telemetry/`, `jobs/` or `compactions/`, which DuckDB cannot refuse alone.
+    anywhere but a path inside `runs/`, `telemetry/`, `jobs/`, `stale/` or `compactions/`, which DuckDB cannot refuse
+    alone.
     pandas and Arrow tables are joined after `connection.register("name", table)`. A query sees each run exactly
     once, also while files are merged; timestamps are UTC. Close it when done: what compaction has replaced is kept
     for up to a day while somebody has the warehouse open.
@@ -62,8 +63,8 @@ def _confine(connection: duckdb.DuckDBPyConnection, folder: DataFolder) -> None:
     if not os.access(folder.root, os.W_OK):
         spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getuid()}"
         connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
-    allowed = {str(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
-    allowed |= {escaped_glob(folder.root / name) + "/" for name in (*KINDS, "jobs", "compactions")}
+    readable = [folder.root / name for name in (*KINDS, "jobs", "stale", "compactions")]
+    allowed = {str(path) + "/" for path in readable} | {escaped_glob(path) + "/" for path in readable}
     connection.execute(f"SET allowed_directories = [{', '.join(map(sql_text, sorted(allowed)))}]")
     connection.execute("SET enable_external_access = false")
 

@@ -23,7 +23,7 @@ from conf.errors import UsageError, unknown_name
 from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.folder import DataFolder
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 from warehouse.writer import RUN_RATIOS
@@ -35,7 +35,7 @@ ENVIRONMENT = (
 )  # fmt: skip
 _BY = ("family", "device_name", "status")
 _KEY = ("config_hash", "source", *ENVIRONMENT)
-_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA}
+_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 _LARGEST = 5
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import UsageError
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 
 FORMAT = "gpufarm-data"
 KINDS = ("runs", "telemetry")  # what is partitioned by family and compacted
@@ -109,6 +109,11 @@ class DataFolder:
         return self.root / "jobs"
 
     @property
+    def stale(self) -> Path:
+        """Marks of labels that no longer hold, see `warehouse.stale`."""
+        return self.root / "stale"
+
+    @property
     def models(self) -> Path:
         return self.root / "models"
 
@@ -180,6 +185,7 @@ class DataFolder:
             self.runs / partition / name: RUN_SCHEMA,
             self.telemetry / partition / name: TELEMETRY_SCHEMA,
             self.jobs / f"_{name}": JOB_SCHEMA,
+            self.stale / f"_{name}": STALE_SCHEMA,
             **{self.listings(kind) / f"_{name}": LISTING_SCHEMA for kind in KINDS},
         }
 

@@ -46,6 +46,7 @@ class QuerySettings:
     format: str = "table"
     out: str | None = None
     max_rows: int = 100
+    snapshot: str | None = None
     data: str | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +61,8 @@ class QuerySettings:
 def entry(cfg) -> int:
     """Run the query that `cfg` holds."""
     settings = QuerySettings(
-        sql=str(cfg.sql), format=cfg.format, out=cfg.out, max_rows=cfg.max_rows, data=cfg.data
+        sql=str(cfg.sql), format=cfg.format, out=cfg.out, max_rows=cfg.max_rows, snapshot=cfg.snapshot,
+        data=cfg.data,
     )  # fmt: skip
     run_query(settings, sys.stdout)
     return 0
@@ -69,7 +71,7 @@ def entry(cfg) -> int:
 def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for SQL that is wrong."""
     folder = DataFolder.resolve(settings.data)
-    with contextlib.closing(connect(folder)) as connection, _explained(folder):
+    with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explained(folder):
         relation = connection.sql(_only_statement(connection, settings.sql))
         if settings.out is None:
             FORMATS[settings.format](relation, stdout, settings)
@@ -256,7 +258,7 @@ def _explained(folder: DataFolder) -> Iterator[None]:
 
 
 def main() -> None:
-    command("query", entry, positional="sql")
+    command("query", entry, positional="sql", text=("snapshot",))
 
 
 if __name__ == "__main__":

@@ -166,3 +166,22 @@ JOB_SCHEMA = pa.schema(
         ("submitted_at", _TIME),
     ]
 )
+
+# What can invalidate labels, beside the device itself.
+ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
+
+# A mark: a run's label does not hold on its device once that is in the environment named; see `warehouse.stale`.
+STALE_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("label", pa.string()),  # a column of `runs`
+        ("operators", pa.string()),  # operator families of the run that moved, with commas; `everything`
+        ("device_name", pa.string()),
+        ("source", pa.string()),
+        *((name, pa.string()) for name in ENVIRONMENT),  # in which the label is stale
+        ("shift", pa.float64()),  # of the canaries that moved, the median: relative, for ratios the difference
+        ("said", pa.string()),  # the shift in words
+        ("marked_at", _TIME),
+        ("cycle", pa.string()),
+    ]
+)

@@ -36,7 +36,7 @@ from warehouse.folder import (
     write_parquet,
 )
 from warehouse.merged import counting_files, is_merged_name
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.views import VIEWS, view_statements
 
 FORMAT = "gpufarm-snapshot"
@@ -44,8 +44,8 @@ MANIFEST = "manifest.json"
 NOW = "now"  # in a diff: the folder as it is
 ALL = "all"  # in verify=
 _LISTING = "snapshot.parquet"
-_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA}
-_TABLES = (*KINDS, "jobs", "compactions")
+_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
+_TABLES = (*KINDS, "jobs", "stale", "compactions")
 # Where a hard link cannot be: another file system, none that has them, somebody else's file, or too many of one.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -232,9 +232,10 @@ def _link_files(folder: DataFolder, building: DataFolder) -> None:
         merged = [f"{path.parent.name}/{path.name}" for path in paths if is_merged_name(path.name)]
         listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
         write_parquet(building.listings(kind) / _LISTING, listing)
-    for path in sorted(folder.jobs.glob("*.parquet")):
-        if not (building.jobs / path.name).exists():
-            _link(path, building.jobs / path.name)
+    for source, target in ((folder.jobs, building.jobs), (folder.stale, building.stale)):
+        for path in sorted(source.glob("*.parquet")):
+            if not (target / path.name).exists():
+                _link(path, target / path.name)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The views `runs`, `attempts`, `telemetry` and `jobs` in `warehouse.duckdb`; `warehouse.connection` opens them.
+"""The views `runs`, `attempts`, `telemetry`, `jobs` and `stale` of `warehouse.duckdb`; `warehouse.connection` opens it.
 
 Start reading at `view_statements`; `_partitioned_view` is where a file is decided to count or not.
 """
@@ -14,10 +14,18 @@ import pyarrow as pa
 
 from warehouse.folder import DataFolder, write_bytes
 from warehouse.merged import MERGED_PREFIX
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
+from warehouse.schema import (
+    ENVIRONMENT,
+    JOB_SCHEMA,
+    RUN_SCHEMA,
+    SCHEMA_VERSION,
+    STALE_SCHEMA,
+    STATUSES,
+    TELEMETRY_SCHEMA,
+)
 from warehouse.sql_text import escaped_glob, sql_text
 
-VIEWS = ("runs", "attempts", "telemetry", "jobs")
+VIEWS = ("runs", "attempts", "telemetry", "jobs", "stale")
 
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
@@ -58,7 +66,19 @@ def view_statements(folder: DataFolder) -> list[str]:
             FROM ({_with_every_column(JOB_SCHEMA, snapshots)}) AS snapshot
             LEFT JOIN (SELECT job_id, count(*) AS runs, {counted} FROM runs GROUP BY job_id) AS done
             ON snapshot.job_id = done.job_id""",
+        f"CREATE VIEW stale AS {_stale_view(folder)}",
     ]
+
+
+def _stale_view(folder: DataFolder) -> str:
+    """Each mark once, however many cycles made it: the first. A folder from before there were marks has no file."""
+    marks = f"SELECT {', '.join(_typed_nulls(STALE_SCHEMA))} WHERE false"
+    if next(folder.stale.glob("*.parquet"), None) is not None:
+        files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
+        marks = _with_every_column(STALE_SCHEMA, files)
+    same = ", ".join(("run_id", "label", *ENVIRONMENT))
+    return f"""SELECT {_columns(STALE_SCHEMA, "mark")} FROM ({marks}) AS mark
+            QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY mark.marked_at, mark.cycle) = 1"""
 
 
 def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
@@ -92,8 +112,11 @@ def _with_every_column(schema: pa.Schema, files: str) -> str:
     A column that was added lately is in no file of an older folder, and such a folder may only be read. DuckDB drops
     the side without rows when it plans a query, so this costs nothing.
     """
-    typed = ", ".join(f"NULL::{_SQL_TYPES[field.type]} AS {field.name}" for field in schema)
-    return f"SELECT {typed} WHERE false UNION ALL BY NAME SELECT * FROM {files}"
+    return f"SELECT {', '.join(_typed_nulls(schema))} WHERE false UNION ALL BY NAME SELECT * FROM {files}"
+
+
+def _typed_nulls(schema: pa.Schema) -> list[str]:
+    return [f"NULL::{_SQL_TYPES[field.type]} AS {field.name}" for field in schema]
 
 
 def _columns(schema: pa.Schema, table: str) -> str:

@@ -15,8 +15,7 @@ from conf.errors import UsageError
 from featurize.device_spec import same_device
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.targets import TARGETS
-
-ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
+from warehouse.schema import ENVIRONMENT
 
 
 @dataclass(frozen=True)

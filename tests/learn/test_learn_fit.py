@@ -18,6 +18,8 @@ from learn.data import load_rows
 from learn.evaluation.evaluate import classes_of, hold_out, split
 from learn.fit import FitSettings, fit
 from learn.targets import make_bins
+from warehouse.folder import DataFolder
+from warehouse.snapshot import take_snapshot
 
 N = 120
 
@@ -42,7 +44,7 @@ def settings(data, **changes):
 
 
 def run(*argv):
-    return cli.run("fit", fit_module.entry, list(argv))
+    return cli.run("fit", fit_module.entry, list(argv), text=("snapshot",))
 
 
 def test_command_prints_the_figures_and_the_artifacts_path(data, capsys):
@@ -148,6 +150,22 @@ def test_no_model_is_said_with_what_there_is(data, fitted):
     with pytest.raises(UsageError, match="no fitted model for target=memory with family=gpt; there are: lightgbm"):
         load_latest(data, "memory", family="gpt")
     assert find_latest(data, "memory", device="NVIDIA H200") is None
+
+
+def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitted, capsys):
+    folder = DataFolder.resolve(tmp_path / "d")
+    configs = make_configs(80, families=("mlp",))
+    write_runs(folder, configs[:40])
+    take_snapshot(folder, "night-1")
+    write_runs(folder, configs[40:], job="later")
+    arguments = ("target=smact", "estimator=lightgbm", f"data={json.dumps(str(folder.root))}")
+    assert run(*arguments, "snapshot=night-1") == 0
+    meta = load_latest(folder, "smact").meta
+    assert meta["snapshot"] == "night-1" and meta["rows"]["family"] == {"mlp": 40}
+    assert meta["data_fingerprint"] == load_rows(folder, "smact", snapshot="night-1").fingerprint()
+    assert len(load_rows(folder, "smact")) == 80 and fitted.meta["snapshot"] is None
+    assert run(*arguments, "snapshot=night-2") == 2
+    assert "night-1" in capsys.readouterr().err
 
 
 def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):

@@ -11,6 +11,7 @@ from warehouse_rows import run_row, samples
 
 from conf.cli import run
 from warehouse.query import QuerySettings, entry, run_query
+from warehouse.snapshot import take_snapshot
 from warehouse.writer import RunWriter
 
 
@@ -19,7 +20,7 @@ def query(folder, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
 
     def ask(*arguments):
-        code = run("query", entry, arguments, positional="sql")
+        code = run("query", entry, arguments, positional="sql", text=("snapshot",))
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -45,6 +46,16 @@ def test_csv_is_exact_and_null_is_empty(query, filled):
         'J-000001,"",,false,2025-01-02 03:04:05\n'
     )
     assert next(csv.DictReader(io.StringIO(out)))["error"] == 'say "hi",\nthen go'
+
+
+def test_a_snapshot_is_asked_instead_of_the_folder(query, folder, filled):
+    take_snapshot(folder, "2026")
+    RunWriter(folder).write(run_row(2), samples())
+    count = "SELECT count(*) FROM runs"
+    assert query(count, "format=csv", "snapshot=2026")[1].splitlines()[1] == "2"
+    assert query(count, "format=csv")[1].splitlines()[1] == "3"
+    code, _, err = query(count, "snapshot=2025")
+    assert code == 2 and "2025" in err and "2026" in err
 
 
 def test_json_is_exact_and_null_is_null(query, filled):
@@ -185,9 +196,9 @@ def test_equals_signs_and_quotes_in_sql_are_no_overrides(query, filled):
     ("sql", "said"),
     [
         ("SELECT peak_memory FROM runs", "peak_memory_mib"),
-        ("SELECT * FROM run", "error: unknown table 'run'; known: attempts, jobs, runs, telemetry\n"),
-        ("SELECT * FROM gadgets", "error: unknown table 'gadgets'; known: attempts, jobs, runs, telemetry\n"),
-        ("SELECT * FROM old.runs", "error: unknown table 'old.runs'; known: attempts, jobs, runs, telemetry\n"),
+        ("SELECT * FROM run", "error: unknown table 'run'; known: attempts, jobs, runs, stale, telemetry\n"),
+        ("SELECT * FROM gadgets", "error: unknown table 'gadgets'; known: attempts, jobs, runs, stale, telemetry\n"),
+        ("SELECT * FROM old.runs", "error: unknown table 'old.runs'; known: attempts, jobs, runs, stale, telemetry\n"),
         ("SELECT averag(smact) FROM runs", "averag"),
         ("SELEC 1 x", "syntax error"),
         ("SELECT 1; SELECT 2", "one SQL statement, got 2"),

@@ -42,7 +42,7 @@ def rows(data, view="runs", snapshot=None):
 
 
 def everything(data, snapshot=None):
-    return {view: rows(data, view, snapshot) for view in ("runs", "attempts", "telemetry", "jobs")}
+    return {view: rows(data, view, snapshot) for view in ("runs", "attempts", "telemetry", "jobs", "stale")}
 
 
 def a_full_folder(folder):
@@ -98,7 +98,8 @@ def test_names_are_days_and_one_that_is_taken_or_unknown_is_told(folder):
 def test_samples_of_a_run_that_has_not_landed_stay_out(folder):
     fill(folder, [0, 1])
     (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()
-    assert dict(take_snapshot(folder, "s").rows) == {"runs": 1, "attempts": 1, "telemetry": 3, "jobs": 0}
+    rows = dict(take_snapshot(folder, "s").rows)
+    assert rows == {"runs": 1, "attempts": 1, "telemetry": 3, "jobs": 0, "stale": 0}
 
 
 @pytest.mark.parametrize("same_size", [False, True])
@@ -206,7 +207,7 @@ def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
     assert run("snapshot", entry, ["name=2026-11-20"]) == 0
     assert run("snapshot", entry, ["list=true"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == said[1] and said[0].startswith("2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 jobs; ")
+    assert said[0] == said[1] and said[0].startswith("2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 jobs, 0 stale; ")
     assert run("snapshot", entry, ["name=x", "verify=all"]) == 2
     assert run("snapshot", entry, ["verify=x"]) == 2
     assert Path(folder.snapshots / "2026-11-20").is_dir()

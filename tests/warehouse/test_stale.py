@@ -1,0 +1,147 @@
+"""Marks of labels that no longer hold: kept once, shown, part of snapshots, and left out where they count.
+
+Start reading at `mark`.
+"""
+
+import contextlib
+import datetime
+import json
+import shutil
+
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from warehouse.diff import diff
+from warehouse.folder import DataFolder
+from warehouse.schema import ENVIRONMENT
+from warehouse.snapshot import find_snapshot, take_snapshot
+from warehouse.stale import Mark, stale_now, write_marks
+from warehouse.writer import RunWriter
+
+OLD = {"torch_version": "2.12", "cuda_version": "12.6", "cudnn_version": "9.1", "driver_version": "550"}
+NEW = OLD | {"driver_version": "560"}
+AT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+
+
+def mark(index, label="smact", **changes):
+    found = {
+        "run_id": f"J-{index:06d}", "label": label, "operators": ("convolution",), "device_name": "A100",
+        "source": "measured", "environment": NEW | {"allocator_settings": None}, "shift": 0.1, "said": "+0.100",
+    }  # fmt: skip
+    return Mark(**(found | changes))
+
+
+def land(folder, index, environment, day, **changes):
+    finished = datetime.datetime(2026, 1, day, tzinfo=datetime.UTC)
+    values = {"device_name": "A100", "source": "measured", "finished_at": finished, **environment, **changes}
+    RunWriter(folder).write(run_row(index, **values), samples(1))
+
+
+def shown(data, snapshot=None):
+    with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
+        return connection.sql("SELECT * FROM stale ORDER BY ALL").fetchall()
+
+
+def stale(folder, label="smact"):
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        return stale_now(connection, label)
+
+
+def test_marks_are_shown_with_where_they_hold_and_by_which_cycle(folder):
+    assert shown(folder) == []
+    write_marks(folder, "2026-01-02", [mark(0, operators=("convolution", "batch_norm"))], marked_at=AT)
+    row = ("J-000000", "smact", "convolution, batch_norm", "A100", "measured", "2.12", "12.6", "9.1", "560", None, 0.1,
+           "+0.100", AT.replace(tzinfo=None), "2026-01-02")  # fmt: skip
+    assert shown(folder) == [row]
+
+
+def test_the_same_call_again_writes_the_same_file_and_another_replaces_it(folder):
+    marks = [mark(1), mark(0), mark(0, "drama")]
+    path = write_marks(folder, "c", marks, marked_at=AT)
+    content = path.read_bytes()
+    assert write_marks(folder, "c", marks[::-1], marked_at=AT).read_bytes() == content
+    assert len(shown(folder)) == 3
+    write_marks(folder, "c", marks[:1], marked_at=AT)
+    assert [row[0] for row in shown(folder)] == ["J-000001"]
+    with pytest.raises(ValueError, match="cycle must be of letters"):
+        write_marks(folder, "../c", marks, marked_at=AT)
+
+
+def test_a_mark_that_two_cycles_made_is_one(folder):
+    write_marks(folder, "b", [mark(0), mark(1)], marked_at=AT + datetime.timedelta(days=1))
+    write_marks(folder, "a", [mark(0)], marked_at=AT)
+    assert [(row[0], row[-1]) for row in shown(folder)] == [("J-000000", "a"), ("J-000001", "b")]
+    write_marks(folder, "c", [mark(0, environment=OLD)], marked_at=AT)  # another environment, another mark
+    assert len(shown(folder)) == 3
+
+
+def test_a_label_is_stale_only_while_its_device_is_in_that_environment(folder):
+    land(folder, 0, OLD, 1)
+    land(folder, 1, NEW, 2)
+    land(folder, 2, OLD, 9, device_name="H100")  # another device's environment is another matter
+    write_marks(folder, "c", [mark(0)], marked_at=AT)
+    assert stale(folder) == {"J-000000"}
+    assert stale(folder, "drama") == set()
+    land(folder, 3, OLD | {"cudnn_version": None}, 3, status="crashed")  # it never came so far as to say
+    assert stale(folder) == {"J-000000"}
+    land(folder, 4, OLD, 4)
+    assert stale(folder) == set()
+    land(folder, 5, NEW, 5)
+    assert stale(folder) == {"J-000000"}
+
+
+def test_a_snapshot_keeps_the_marks_of_its_day(folder):
+    land(folder, 0, OLD, 1)
+    write_marks(folder, "c", [mark(0)], marked_at=AT)
+    before = shown(folder)
+    assert take_snapshot(folder, "s").rows["stale"] == 1
+    write_marks(folder, "c", [mark(0), mark(0, "drama")], marked_at=AT)
+    write_marks(folder, "d", [mark(0, "smocc")], marked_at=AT)
+    assert shown(folder, "s") == before and len(shown(folder)) == 3
+    assert find_snapshot(folder, "s").problems() == []
+    found = diff(folder, "s")
+    assert (found.rows_before["stale"], found.rows_after["stale"]) == (1, 3) and not found.schema
+    assert not found.added and not found.changed
+
+
+def without_marks(folder):
+    """As a folder, or a snapshot, is that was made before there were any."""
+    shutil.rmtree(folder.stale)
+    folder.warehouse.unlink(missing_ok=True)
+
+
+def test_a_folder_from_before_is_read_and_takes_marks(folder):
+    land(folder, 0, OLD, 1)
+    without_marks(folder)
+    before = sorted(path.name for path in folder.root.iterdir())
+    assert shown(folder) == [] and stale(folder) == set()
+    assert sorted(path.name for path in folder.root.iterdir()) == [*before, folder.warehouse.name]
+    assert take_snapshot(folder, "s").rows["stale"] == 0
+    write_marks(DataFolder(folder.root), "c", [mark(0)], marked_at=AT)
+    assert len(shown(folder)) == 1
+
+
+def test_a_folder_from_before_that_may_only_be_read_is_read(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    land(folder, 0, OLD, 1)
+    without_marks(folder)
+    monkeypatch.setattr("warehouse.views.write_bytes", refuse)
+    assert shown(folder) == []
+    assert not folder.stale.exists()
+
+
+def test_a_snapshot_from_before_is_read_and_compared(folder):
+    land(folder, 0, OLD, 1)
+    taken = take_snapshot(folder, "s").folder
+    without_marks(taken)
+    path = taken.root / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["rows"]["stale"], manifest["columns"]["stale"]
+    manifest["files"] = [file for file in manifest["files"] if not file["path"].startswith("stale/")]
+    path.write_text(json.dumps(manifest))
+    assert shown(folder, "s") == []
+    (change,) = diff(folder, "s").schema
+    assert change.table == "stale" and set(ENVIRONMENT) < set(change.added)
