@@ -54,6 +54,16 @@ class Artifact:
     def estimator(self) -> Estimator:
         return get_estimator(self.meta["estimator"]).load(self.path / "model")
 
+    @cached_property
+    def fitted_run_ids(self) -> frozenset[str]:
+        """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
+        other fits; of a promotion only those that it was fitted on."""
+        report = json.loads((self.path / "report.json").read_text())
+        seen = list(report["train_run_ids"])
+        if report.get("fitted_on", "all") == "all":
+            seen += report["test_run_ids"] + report.get("refused_run_ids", [])
+        return frozenset(seen)
+
 
 def described(
     estimator: str, rows: Rows, evaluation: Evaluation, bins: Bins, seed: int, now: datetime
@@ -135,7 +145,14 @@ def versions(data, target: str) -> list[Artifact]:
     return found
 
 
-def find_latest(
+def find_latest(data, target: str, **wanted: str | bool | None) -> Artifact | None:
+    """`newest`, of whose arguments `wanted` is, or None; `StaleArtifact` where that version's features are not those
+    of this code."""
+    found = newest(data, target, **wanted)
+    return None if found is None else require_current(found)
+
+
+def newest(
     data,
     target: str,
     *,
@@ -149,9 +166,7 @@ def find_latest(
     """The newest version that was fitted on rows of that family, device and source (None: any), or None; where no
     estimator is named, of the hybrid, and of another only where there is no hybrid. With
     `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
-    traced steps, fitted on rows of real devices.
-
-    Raises `StaleArtifact` where that version's features are not those of this code.
+    traced steps, fitted on rows of real devices. Its features may be those of other code.
     """
     fitting = [
         artifact
@@ -165,7 +180,7 @@ def find_latest(
     ]
     if estimator is None:  # the others are fitted to be compared with it
         fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
-    return require_current(fitting[-1]) if fitting else None
+    return fitting[-1] if fitting else None
 
 
 def load_latest(data, target: str, **wanted: str | bool | None) -> Artifact:

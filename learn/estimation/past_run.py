@@ -53,7 +53,6 @@ def known_to(past: PastRun, done: Estimate, data) -> list[str]:
     for target, by in done.answered_by.items():
         version = by.partition(" ")[2]
         for artifact in versions(data, target) if version else ():
-            report = json.loads((artifact.path / "report.json").read_text())
-            if artifact.version == version and past.run_id in report["test_run_ids"] + report["train_run_ids"]:
+            if artifact.version == version and past.run_id in artifact.fitted_run_ids:
                 knew.append(target)
     return [f"{', '.join(knew)}: the model has been fitted on this very run"] if knew else []

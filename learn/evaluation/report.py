@@ -14,6 +14,7 @@ import numpy as np
 
 from learn.evaluation.evaluate import Evaluation
 
+_FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
 _NAMES = {
     "accuracy": "accuracy",
@@ -213,7 +214,7 @@ def _write_page(path: Path, evaluation: Evaluation, meta: Mapping, images: list[
         "seed": meta["seed"],
         "features": meta["feature_version"],
         "data": meta["data_fingerprint"],
-        "fitted": f"{meta['created_at']}, on all rows; the figures are of fits that did not see the rows judged",
+        "fitted": f"{meta['created_at']}, {meta.get('fitted', _FITTED)}",
     }
     notes = "".join(f"<p class=note>{html.escape(text)}</p>" for text in meta["warnings"])
     pictures = "".join(

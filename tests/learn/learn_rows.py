@@ -54,11 +54,10 @@ def labels_of(configs, seed=0):
     }
 
 
-def write_runs(data, configs, *, source="simulated", device=DEVICE, job="job", statuses=None, **columns):
-    """Write one run a config into the data folder; what needs more than the device has is `oom`. Returns run ids."""
-    writer = RunWriter(DataFolder.resolve(data))
-    labels = labels_of(configs)
-    ids = []
+def runs_of(configs, *, source="simulated", device=DEVICE, job="job", statuses=None, labels=None, **columns):
+    """One run a config; what needs more than the device has is `oom`. `labels`: {column: (n,)}, else the formula's."""
+    labels = labels_of(configs) | (labels or {})
+    runs = []
     for i, config in enumerate(configs):
         status = statuses[i] if statuses else ("oom" if labels["peak_memory_mib"][i] > MEMORY_MIB else "ok")
         run = {
@@ -70,6 +69,22 @@ def write_runs(data, configs, *, source="simulated", device=DEVICE, job="job", s
             run["oom_kind"] = "device"
         if status == "ok":
             run |= {column: float(values[i]) for column, values in labels.items()}
-        writer.write(run | columns, pa.table({"t_ms": pa.array([], pa.float64())}))
-        ids.append(run["run_id"])
-    return ids
+        runs.append(run | columns)
+    return runs
+
+
+def write_runs(data, configs, **described):
+    """Write `runs_of` the configs into the data folder, each as the farm does. Returns run ids."""
+    writer = RunWriter(DataFolder.resolve(data))
+    runs = runs_of(configs, **described)
+    for run in runs:
+        writer.write(run, pa.table({"t_ms": pa.array([], pa.float64())}))
+    return [run["run_id"] for run in runs]
+
+
+def write_batch(data, configs, **described):
+    """The same in one file a family, which is quick; none of them may be there already."""
+    writer = RunWriter(DataFolder.resolve(data))
+    runs = runs_of(configs, **described)
+    for family in sorted({run["family"] for run in runs}):
+        writer.write_batch([run for run in runs if run["family"] == family])

@@ -1,0 +1,311 @@
+"""What a refit keeps and what it leaves, on folders of real runs: better, worse, too few to tell, killed, outdated."""
+
+import json
+import shutil
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pytest
+from learn_rows import labels_of, make_configs, write_batch
+
+from conf.errors import UsageError
+from featurize.features import group_key
+from learn.artifacts import find_latest, versions
+from learn.data import load_rows, make_rows
+from learn.estimators import ResidualPrediction
+from learn.evaluation.paired import compare, limits
+from learn.fit import FitSettings, fit
+from learn.promotion import is_held_out, refit
+from learn.targets import make_bins
+
+NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
+POOL = make_configs(500)
+HELD_OUT = [config for config in POOL if is_held_out([group_key(config)])[0]]
+OTHERS = [config for config in POOL if not is_held_out([group_key(config)])[0]]
+SEEN = [config for config in HELD_OUT if config in POOL[:90]]
+FRESH = [config for config in HELD_OUT if group_key(config) not in {group_key(other) for other in POOL[:90]}]
+
+
+def night(data, n, target="memory", estimator="lightgbm", **changes):
+    """The learning step of the n-th night."""
+    return refit(data, target, estimator, cycle=f"2026-11-{20 + n}", now=NIGHT + timedelta(days=n), **changes)
+
+
+def corrupted(configs):
+    """Labels that say nothing of their configurations."""
+    return np.random.default_rng(7).permutation(labels_of(configs)["smact"])
+
+
+def outdate(path):
+    """As if other code had fitted it."""
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, "feature_version": "0ld"}))
+
+
+@pytest.fixture
+def data(tmp_path):
+    return tmp_path / "a'; echo foo"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    data = tmp_path_factory.mktemp("base")
+    write_batch(data, POOL[:90], job="n0", statuses=["ok"] * 90)
+    return data, fit(FitSettings(target="smact", estimator="lightgbm", data=str(data)), now=NIGHT).path
+
+
+@pytest.fixture
+def fitted(base, data):
+    """(folder, artifact's path): 90 rows and what `learn.fit` made of them, which has seen them all."""
+    shutil.copytree(base[0], data)
+    return data, data / base[1].relative_to(base[0])
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """(folder, three nights): 100 rows, 200 more, and none."""
+    data = tmp_path_factory.mktemp("grown")
+    write_batch(data, POOL[:100], job="n0")
+    nights = [night(data, 0)]
+    write_batch(data, POOL[100:300], job="n1")
+    return data, [*nights, night(data, 1), night(data, 2)]
+
+
+def test_the_first_model_is_kept_with_its_figures_on_rows_held_out(grown):
+    data, (first, *_) = grown
+    assert first.decision == "first" and first.current is None
+    assert first.figures["current"] is None and first.held_out == first.figures["candidate"]["rows"] > 10
+    assert "there was no model; this one is fitted on" in first.why
+    written = versions(data, "memory")[0]
+    assert written.version == first.candidate and written.meta["cycle"] == "2026-11-20"
+    assert set(first.figures["candidate"]) == {
+        "rows", "out_of_memory", "mean_abs_error", "median_rel_error", "accuracy", "above_bound",
+    }  # fmt: skip
+
+
+def test_more_rows_help_and_the_new_model_is_promoted(grown):
+    data, (first, second, _) = grown
+    assert second.decision == "promoted" and second.current == first.candidate
+    before, now = second.figures["current"], second.figures["candidate"]
+    assert now["mean_abs_error"] < before["mean_abs_error"] and now["rows"] == before["rows"] == second.held_out
+    assert f"on {second.held_out} rows held out that neither has seen" in second.why and "95 % confidence" in second.why
+    held_out = [group_key(config) for config in HELD_OUT]
+    rows = load_rows(data, "memory")
+    assert second.held_out == int(np.isin(rows.group.astype(str), held_out).sum()), "all nights' rows judge"
+
+
+def test_the_same_rows_again_are_not_worse(grown):
+    data, (_, second, third) = grown
+    assert third.decision == "promoted" and third.figures["current"] == third.figures["candidate"]
+    assert find_latest(data, "memory", estimator="lightgbm").version == third.candidate
+    assert third.figures["candidate"] == second.figures["candidate"], "comparable from night to night"
+
+
+def test_a_promoted_model_tells_what_it_has_seen(grown):
+    data, _ = grown
+    artifact = find_latest(data, "memory", estimator="lightgbm")
+    rows = load_rows(data, "memory")
+    never = rows.subset(is_held_out(rows.group))
+    report = json.loads((artifact.path / "report.json").read_text())
+    assert artifact.fitted_run_ids == set(report["train_run_ids"]) == set(rows.run_ids) - set(never.run_ids)
+    assert set(report["test_run_ids"]) == set(never.run_ids)
+    assert artifact.meta["rows"]["train"] + artifact.meta["rows"]["test"] == len(rows)
+    page = (artifact.path / "report.html").read_text()
+    assert "on the training rows alone" in page and page.count("data:image/png;base64,") == 2
+    assert len(artifact.estimator.predict(rows.cases).point) == len(rows)
+
+
+def test_a_cycle_that_was_killed_after_writing_neither_writes_again_nor_judges_itself(grown):
+    data, (first, second, third) = grown
+    before = [artifact.version for artifact in versions(data, "memory")]
+    assert night(data, 2) == third and night(data, 1) == second and night(data, 0) == first
+    assert [artifact.version for artifact in versions(data, "memory")] == before
+    assert json.loads(json.dumps(third.to_mapping())) == third.to_mapping()
+
+
+def test_a_candidate_of_corrupted_labels_is_left_out(data):
+    write_batch(data, POOL[:190], job="n0", statuses=["ok"] * 190)
+    first = night(data, 0, "smact")
+    new = OTHERS[155:255]
+    write_batch(data, new, job="bad", statuses=["ok"] * len(new), labels={"smact": corrupted(new)})
+    second = night(data, 1, "smact")
+    assert second.decision == "kept" and second.candidate is None and second.current == first.candidate
+    assert second.figures["candidate"]["mean_abs_error"] > second.figures["current"]["mean_abs_error"]
+    assert second.figures["candidate"]["median_abs_error"] > 0
+    assert find_latest(data, "smact", estimator="lightgbm").version == first.candidate
+    assert night(data, 1, "smact") == second, "the same rows and seed, the same decision"
+
+
+def test_too_few_rows_that_the_current_model_has_not_seen(fitted):
+    data, old = fitted
+    write_batch(data, [*FRESH[:12], *OTHERS[-5:]], job="n1", statuses=["ok"] * 17)
+    found = night(data, 1, "smact")
+    assert found.decision == "kept" and found.current == old.name and found.held_out == 12
+    assert "12 with a figure, of 12 different configurations" in found.why and "30 rows of 10" in found.why
+    assert found.figures["current"] is None and found.figures["candidate"]["rows"] > 12
+
+
+def test_what_a_fit_saw_judges_nothing_and_neither_do_near_copies_of_it(fitted):
+    data, old = fitted
+    copies = [type(c)(**{**vars(c), "batch_size": c.batch_size + 1}) for c in SEEN] * 3
+    assert len(copies) > 40
+    write_batch(data, copies, job="n1", statuses=["ok"] * len(copies))
+    assert night(data, 1, "smact").held_out == 0
+    write_batch(data, FRESH[:40], job="n2", statuses=["ok"] * 40)
+    found = night(data, 2, "smact")
+    assert found.held_out == found.figures["current"]["rows"] == 40 and found.current == old.name
+
+
+def test_copies_of_rows_that_no_longer_count_are_still_seen(fitted):
+    data, old = fitted
+    write_batch(data, FRESH[:40], job="away", source="measured", statuses=["ok"] * 40)
+    report = json.loads((old / "report.json").read_text())  # as if it had been fitted on those as well
+    away = [f"away-{i:06d}" for i in range(20)]
+    (old / "report.json").write_text(json.dumps(report | {"train_run_ids": report["train_run_ids"] + away}))
+    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
+    assert night(data, 1, "smact", source="simulated").held_out == 20
+
+
+def test_a_model_of_other_features_is_replaced_as_it_cannot_answer(fitted):
+    data, old = fitted
+    outdate(old)
+    later = old.rename(old.with_name(f"20991231{old.name[8:]}"))  # the clock has gone back since
+    found = night(data, 1, "smact")
+    assert found.decision == "promoted" and found.current == later.name
+    assert "features of other code and cannot answer" in found.why
+    assert find_latest(data, "smact").version == found.candidate
+
+
+def test_rows_of_a_snapshot_are_fitted_on_whatever_came_later(fitted):
+    from warehouse.folder import DataFolder
+    from warehouse.snapshot import take_snapshot
+
+    data, old = fitted
+    take_snapshot(DataFolder.resolve(data), "2026-11-21")
+    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
+    assert night(data, 1, "smact", snapshot="2026-11-21").held_out == 0
+    outdate(old)
+    assert night(data, 1, "smact", snapshot="2026-11-21").decision == "promoted"
+    meta = find_latest(data, "smact").meta
+    assert meta["snapshot"] == "2026-11-21" and meta["rows"]["train"] + meta["rows"]["test"] == 90
+
+
+def test_nothing_to_fit_on_is_skipped_with_the_reason(data):
+    write_batch(data, POOL[:20])
+    found = night(data, 0)
+    assert found.decision == "skipped" and "needs at least 30 usable rows, and there are 20" in found.why
+    assert found.figures == {"current": None, "candidate": None} and not versions(data, "memory")
+    write_batch(data, POOL[20:32], job="more")
+    found = night(data, 0)
+    assert found.decision == "skipped" and "rows are there to fit on, 30 are needed" in found.why
+
+
+def test_users_mistakes_are_said_before_anything_is_read(data):
+    write_batch(data, POOL[:20])
+    with pytest.raises(UsageError, match="estimates target=memory only, got target=smact"):
+        night(data, 0, "smact", "dnnmem")
+    with pytest.raises(UsageError, match="unknown target 'mem'"):
+        night(data, 0, "mem")
+    with pytest.raises(UsageError, match="unknown estimator"):
+        night(data, 0, estimator="xgb")
+    with pytest.raises(UsageError, match="does not exist"):
+        night(data / "none", 0)
+
+
+def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):
+    from learn.learned import tabular
+
+    data, _ = fitted
+    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
+    predict = tabular.TabularEstimator.predict
+
+    def forgetful(self, cases):
+        """Has no answer for large batches, once it was fitted on more than the 90 rows."""
+        answer = predict(self, cases)
+        large = {i: "too large" for i, case in enumerate(cases) if case.config.batch_size > 64}
+        return answer if len(self._residuals) == 90 else replace(answer, refusals=large)
+
+    monkeypatch.setattr(tabular.TabularEstimator, "predict", forgetful)
+    found = night(data, 1, "smact")
+    assert found.decision == "kept" and "has no answer for" in found.why and "too large" in found.why
+
+
+def test_devices_and_sources_have_models_of_their_own(data):
+    write_batch(data, POOL[:60], job="a", statuses=["ok"] * 60)
+    write_batch(data, POOL[:60], job="h", statuses=["ok"] * 60, device="H100-SXM5-80GB")
+    a100, h100 = (night(data, 0, "smact", device_name=name) for name in ("A100-SXM4-40GB", "H100-SXM5-80GB"))
+    assert a100.decision == h100.decision == "first" and a100.candidate != h100.candidate
+    assert night(data, 0, "smact", device_name="A100-SXM4-40GB") == a100
+    assert night(data, 1, "smact").current in (a100.candidate, h100.candidate), "of both, if none is asked for"
+    write_batch(data, POOL[:40], job="m", statuses=["ok"] * 40, source="measured")
+    assert "choose one, as in source=" in night(data, 2, "smact").why
+    assert night(data, 2, "smact", source="measured").decision == "first"
+
+
+def test_the_share_held_out_is_a_fifth_and_never_changes():
+    keys = [f"cnn-{i:016x}" for i in range(5000)]
+    held_out = is_held_out(keys)
+    assert 0.18 < held_out.mean() < 0.22
+    assert np.array_equal(is_held_out(keys[:100]), held_out[:100])
+    assert np.flatnonzero(held_out)[:4].tolist() == [6, 19, 32, 33]
+
+
+# ----- the comparison itself, on errors that are known
+
+CONFIGS = make_configs(60, seed=3)
+ROWS = make_rows("memory", CONFIGS, labels_of(CONFIGS)["peak_memory_mib"])
+BINS = make_bins(ROWS.target, ROWS.label, ROWS.family)
+
+
+def off_by(size, bound=1.0, rows=ROWS):
+    """A prediction whose errors are all of that size, up and down, with a bound at exp(bound) times the point."""
+    sign = np.where(np.arange(len(rows)) % 2, 1.0, -1.0)
+    return ResidualPrediction(np.log(rows.label) + sign * size, np.array([-bound, bound]), "log")
+
+
+@pytest.mark.parametrize(
+    ("current", "candidate", "worse"),
+    [(0.10, 0.10, False), (0.10, 0.02, False), (0.10, 0.104, False), (0.10, 0.11, True), (0.001, 0.004, False)],
+)
+def test_not_worse_is_within_5_percent_or_half_a_percent_of_memory(current, candidate, worse):
+    found = compare(ROWS, BINS, off_by(current), off_by(candidate))
+    assert found.worse is worse
+    assert found.candidate["mean_abs_error"] == pytest.approx(candidate)
+
+
+def test_better_in_the_mean_by_chance_is_not_enough():
+    wild = np.where(np.arange(60) % 4 == 0, 0.36, 0.0)  # 0.09 in the mean, of a quarter of the rows
+    lucky = ResidualPrediction(np.log(ROWS.label) + wild, np.array([1.0]), "log")
+    found = compare(ROWS, BINS, off_by(0.10), lucky)
+    assert found.worse and found.candidate["mean_abs_error"] < found.current["mean_abs_error"]
+    assert "too few to tell" in found.why
+
+
+def test_a_bound_that_is_exceeded_more_often_keeps_the_candidate_behind():
+    tight = compare(ROWS, BINS, off_by(0.10), off_by(0.08, bound=0.05))
+    assert (
+        tight.worse and "50.0% of labels are above its bound, 0.0% above the other's: significantly more" in tight.why
+    )
+    assert not compare(ROWS, BINS, off_by(0.10, bound=0.05), off_by(0.08, bound=0.05)).worse
+
+
+def test_out_of_memory_rows_count_for_bound_and_bin_but_have_no_error():
+    censored = np.arange(60) < 20
+    label = np.where(censored, 40_960.0, ROWS.label)
+    rows = make_rows("memory", CONFIGS, label, censored=censored)
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    far = np.where(censored, np.log(10_000.0), np.log(label))
+    blind = ResidualPrediction(far, np.array([0.01]), "log")
+    knowing = ResidualPrediction(np.log(label), np.array([0.01]), "log")
+    found = compare(rows, bins, knowing, blind)
+    assert found.worse and found.candidate["above_bound"] == pytest.approx(1 / 3)
+    assert found.candidate["mean_abs_error"] == found.current["mean_abs_error"] == pytest.approx(0, abs=1e-9)
+    assert found.current["accuracy"] == 1.0 and found.candidate["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_near_copies_count_as_one_witness():
+    values = np.repeat([0.0, 1.0] * 10, 10)
+    alone, together = limits(values, np.arange(200)), limits(values, np.arange(200) // 10)
+    assert together[1] - together[0] > 2 * (alone[1] - alone[0])
+    assert limits(values, np.arange(200)) == alone
