@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 # For another build: make venv TORCH=torch==2.12.1 TORCH_OPTIONS="--index-url URL_OF_THE_BUILDS_FOR_YOUR_CUDA"
 TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
+# Processes that share the tests, a file at a time
+TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-faults test-gpu bench bench-gpu collect-gpu docs lint clean
@@ -16,7 +18,8 @@ help:
 	@echo "make test         set up, then run the tests"
 	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
-	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table"
+	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table,"
+	@echo "                  FULL=true takes compaction, soak and selection at full size (hours)"
 	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
 	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
 	@echo "make lint         ruff, and whether the generated documents are true"
@@ -39,7 +42,7 @@ demo: venv
 	PATH="$(abspath $(BIN)):$$PATH" bash infra/demo.sh
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu"
 
 test-faults: venv
 	$(BIN)/python -m pytest -m slow tests/faults
@@ -48,7 +51,7 @@ test-gpu: venv
 	$(BIN)/python -m pytest -m gpu -rs
 
 bench: venv
-	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED))
+	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED)) $(if $(FULL),full=$(FULL))
 
 bench-gpu: venv
 	$(BIN)/python -m tests.bench.bench_gpu $(ARGS)

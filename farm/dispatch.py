@@ -43,7 +43,11 @@ def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
 
 
 class Dispatcher:
-    """Works off the tasks of one device. `clock` gives seconds since the epoch."""
+    """Works off the tasks of one device, or of one job of it. `clock` gives seconds since the epoch.
+
+    `shares`: so many workers have a share each, the tasks whose index leaves the same rest; a worker takes another's
+    only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,12 @@ class Dispatcher:
         progress: Progress,
         clock: Callable[[], float] = time.time,
         service: Service | None = None,
+        job_id: str | None = None,
+        shares: int = 1,
     ):
+        self._job_id = job_id
+        self._shares = shares
+        self._share_of: dict[str, int] = {}  # worker -> which share is its own
         self._service = service or Service()
         self._queue = queue
         self._executor = executor
@@ -123,7 +132,12 @@ class Dispatcher:
             self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
 
     def _lease(self, worker: str) -> Task | None:
-        tasks = self._queue.lease(worker, 1, self._clock(), LEASE_S, device=self._device_key)
+        only = {"job_id": self._job_id, "device": self._device_key}
+        tasks: list[Task] = []
+        if self._shares > 1:
+            share = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
+            tasks = self._queue.lease(worker, 1, self._clock(), LEASE_S, **only, share=(share, self._shares))
+        tasks = tasks or self._queue.lease(worker, 1, self._clock(), LEASE_S, **only)
         for task in tasks:
             self._leased[task_spec(task).run_id] = task
         return tasks[0] if tasks else None
@@ -134,7 +148,7 @@ class Dispatcher:
 
     def _waits_for_work(self) -> bool:
         """Whether tasks of this device are left that become due later (backoff)."""
-        return self._queue.pending(device=self._device_key) > 0
+        return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
 
     def _land(self, completion: Completion) -> None:
         task, result = self._leased[completion.task.run_id], completion.result

@@ -186,11 +186,14 @@ class Queue:
         lease_s: float,
         job_id: str | None = None,
         device: str | None = None,
+        share: tuple[int, int] | None = None,
     ) -> list[Task]:
         """Up to `limit` tasks for `worker`, held until now + lease_s: highest priority, oldest job, lowest index.
 
-        Only those of `job_id` and of jobs for `device`, where given.
+        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
+        rest r when it is divided by k.
         """
+        rest, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
         tasks: list[Task] = []
         with self._file.transaction():
@@ -205,10 +208,10 @@ class Queue:
                     break
                 rows = self._file.all(
                     _TASKS.format("tasks_queued")
-                    + "WHERE job_seq = ? AND state = 'queued' ORDER BY task_index LIMIT ?",
-                    (seq, wanted),
+                    + "WHERE job_seq = ? AND state = 'queued' AND task_index % ? = ? ORDER BY task_index LIMIT ?",
+                    (seq, shares, rest, wanted),
                 )
-                if len(rows) < wanted:
+                if len(rows) < wanted and shares == 1:
                     self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
                 found = [_task(row, further=1) for row in rows]
                 self._file.many(
@@ -384,6 +387,16 @@ class Queue:
     def pending(self, job_id: str | None = None, device: str | None = None) -> int:
         """Tasks that are neither done nor cancelled."""
         return self.counts(job_id, device).pending
+
+    def waiting_configs(self, device: str) -> list[str]:
+        """Configs, as JSON, of the tasks of this device that are neither done nor cancelled."""
+        return [
+            text
+            for (text,) in self._file.all(
+                "SELECT config_json FROM tasks JOIN configs USING (job_seq, task_index) JOIN jobs ON seq = job_seq "
+                "WHERE device = ? AND state NOT IN ('done', 'cancelled') ORDER BY job_seq, task_index", (device,),
+            )
+        ]  # fmt: skip
 
     def next_device(self, job_id: str | None = None) -> str | None:
         """The device of the job to work on next, of those with pending tasks; None when nothing is pending."""

@@ -6,6 +6,7 @@ Start reading at `SubmitSettings.from_config`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ class SubmitSettings:
             limits=Limits(**values["limits"]),
             device=device_choice(values["device"]),
             cluster=ClusterSettings(**values["cluster"]),
-            trial=_trial_settings(values),
+            trial=trial_settings(values),
         )
 
     def identity(self) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def device_from_key(key: str) -> DeviceChoice:
     return DeviceChoice(**json.loads(key))
 
 
-def _trial_settings(values: dict[str, Any]) -> TrialSettings:
+def trial_settings(values: Mapping[str, Any]) -> TrialSettings:
+    """The keys `trial`, `window` and `telemetry` of a command. Raises `UsageError`."""
     try:
         return TrialSettings.from_mapping(
             {**values["trial"], "window": values["window"], "telemetry": values["telemetry"]}

@@ -221,17 +221,24 @@ def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
     return []
 
 
-@cache
-def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
-    """Configs of the family's own space in `conf/arch`; none if it has no such file."""
+def default_space(family: str) -> dict[str, Any] | None:
+    """The `space` of `conf/arch/FAMILY.yaml`; None where there is no such file."""
     file = importlib.resources.files("conf") / "arch" / f"{family}.yaml"
     if not file.is_file():
-        return ()
+        return None
     from omegaconf import OmegaConf
 
+    return OmegaConf.to_container(OmegaConf.create(file.read_text()))["space"]
+
+
+@cache
+def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
+    """Configs of the family's own space; none if it has none."""
+    space = default_space(family)
+    if space is None:
+        return ()
     from farm.sampling import sample_range  # which imports this module
 
-    space = OmegaConf.to_container(OmegaConf.create(file.read_text()))["space"]
     return tuple(sample_range(_parse(family, space.items(), check_values=False), 0, 0, _TRIED_ON))
 
 

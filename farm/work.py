@@ -7,12 +7,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
-from farm.jobs import Queue
+from farm.jobs import Job, Queue
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.monitoring.health import PATIENCE_S
 from farm.monitoring.service import Service, service_settings
@@ -54,7 +54,7 @@ def work(
     """
     service = service or Service()
     with contextlib.ExitStack() as held:
-        stop = held.enter_context(_TimedStop(seconds).installed())
+        stop = held.enter_context(TimedStop(seconds).installed())
         try:
             lock = _take_lock(folder, stop, service, wait)
         except DispatcherBusy as busy:
@@ -79,6 +79,37 @@ def work(
     if job_id is not None:
         _summary(folder, queue, job_id)
     return 0
+
+
+def run_job(
+    folder: DataFolder,
+    queue: Queue,
+    cluster: ClusterSettings,
+    job_id: str,
+    stop: StopRequest,
+    service: Service,
+    shares: int = 1,
+) -> bool:
+    """Work off this one job alone, for a caller that has more to do: True, or False where `stop` asked to leave.
+
+    Stands by while another dispatcher has the folder. `shares` as in `Dispatcher`.
+    """
+    with stop.installed():
+        lock = _take_lock(folder, stop, service, wait=True)
+        if lock is None:
+            return False
+        with _held(lock, service):
+            _mend(folder, queue, service)
+            job = queue.job(job_id)
+            if not queue.pending(job_id):
+                return True
+            _be_patient(service, cluster, [job])
+            with Progress(job_id, lambda: _totals(queue, [job_id]), quiet=service.quiet) as progress:
+                executor = make_executor(device_from_key(job.device), cluster)
+                dispatcher = Dispatcher(
+                    folder, queue, executor, job.device, progress, service=service, job_id=job_id, shares=shares
+                )
+                return dispatcher.run(stop, lock)
 
 
 def _take_lock(folder: DataFolder, stop: StopRequest, service: Service, wait: bool) -> DispatcherLock | None:
@@ -113,12 +144,17 @@ def _held(lock: DispatcherLock, service: Service) -> Iterator[None]:
         lock.__exit__()
 
 
-class _TimedStop(StopRequest):
+class TimedStop(StopRequest):
     """Asks to leave on Ctrl-C, and when its time is over."""
 
     def __init__(self, seconds: float | None):
         self._until_s = None if seconds is None else time.monotonic() + seconds
         super().__init__(_announce_stop)
+
+    @property
+    def asked(self) -> bool:
+        """By a signal, whatever the time."""
+        return self._requested
 
     @property
     def requested(self) -> bool:
@@ -135,10 +171,7 @@ def _announce_stop() -> None:
 
 def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service) -> None:
     """Mend what a killed dispatcher left, then device after device; compact whenever nothing is left."""
-    mended = reconcile(folder, queue)
-    if mended:
-        service.events.emit("mended", count=mended)
-        print(f"{mended} runs had landed before the last dispatcher ended; they are done")
+    _mend(folder, queue, service)
     compacted = False
     while not stop.requested:
         key = queue.next_device(job_id)
@@ -157,22 +190,35 @@ def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service) -> No
         _compact(folder, service)
 
 
+def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
+    mended = reconcile(folder, queue)
+    if mended:
+        service.events.emit("mended", count=mended)
+        print(f"{mended} runs had landed before the last dispatcher ended; they are done")
+
+
 def _work_device(folder, queue, cluster, key, stop, lock, job_id, service) -> None:
     choice = device_from_key(key)
     jobs = [job for job in queue.jobs() if job.device == key and queue.pending(job.job_id)]
-    if cluster.kind == "inline":  # the loop stands still while a trial runs
-        longest_s = max((json.loads(job.settings_json).get("timeout_s", 0.0) for job in jobs), default=0.0)
-        service.pulse.patience_s = PATIENCE_S + longest_s
+    _be_patient(service, cluster, jobs)
     names = sorted((job.job_id for job in jobs), key=lambda name: name != job_id)  # the one asked for stands first
     label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-    def totals() -> tuple[int, int]:
-        counts = [queue.counts(name) for name in names]
-        return sum(c.ended for c in counts), sum(c.total - c.cancelled for c in counts)
-
-    with Progress(label, totals, quiet=service.quiet) as progress:
+    with Progress(label, lambda: _totals(queue, names), quiet=service.quiet) as progress:
         executor = make_executor(choice, cluster)
         Dispatcher(folder, queue, executor, key, progress, service=service).run(stop, lock)
+
+
+def _be_patient(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
+    """With cluster=inline the loop stands still while a trial runs."""
+    if cluster.kind == "inline":
+        longest_s = max((json.loads(job.settings_json).get("timeout_s", 0.0) for job in jobs), default=0.0)
+        service.pulse.patience_s = PATIENCE_S + longest_s
+
+
+def _totals(queue: Queue, names: Sequence[str]) -> tuple[int, int]:
+    """(ended, not cancelled) tasks of these jobs."""
+    counts = [queue.counts(name) for name in names]
+    return sum(c.ended for c in counts), sum(c.total - c.cancelled for c in counts)
 
 
 def _compact(folder: DataFolder, service: Service) -> None:

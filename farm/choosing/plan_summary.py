@@ -65,7 +65,7 @@ class Summary:
 
 def summary(choice: Choice, known: Known, capacity_mib: float) -> Summary:
     """What the choice gains and costs on a device with so much memory, from `known` runs where they tell."""
-    seconds, past = _seconds(choice, known)
+    seconds, past = expected_seconds(choice, known)
     return Summary(
         policy=choice.policy,
         runs=len(choice.chosen),
@@ -92,7 +92,7 @@ def may_run_out(one: Chosen, capacity_mib: float) -> float:
     return 0.5 * (1 + erf(log(max(one.figures["memory"], 1.0) / capacity_mib) / error / sqrt(2)))
 
 
-def _seconds(choice: Choice, known: Known) -> tuple[list[float], int]:
+def expected_seconds(choice: Choice, known: Known) -> tuple[list[float], int]:
     """Wall time of each chosen run: its family's median so far, else start-up and a hundred steps of the roofline; and
     for how many it is the median."""
     family = np.array([config.family for config in known.configs], dtype=object)

@@ -1,10 +1,12 @@
 """What surrounds the farm agrees with it: units, containers, Prometheus, Grafana, cluster files."""
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,21 +82,27 @@ def test_the_service_starts_a_command_that_exists(root, tmp_path):
     assert command[1:3] == ["-m", "farm.work"] and command[-1] == "$GPUFARM_WORK_ARGS"
     cfg = load_config("work", command[3:-1])
     assert cfg.wait and cfg.metrics.port == 9108
+    night = (units / "gpufarm-grow.service").read_text()
+    assert (
+        load_config("grow", re.search(r"^Environment=GPUFARM_GROW_ARGS=(.*)$", night, re.MULTILINE)[1].split()).n == 500
+    )
 
 
-def test_two_nights_never_run_at_once(tmp_path):
-    tool("flock")
+def test_a_night_is_one_growth_cycle_and_two_never_run_at_once(tmp_path):
     data = tmp_path / "a'; echo foo"
-    data.mkdir()
     fake = tmp_path / "python"
-    fake.write_text('#!/bin/sh\necho "$@" "$GPUFARM_DATA"\n')
+    fake.write_text('#!/bin/sh\necho "$@" "$GPUFARM_DATA" $$\n')
     fake.chmod(0o755)
-    night = (INFRA / "nightly.sh", "n=7")
-    first = run(*night, GPUFARM_DATA=str(data), GPUFARM_PYTHON=str(fake))
-    assert (first.returncode, first.stdout) == (0, f"-m farm.grow n=7 {data}\n")
-    held = ["flock", data / "locks" / "nightly.lock", *night]
-    second = run(*held, GPUFARM_DATA=str(data), GPUFARM_PYTHON=str(fake))
-    assert (second.returncode, second.stdout) == (75, "")
+    night = subprocess.Popen(
+        [INFRA / "nightly.sh", "n=7"], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "GPUFARM_DATA": str(data), "GPUFARM_PYTHON": str(fake)},
+    )  # fmt: skip
+    # The very process that systemd asks to leave
+    assert night.communicate()[0] == f"-m farm.grow n=7 {data} {night.pid}\n" and night.returncode == 0
+    with open(DataFolder.resolve(data).create().growth_lock, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = run(INFRA / "nightly.sh", GPUFARM_DATA=str(data), GPUFARM_PYTHON=sys.executable)
+    assert done.returncode == 75 and "a growth cycle already works on" in done.stderr
 
 
 # What watches it

@@ -1,0 +1,215 @@
+"""`python -m farm.grow`: one growth cycle, or what it would do. Start reading at `entry`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from conf.cli import EXIT_INTERRUPTED, command
+from conf.errors import UsageError
+from farm.growth.cycle import Left, Night, message_of
+from farm.growth.journal import STEPS, Cycle, Journal
+from farm.growth.machine import environment_now, machine_of
+from farm.growth.notify import notify
+from farm.growth.plan import make_plan
+from farm.growth.settings import GrowSettings
+from farm.jobs import Queue
+from farm.monitoring.service import Service, service_settings
+from warehouse.folder import DataFolder
+from workers.devices import DeviceChoice
+
+EXIT_FAILED = 1
+EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
+TEXT = ("data", "notify.command", "notify.webhook")  # keys whose values are taken as they stand
+_CELLS_SHOWN = 6  # of each dimension, by a dry run
+
+
+def entry(cfg) -> int:
+    """Run a cycle, go on with one that is open, or only say what would run."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(cfg, resolve=True)
+    settings = GrowSettings.from_values(values)
+    if settings.dry_run:
+        return _dry_run(settings)
+    settings.cluster.check_address()
+    log, metrics = service_settings(values)
+    machine_of(settings.device, settings.cluster)  # a device that is not there is told before anything is written
+    folder = DataFolder.resolve(settings.data).create()
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(_alone(folder))
+        except BlockingIOError:
+            print(f"error: a growth cycle already works on data={folder.root}", file=sys.stderr)
+            return EXIT_BUSY
+        held.enter_context(_terminating())
+        service = held.enter_context(Service.open(folder, log, metrics))
+        queue = held.enter_context(Queue.open(folder.queue))
+        return _grow(folder, queue, settings, values, service)
+
+
+def _grow(folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapping[str, Any], service) -> int:
+    journal = Journal.open(folder)
+    cycles = journal.cycles()
+    unfinished = cycles[-1] if cycles and cycles[-1].open else None
+    with _Told(service.quiet) as told:
+        if unfinished is not None:
+            settings = _as_begun(values, unfinished)
+            machine, said = machine_of(settings.device, settings.cluster, cycles[:-1])
+            print(
+                f"{said}\ncycle {unfinished.name} is unfinished; it goes on as it was begun, with {_budget(settings)}"
+            )
+            night = Night(folder, queue, journal, settings, machine, service, unfinished, told)
+        else:
+            machine, said = machine_of(settings.device, settings.cluster, cycles)
+            night = Night.begin(folder, queue, journal, settings, machine, service, told)
+            print(f"{said}\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}")
+        return _see_through(night, settings, told)
+
+
+def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
+    """Work on the cycle, tell how it ended, and hand that on."""
+    try:
+        cycle, code = night.work(), 0
+        code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
+    except Left:
+        print("left; the same command goes on where it was", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except UsageError as error:
+        cycle, code = night.cycle, EXIT_FAILED
+        print(f"error: {error}", file=sys.stderr)
+    except Exception:
+        _hand_on(night, settings)
+        raise
+    told.stop()
+    for line in _lines(night.folder, cycle):
+        print(line)
+    _hand_on(night, settings)
+    return code
+
+
+def _hand_on(night: Night, settings: GrowSettings) -> None:
+    for problem in notify(message_of(night.folder, night.cycle), settings.command, settings.webhook):
+        night.service.events.emit("notice", message=problem)
+        print(problem, file=sys.stderr)
+
+
+def _as_begun(values: Mapping[str, Any], cycle: Cycle) -> GrowSettings:
+    """The settings of an unfinished cycle; where the data are and whom to tell are this command's."""
+    written = dict(cycle.settings)
+    device = DeviceChoice(**written.pop("device"))
+    settings = GrowSettings.from_values({**values, **written})
+    return dataclasses.replace(settings, device=device, written=cycle.settings)
+
+
+def _dry_run(settings: GrowSettings) -> int:
+    machine, said = machine_of(settings.device, settings.cluster)
+    folder = DataFolder.resolve(settings.data)
+    there = folder.format_marker.exists()
+    cycles = Journal.open(folder).cycles()
+    environment = environment_now(folder, machine) if there else None
+    with contextlib.ExitStack() as held:
+        queue = held.enter_context(Queue.open(folder.queue)) if folder.queue.exists() else None
+        with _Told(False) as told:
+            plan = make_plan(
+                folder, queue, cycles, settings, machine, environment,
+                progress=lambda done, of: told(f"choosing: {done:,} of {of:,} candidates"),
+            )  # fmt: skip
+    print(said)
+    print("\n".join(plan.summary.lines()))
+    for name, cells in plan.summary.gained.items():
+        new = sorted(cells.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))[:_CELLS_SHOWN]
+        print(f"{name}: " + "; ".join(f"{cell} {before}+{gained}" for cell, (before, gained) in new))
+    print("nothing was run or written: dry_run=true")
+    return 0
+
+
+def _budget(settings: GrowSettings) -> str:
+    parts = [f"{settings.n:,} configurations"] if settings.n is not None else []
+    return " or ".join([*parts, *([f"{settings.hours:g} hours"] if settings.hours is not None else [])])
+
+
+def _lines(folder: DataFolder, cycle: Cycle) -> Iterator[str]:
+    """The cycle for people."""
+    canaries, learnt, report = cycle.done("canaries"), cycle.done("learn"), cycle.done("report")
+    if canaries is not None and cycle.outcome != "sick":
+        yield f"canaries: {canaries['said']}"
+    for result in (learnt or {}).get("results", ()):
+        yield f"{result['target']}: {result['decision']}: {result['why'].strip().splitlines()[-1]}"
+    landed = cycle.done("land")
+    for finding in (landed or {}).get("findings", ()):
+        yield f"{finding['severity']}: {finding['rule']}: {finding['count']:,} ({finding['said']})"
+    yield f"cycle {cycle.name} {cycle.outcome or 'failed; the same command tries again'}: {cycle.said}".rstrip(": ")
+    if report is not None:
+        yield f"report: {folder.root / report['html']}"
+
+
+class _Told:
+    """What the cycle does now, on one line of a terminal; without one, each step once."""
+
+    def __init__(self, quiet: bool):
+        from rich.console import Console
+
+        self._console = Console(stderr=True, highlight=False, quiet=quiet)
+        self._status = None
+
+    def __call__(self, said: str) -> None:
+        if not self._console.is_terminal:
+            if said in STEPS:
+                self._console.print(said)
+        elif said in ("canaries", "run"):  # they have a bar of their own
+            self.stop()
+        else:
+            if self._status is None:
+                self._status = self._console.status("")
+                self._status.start()
+            self._status.update(said)
+
+    def stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def _alone(folder: DataFolder) -> Iterator[None]:
+    """One cycle at a time for a data folder; the kernel drops the lock with the process. Raises `BlockingIOError`."""
+    with open(folder.growth_lock, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def _terminating() -> Iterator[None]:
+    """SIGTERM as Ctrl-C, outside of the steps that finish what runs: the cycle stays open."""
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main() -> None:
+    command("grow", entry, text=TEXT)
+
+
+if __name__ == "__main__":
+    main()

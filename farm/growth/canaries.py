@@ -1,0 +1,391 @@
+"""Canaries: a few configurations, always the same, whose labels tell every night if the machine measures as before.
+
+Start reading at `canary_configs`, what runs, then `compare`, what it says.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from farm.growth.canary_runs import LABELS, CanaryRun, Night, causes, read_nights
+from featurize.families import get_family
+from featurize.layers import rough_memory_mib
+from featurize.trial import TrialConfig, config_from_mapping
+from warehouse.schema import ENVIRONMENT
+from warehouse.writer import RUN_RATIOS
+
+MEMORY = "peak_memory_mib"
+
+# Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
+# small, and which operator families each has, and which not, tells later what moved (`farm.growth.drift`): batch norm
+# without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
+_CANARIES = (
+    {"family": "mlp", "batch_size": 256, "optimizer": "sgd", "input_size": 1536, "classes": 100, "depth": 3,
+     "topology": "uniform"},
+    {"family": "mlp", "batch_size": 256, "optimizer": "momentum", "input_size": 1024, "classes": 100, "depth": 4,
+     "topology": "uniform", "batch_norm": True},
+    {"family": "cnn", "batch_size": 32, "optimizer": "adam", "precision": "bf16", "image_size": 32, "channels": 3,
+     "classes": 10, "base_filters": 48, "depth": 4, "topology": "uniform", "pooling": True, "pool_interval": 2},
+    {"family": "transformer", "batch_size": 8, "optimizer": "adamw", "vocabulary_size": 8000, "sequence_length": 128,
+     "embedding_size": 256, "heads": 4, "depth": 2, "feed_forward": 1024, "classes": 10, "dropout": 0.1},
+    {"family": "gpt", "batch_size": 4, "optimizer": "adamw", "precision": "bf16", "vocabulary_size": 8000,
+     "sequence_length": 128, "embedding_size": 256, "heads": 4, "depth": 2, "feed_forward": 1024, "dropout": 0.0},
+    {"family": "rnn", "batch_size": 32, "optimizer": "sgd", "vocabulary_size": 8000, "sequence_length": 64,
+     "embedding_size": 256, "hidden_size": 256, "depth": 2},
+    {"family": "gnn", "batch_size": 4, "optimizer": "adam", "nodes": 1000, "degree": 10, "features": 128,
+     "classes": 40, "hidden": 128, "depth": 3},
+    {"family": "unet", "batch_size": 4, "optimizer": "adam", "image_size": 64, "channels": 3,
+     "classes": 4, "base_channels": 32, "depth": 3},
+)  # fmt: skip
+
+# What a context, libraries' workspaces and the allocator's rounding take beside the rough figure, on any GPU.
+_BESIDE_MIB = 1024.0
+
+MEMORY_SHARE, MEMORY_MIB = 0.01, 2.0  # the larger of the two
+SHARED_MEMORY_SHARE = 0.25  # of host memory, where it moved by up to 11 % on a busy machine
+RATIO = 0.05
+TIME_AND_POWER_SHARE = 0.10
+_OF_SHARED = (MEMORY,)  # what is compared on a device that serves other programs too
+UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
+DEVIATIONS = 4.0  # robust standard deviations of the history that are no move, whatever the tolerance
+_TO_DEVIATION = 1.4826  # of a median absolute deviation, for normal noise
+_LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
+
+
+def canary_configs(capacity_mib: float) -> tuple[TrialConfig, ...]:
+    """The canaries of a device with that much memory, always in this order; what would not fit is left out.
+
+    None takes more than 0.3 GiB beside its context, and a training step of each takes a CPU core under 0.2 s.
+    """
+    configs = [config_from_mapping(values) for values in _CANARIES]
+    return tuple(config for config in configs if _rough_mib(config) + _BESIDE_MIB <= capacity_mib)
+
+
+def _rough_mib(config: TrialConfig) -> float:
+    plan = get_family(config.family).layers(config)
+    return rough_memory_mib(plan, config.batch_size, config.optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One label of one canary, tonight and before; or its `status`, or its `quality`, where that is what moved.
+
+    before, now  medians, in `unit`; None where there is none
+    tolerance    by which they may differ, in `unit`
+    run_ids      of tonight's
+    """
+
+    family: str
+    config_hash: str
+    label: str
+    unit: str
+    before: float | None
+    now: float | None
+    tolerance: float | None
+    moved: bool
+    history_runs: int
+    run_ids: tuple[str, ...]
+    said: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.config_hash[:6]}"
+
+    @property
+    def shift(self) -> float | None:
+        """Relative, for ratios the difference; None where a figure is missing."""
+        if self.before is None or self.now is None:
+            return None
+        difference = self.now - self.before
+        if self.label in RUN_RATIOS:
+            return difference
+        return difference / self.before if self.before else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What tonight's canaries say of the machine.
+
+    verdict      `none`: none ran; `first`: none ran before; `steady`: nothing moved; `drift`: figures moved with the
+                 environment; `sick`: something moved that no change of the environment explains
+    environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
+    runs         of canaries tonight, whatever came of them
+    shared       as in `compare`
+    configs      config_hash -> canary; job_ids: tonight's
+    """
+
+    verdict: str
+    said: str
+    device_name: str
+    source: str
+    environment: Mapping[str, str | None]
+    before: Mapping[str, str | None] | None
+    newest: Mapping[str, str | None] | None
+    runs: int
+    shared: bool
+    compared: tuple[Compared, ...]
+    causes: tuple[str, ...]
+    configs: Mapping[str, TrialConfig]
+    job_ids: tuple[str, ...]
+
+    @property
+    def moved(self) -> tuple[Compared, ...]:
+        return tuple(entry for entry in self.compared if entry.moved)
+
+    def to_mapping(self, drift: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As the journal's step `canaries` holds it; `drift`: `farm.growth.drift.Drift.to_mapping`."""
+        return {
+            "verdict": self.verdict,
+            "said": self.said,
+            "device_name": self.device_name,
+            "source": self.source,
+            "environment": dict(self.environment),
+            "before": None if self.before is None else dict(self.before),
+            "runs": self.runs,
+            "compared": [{**asdict(entry), "run_ids": list(entry.run_ids)} for entry in self.compared],
+            "causes": list(self.causes),
+            "drift": None if drift is None else dict(drift),
+        }
+
+
+def compare(
+    data,
+    device_name: str,
+    source: str,
+    job_ids: Collection[str],
+    *,
+    forget: Collection[str] = (),
+    shared: bool = False,
+) -> Verdict:
+    """What the canaries of the jobs `job_ids` say, against those of earlier jobs on that device, with that source.
+
+    Compared is with the history of the very same environment, however long ago, else with that of the newest night:
+    the median of all GPUs, and each GPU for itself, since one of several may be sick.
+    `forget`: earlier jobs that are no history, as those of nights that were sick. Untrusted runs never are.
+    `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
+    """
+    tonight, earlier = read_nights(data, device_name, source, job_ids, forget)
+    return _Comparison(data, device_name, source, tuple(job_ids), shared, tonight, earlier).verdict()
+
+
+def unconfirmed(verdict: Verdict) -> tuple[TrialConfig, ...]:
+    """The canaries that moved and ran only once tonight, or once on the GPU where they did: to be run twice more before
+    the verdict counts."""
+    once = {entry.config_hash for entry in verdict.moved if len(entry.run_ids) == 1}
+    return tuple(config for config_hash, config in verdict.configs.items() if config_hash in once)
+
+
+class _Comparison:
+    def __init__(
+        self, data, device_name, source, job_ids, shared: bool, tonight: Night | None, earlier: Sequence[Night]
+    ) -> None:  # fmt: skip
+        self._data = data
+        self._shared = shared
+        self._tonight = tonight
+        self._earlier = [night for night in earlier if history_of([night])]
+        self._where = {"device_name": device_name, "source": source, "job_ids": job_ids}
+
+    def verdict(self) -> Verdict:
+        if self._tonight is None:
+            return self._verdict("none", "no canary ran", None, (), ())
+        runs = finals(self._tonight)
+        if not self._earlier:
+            entries = compare_canaries(runs, {}, self._shared)
+            doubted = [e for e in entries if e.label == "quality"]
+            said = f"the first {len(runs)} canaries of this device; there is nothing to compare them with yet"
+            if doubted:
+                said += f"; {len(doubted)} of them cannot be trusted"
+            why = causes(self._data, [(runs[e.config_hash], (), ()) for e in doubted]) if doubted else ()
+            return self._verdict("first", said, None, entries, why)
+        now, newest = self._tonight.environment, self._earlier[-1].environment
+        reference = now if any(night.environment == now for night in self._earlier) else newest
+        history = history_of([night for night in self._earlier if night.environment == reference])
+        entries = compare_canaries(runs, history, self._shared)
+        alone = _of_single_gpus(runs, history, entries, self._shared)
+        entries += alone
+        moved = [entry for entry in entries if entry.moved]
+        if not moved:
+            return self._verdict("steady", f"{_canaries(runs)} as before{_since(now, newest)}", reference, entries, ())
+        # A run that failed, or whose labels nobody may trust, tells nothing of how a new environment measures.
+        figures_only = all(entry.now is not None and entry.before is not None for entry in moved)
+        verdict = "drift" if now != reference and figures_only and not alone else "sick"
+        why = self._causes(runs, history, moved)
+        if verdict == "sick" and not why:
+            why = (UNKNOWN,)
+        names = list(dict.fromkeys(entry.name for entry in moved))
+        said = f"{len(names)} of {_canaries(runs)} moved ({'; '.join(e.said for e in moved[:3])}"
+        said += f"; {len(moved) - 3} more)" if len(moved) > 3 else ")"
+        said += f" with {_change(reference, now)}" if now != reference else " in an unchanged environment"
+        if verdict == "sick":
+            said += f": {why[0]}"
+        return self._verdict(verdict, said, reference, entries, why)
+
+    def _causes(self, runs: Mapping, history: Mapping, moved: Sequence[Compared]) -> tuple[str, ...]:
+        found = []
+        for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
+            lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
+            found.append((runs[config_hash], history.get(config_hash, ()), lost))
+        return causes(self._data, found)
+
+    def _verdict(self, verdict: str, said: str, before: tuple | None, entries, why) -> Verdict:
+        def named(values: tuple | None) -> dict[str, str | None] | None:
+            return None if values is None else dict(zip(ENVIRONMENT, values, strict=True))
+
+        night = self._tonight
+        return Verdict(
+            verdict=verdict,
+            said=said,
+            environment=named(night.environment if night else (None,) * len(ENVIRONMENT)),
+            before=named(before),
+            newest=named(self._earlier[-1].environment if self._earlier else None),
+            runs=len(night.runs) if night else 0,
+            shared=self._shared,
+            compared=tuple(entries),
+            causes=tuple(why),
+            configs={run.config_hash: run.config for run in night.runs} if night else {},
+            **self._where,
+        )
+
+
+def finals(night: Night) -> dict[str, tuple[CanaryRun, ...]]:
+    """config_hash -> its runs of the night; attempts that were run again are no runs."""
+    found: dict[str, list[CanaryRun]] = {}
+    for run in night.runs:
+        if run.final:
+            found.setdefault(run.config_hash, []).append(run)
+    return {config_hash: tuple(runs) for config_hash, runs in found.items()}
+
+
+def history_of(nights: Sequence[Night]) -> dict[str, tuple[CanaryRun, ...]]:
+    """config_hash -> its trusted runs of these nights, oldest first."""
+    found: dict[str, list[CanaryRun]] = {}
+    for night in nights:
+        for run in night.runs:
+            if run.final and run.trusted:
+                found.setdefault(run.config_hash, []).append(run)
+    return {config_hash: tuple(runs) for config_hash, runs in found.items()}
+
+
+def compare_canaries(
+    runs: Mapping[str, Sequence[CanaryRun]], history: Mapping[str, Sequence[CanaryRun]], shared: bool = False
+) -> list[Compared]:
+    """Every label of each canary that ran, against its history; of canaries without one, as they are. `shared` as in
+    `compare`."""
+    return [
+        entry for config_hash in runs for entry in _of_canary(runs[config_hash], history.get(config_hash, ()), shared)
+    ]
+
+
+def _of_single_gpus(
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    together: Sequence[Compared],
+    shared: bool,
+) -> list[Compared]:
+    """What moved on one GPU, of several, and not in the median of all."""
+    gpus = sorted({run.device_uuid for of_canary in runs.values() for run in of_canary if run.device_uuid})
+    if len(gpus) < 2:
+        return []
+    known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
+    found = []
+    for gpu in gpus:
+        own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
+        entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared)
+        found += [
+            replace(entry, said=f"{entry.said} on {gpu} alone")
+            for entry in entries
+            if entry.moved and (entry.config_hash, entry.label) not in known
+        ]
+    return found
+
+
+def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool) -> list[Compared]:
+    entries = []
+
+    def add(label: str, said: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
+        first, unit = runs[0], LABELS.get(label, "")
+        entries.append(
+            Compared(
+                family=first.config.family, config_hash=first.config_hash, label=label, unit=unit, before=before,
+                now=now, tolerance=tolerance, moved=moved, history_runs=of, run_ids=tuple(run.run_id for run in runs),
+                said=f"{first.name}: {said}",
+            )
+        )  # fmt: skip
+
+    trusted = [run for run in runs if run.trusted]
+    if 2 * len(trusted) < len(runs):
+        reasons = dict.fromkeys(reason for run in runs for reason in run.reasons)
+        add("quality", f"untrusted ({', '.join(reasons) or 'no reason given'})", moved=bool(history), of=len(history))
+        return entries
+    status = _commonest(trusted)
+    usual = _commonest(history) if history else status
+    if status != usual:
+        add("status", f"{usual} before, {status} now", moved=True, of=len(history))
+        return entries
+    if status != "ok":
+        add("status", f"{status}, as ever" if history else status, moved=False, of=len(history))
+        return entries
+    compared_with = [run for run in history if run.status == "ok"]
+    for label, unit in LABELS.items():
+        if shared and label not in _OF_SHARED:
+            continue
+        known = [run.labels[label] for run in compared_with if run.labels[label] is not None]
+        seen = [run.labels[label] for run in trusted if run.status == "ok" and run.labels[label] is not None]
+        before, now = (statistics.median(values) if values else None for values in (known, seen))
+        if before is None:
+            if now is not None:
+                add(label, f"{label} {_figure(now, unit)}", now=now, moved=False, of=0)
+            continue
+        tolerance = tolerance_of(label, known, shared)
+        if now is None:
+            always = len(known) == len(compared_with)
+            said = f"{label} {_figure(before, unit)} before, NULL now"
+            add(label, said, before=before, tolerance=tolerance, moved=always, of=len(known))
+            continue
+        said = f"{label} {_figure(before, unit)} -> {_figure(now, unit)}"
+        moved = abs(now - before) > tolerance
+        add(label, said, before=before, now=now, tolerance=tolerance, moved=moved, of=len(known))
+    return entries
+
+
+def tolerance_of(label: str, history: Sequence[float], shared: bool = False) -> float:
+    """By how much the label may differ from the median of its history and not count as moved, in its own unit."""
+    middle = statistics.median(history)
+    if label == MEMORY:
+        least = max((SHARED_MEMORY_SHARE if shared else MEMORY_SHARE) * abs(middle), MEMORY_MIB)
+    elif label in RUN_RATIOS:
+        least = RATIO
+    else:
+        least = TIME_AND_POWER_SHARE * abs(middle)
+    if len(history) < _LEAST_FOR_DEVIATION:
+        return least
+    deviation = _TO_DEVIATION * statistics.median(abs(value - middle) for value in history)
+    return max(least, DEVIATIONS * deviation)
+
+
+def _commonest(runs: Sequence[CanaryRun]) -> str:
+    return Counter(run.status for run in runs).most_common(1)[0][0]
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.3f}" if unit == "ratio" else f"{value:,.4g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
+def _canaries(runs: Mapping) -> str:
+    return f"{len(runs)} {'canary' if len(runs) == 1 else 'canaries'}"
+
+
+def _since(now: tuple, newest: tuple) -> str:
+    return "" if now == newest else f", with {_change(newest, now)}"
+
+
+def _change(before: tuple, now: tuple) -> str:
+    """`torch_version 2.12.0 -> 2.13.0`."""
+    changed = [
+        f"{name} {old} -> {new}" for name, old, new in zip(ENVIRONMENT, before, now, strict=True) if old != new
+    ]  # fmt: skip
+    return ", ".join(changed)

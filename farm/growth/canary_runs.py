@@ -1,0 +1,207 @@
+"""The runs of canaries as the warehouse has them, night by night, and what they say of why a label moved.
+
+Start reading at `read_nights`; `causes` is for those whose labels moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import warehouse
+from conf.errors import UsageError
+from featurize.device_spec import same_device
+from featurize.trial import TrialConfig, config_from_mapping
+from learn.targets import TARGETS
+from warehouse.schema import ENVIRONMENT
+from workers.quality import REASONS
+
+PREFIX = "canary-"  # of the ids of the jobs that canaries run in
+LABELS = {target.column: target.unit for target in TARGETS.values()}
+_ABOUT = (
+    "run_id", "job_id", "config_hash", "config", "status", "error_type", "error", "quality", "quality_reasons",
+    "telemetry_missing", "final", "device_name", "device_uuid", "started_at",
+)  # fmt: skip
+_CLOCK_SHARE = 0.05  # by which the SM clock must be lower to be named as a cause
+_HOTTER_C = 10.0
+_LATEST = 3  # runs of the history whose telemetry is looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryRun:
+    """One execution of a canary."""
+
+    run_id: str
+    job_id: str
+    config_hash: str
+    config: TrialConfig
+    status: str
+    error: str  # its type and first line
+    trusted: bool  # nobody said that its labels are wrong
+    reasons: Mapping[str, str]  # runs.quality_reasons
+    missing: Mapping[str, str]  # runs.telemetry_missing
+    labels: Mapping[str, float | None]
+    final: bool
+    device_uuid: str | None
+    started_at: datetime.datetime
+
+    @property
+    def name(self) -> str:
+        """The canary in words: two of one family are told apart."""
+        return f"{self.config.family} {self.config_hash[:6]}"
+
+
+@dataclass(frozen=True)
+class Night:
+    """The canaries of one job, in the environment that they ran in (values of `ENVIRONMENT`)."""
+
+    environment: tuple[str | None, ...]
+    runs: tuple[CanaryRun, ...]
+
+
+def read_nights(
+    data, device_name: str, source: str, tonight: Collection[str], forget: Collection[str]
+) -> tuple[Night | None, list[Night]]:
+    """(the canaries of the jobs `tonight`, as one night; earlier ones by job, oldest first), of that device and source.
+
+    Earlier: jobs whose id begins with `canary-`, but those to `forget`. A night's environment is that of its runs that
+    are ok: others may have ended before they could say.
+    """
+    columns = (*_ABOUT, *ENVIRONMENT, *LABELS)
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.execute(
+            f"SELECT {', '.join(columns)} FROM attempts WHERE source = ? AND (starts_with(job_id, ?) "
+            "OR list_contains(?::VARCHAR[], job_id)) ORDER BY started_at NULLS FIRST, run_id",
+            [source, PREFIX, list(tonight)],
+        ).fetchall()
+    jobs: dict[str, list[tuple[CanaryRun, tuple]]] = {}
+    for row in (dict(zip(columns, values, strict=True)) for values in rows):
+        run = _run(row) if same_device(row["device_name"], device_name) else None
+        if run is not None and (row["job_id"] in tonight or row["job_id"] not in forget):
+            night = "" if run.job_id in tonight else run.job_id
+            jobs.setdefault(night, []).append((run, tuple(row[name] for name in ENVIRONMENT)))
+    now = jobs.pop("", None)
+    began = min((run.started_at for run, _ in now or ()), default=None)
+    earlier = [_night(found) for found in jobs.values() if began is None or found[0][0].started_at <= began]
+    if now is None:
+        return None, earlier
+    return _night(now, earlier[-1].environment if earlier else None), earlier
+
+
+def _night(found: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None) -> Night:
+    runs = tuple(run for run, _ in found)
+    said = Counter(environment for run, environment in found if run.status == "ok")
+    if said:
+        return Night(said.most_common(1)[0][0], runs)
+    known = tuple(next((e[i] for _, e in found if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
+    # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
+    if before is not None and all(one in (None, other) for one, other in zip(known, before, strict=True)):
+        return Night(before, runs)
+    return Night(known, runs)
+
+
+def _run(row: Mapping) -> CanaryRun | None:
+    try:
+        config = config_from_mapping(json.loads(row["config"] or "{}"))
+    except UsageError:  # of another version of the code: no canary of this one's
+        return None
+    error = (row["error"] or "").strip().splitlines()
+    return CanaryRun(
+        run_id=row["run_id"],
+        job_id=row["job_id"],
+        config_hash=row["config_hash"],
+        config=config,
+        status=row["status"],
+        error=": ".join(filter(None, (row["error_type"], error[0] if error else ""))),
+        trusted=row["quality"] != "untrusted",
+        reasons=json.loads(row["quality_reasons"] or "{}"),
+        missing=json.loads(row["telemetry_missing"] or "{}"),
+        labels={name: row[name] for name in LABELS},
+        final=row["final"] is not False,
+        device_uuid=row["device_uuid"],
+        started_at=row["started_at"] or datetime.datetime.min,
+    )
+
+
+def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]]) -> tuple[str, ...]:
+    """Why canaries may have moved, in words, the commonest first; empty where nothing tells.
+
+    `moved`: for each of them tonight's runs, those it was compared with, and the labels that are NULL now.
+    """
+    found: dict[str, list[str]] = {}
+    for runs, history, lost in moved:
+        for what, words in _of_canary(runs, history, lost):
+            found.setdefault(what, []).append(f"{runs[0].name}: {words}" if words else runs[0].name)
+    slower = _slower(data, moved)
+    said = [f"{what} ({'; '.join(words[:3])}{_more(words)})" for what, words in _by_count(found)]
+    return (*said, *slower)
+
+
+def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Collection[str]) -> list[tuple[str, str]]:
+    """(cause, details) of one canary; what was so before too is none."""
+    found = []
+    usual = Counter(reason for run in history for reason in run.reasons)
+    for reason in dict.fromkeys(reason for run in runs for reason in run.reasons):
+        if 2 * usual[reason] > len(history):
+            continue
+        words = next(run.reasons[reason] for run in runs if reason in run.reasons)
+        meaning = REASONS[reason].meaning if reason in REASONS else reason
+        found.append((meaning, words))
+    if lost:
+        sensors = {name: why for run in runs for name, why in run.missing.items()}
+        known = {name for run in history for name in run.missing}
+        why = ", ".join(f"{name}: {text}" for name, text in sensors.items() if name not in known)
+        found.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
+    statuses = {run.status for run in history}
+    for run in runs:
+        if history and run.status not in statuses and run.status != "ok":
+            found.append((f"ended as {run.status}", run.error))
+            break
+    return found
+
+
+def _slower(data, moved: Sequence[tuple]) -> list[str]:
+    """What the telemetry of the windows says of clocks and temperatures, of runs tonight and before."""
+    now = [run for runs, _, _ in moved for run in runs]
+    before = [run for _, history, _ in moved for run in history[-_LATEST:]]
+    if not now or not before:
+        return []
+    figures = _window_figures(data, [*now, *before])
+    found = []
+    clocks = [[figures[run.run_id][0] for run in runs if run.run_id in figures] for runs in (now, before)]
+    heat = [[figures[run.run_id][1] for run in runs if run.run_id in figures] for runs in (now, before)]
+    (clock_now, clock_then), (heat_now, heat_then) = (map(_middle, both) for both in (clocks, heat))
+    if clock_now is not None and clock_then is not None and clock_now < (1 - _CLOCK_SHARE) * clock_then:
+        found.append(f"the SM clock was lower: {clock_now:.0f} MHz, {clock_then:.0f} before")
+    if heat_now is not None and heat_then is not None and heat_now > heat_then + _HOTTER_C:
+        found.append(f"the GPU was hotter: {heat_now:.0f} °C, {heat_then:.0f} before")
+    return found
+
+
+def _window_figures(data, runs: Sequence[CanaryRun]) -> dict[str, tuple[float | None, float | None]]:
+    """run_id -> (median SM clock, highest temperature)."""
+    families = sorted({run.config.family for run in runs})
+    with contextlib.closing(warehouse.connect(data)) as connection:
+        rows = connection.execute(
+            "SELECT run_id, median(sm_clock_mhz), max(temperature_c) FROM telemetry WHERE phase = 'window' "
+            f"AND family IN ({', '.join('?' * len(families))}) AND list_contains(?::VARCHAR[], run_id) GROUP BY run_id",
+            [*families, [run.run_id for run in runs]],
+        ).fetchall()
+    return {run_id: (clock, heat) for run_id, clock, heat in rows}
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None
+
+
+def _by_count(found: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
+    return sorted(found.items(), key=lambda item: -len(item[1]))
+
+
+def _more(words: Sequence[str]) -> str:
+    return f"; {len(words) - 3} more" if len(words) > 3 else ""

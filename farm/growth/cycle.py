@@ -1,0 +1,242 @@
+"""One night: canaries, choose, run, land, learn, report; each step written down, so that a killed cycle goes on.
+
+Start reading at `Night.work`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UsageError
+from farm.growth.journal import Cycle, Journal
+from farm.growth.landing import land, snapshot_taken
+from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed
+from farm.growth.plan import make_plan, read_plan
+from farm.growth.settings import GrowSettings
+from farm.jobs import Queue
+from farm.monitoring.service import Service
+from farm.work import TimedStop, run_job
+from warehouse.folder import DataFolder
+
+_FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
+_ERROR_CHARACTERS = 4000
+
+
+class Left(Exception):
+    """Asked to leave before there was anything to land: the cycle stays open."""
+
+
+@dataclass
+class Night:
+    """One cycle at work on a data folder. `tell` takes what a person should see now."""
+
+    folder: DataFolder
+    queue: Queue
+    journal: Journal
+    settings: GrowSettings
+    machine: Machine
+    service: Service
+    cycle: Cycle
+    tell: Callable[[str], None] = lambda _: None
+
+    @classmethod
+    def begin(cls, folder, queue, journal: Journal, settings: GrowSettings, machine: Machine, service, tell) -> Night:
+        """Begin a cycle and write that down."""
+        written = {**settings.written, "device": machine.choice.to_mapping()}
+        cycle = journal.begin(written, secrets.token_hex(4), lambda name: snapshot_taken(folder, name))
+        return cls(folder, queue, journal, settings, machine, service, cycle, tell)
+
+    def work(self) -> Cycle:
+        """Do the steps that are not done yet, and end the cycle; as it is then.
+
+        Raises `Left` where the machine was wanted back before anything ran, what a step raised where one failed, and
+        `KeyboardInterrupt`: the cycle stays open then, and the same call goes on.
+        """
+        canaries = self._step("canaries", self._canaries)
+        if canaries["verdict"] == "sick":
+            return self._close("sick", canaries["said"])
+        self._step("choose", self._choose)
+        ran = self._step("run", self._run)
+        self._step("land", lambda: land(self.folder, self.cycle, self.tell))
+        asked = ran["ended"] == "asked"
+        self._step("learn", lambda: self._learn(skip=asked))
+        if asked:
+            return self._close("cut short", f"asked to leave after {ran['runs']} runs; they are landed")
+        return self._close("done", self._said())
+
+    def _close(self, outcome: str, said: str) -> Cycle:
+        self._step("report", lambda: self._report(outcome, said))
+        self.cycle = self.journal.end(self.cycle.name, outcome, said)
+        return self.cycle
+
+    def _step(self, name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Do a step unless it is done; what it wrote down."""
+        done = self.cycle.done(name)
+        if done is not None:
+            return done
+        self.journal.start(self.cycle.name, name)
+        self.cycle = self.journal.cycle(self.cycle.name)
+        self.service.events.emit("step_started", cycle=self.cycle.name, step=name)
+        self.tell(name)
+        began = time.monotonic()
+        try:
+            payload = dict(work())
+        except (Left, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            self._failed(name, error)
+            raise
+        payload["seconds"] = round(time.monotonic() - began, 3)
+        self.cycle = self.journal.done(self.cycle.name, name, payload)
+        self.service.events.emit("step_done", cycle=self.cycle.name, step=name, seconds=payload["seconds"])
+        return payload
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Write it down, and report what there is; a step that fails again and again ends the cycle."""
+        text = str(error) if isinstance(error, UsageError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
+        self.cycle = self.journal.fail(self.cycle.name, name, text)
+        self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
+        said = f"{name} failed: {text.strip().splitlines()[-1]}"
+        if name != "report":
+            with contextlib.suppress(Exception):  # the step's own error is what is told
+                self._report("failed", said)
+        if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
+            self.cycle = self.journal.end(self.cycle.name, "failed", said)
+
+    # The steps
+
+    def _canaries(self) -> dict[str, Any]:
+        if self.settings.canaries == "skip":
+            now = environment_now(self.folder, self.machine)
+            return {"verdict": "none", "said": "canaries were left out", "environment": now, "runs": 0}
+        from farm.growth.watch import watch
+
+        return watch(self)
+
+    def _choose(self) -> dict[str, Any]:
+        from farm.growth.watch import stale_first
+
+        canaries = self.cycle.done("canaries")
+        plan = make_plan(
+            self.folder, self.queue, self.earlier(), self.settings, self.machine, canaries["environment"],
+            again=stale_first(self), progress=self._counted("choosing"),
+        )  # fmt: skip
+        return {**plan.payload(), "plan": plan.write(self.folder, self.cycle.name)}
+
+    def _run(self) -> dict[str, Any]:
+        job_id = self.job("grow")
+        configs = list(enumerate(read_plan(self.folder, self.cycle.done("choose")["plan"])))
+        stop = self.stop()
+        began = time.monotonic()
+        self.submit(job_id, configs)
+        all_done = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service)
+        if not all_done:
+            self.queue.cancel(job_id, time.time())
+        ended = "all" if all_done else "asked" if stop.asked else "time"
+        figures = job_figures(self.folder, job_id)
+        return {"job_id": job_id, **figures, "ended": ended, "wall_s": round(time.monotonic() - began, 3)}
+
+    def _learn(self, skip: bool) -> dict[str, Any]:
+        from learn.promotion import refit
+
+        results = []
+        for target in () if skip else self.settings.targets:
+            try:
+                promotion = refit(
+                    self.folder, target, self.settings.estimator, cycle=self.cycle.name, source=self.machine.source,
+                    device_name=self.machine.device_name, seed=self.settings.seed,
+                    now=datetime.datetime.now(datetime.UTC),
+                    progress=lambda said, target=target: self.tell(f"learning {target}: {said}"),
+                )  # fmt: skip
+                results.append(promotion.to_mapping())
+            except UsageError as error:
+                results.append(self._no_result(target, "skipped", str(error)))
+            except Exception:  # one estimator's mistake must cost neither the others nor the night
+                results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))
+        return {"results": results}
+
+    def _no_result(self, target: str, decision: str, why: str) -> dict[str, Any]:
+        return {
+            "target": target, "estimator": self.settings.estimator, "decision": decision, "why": why, "current": None,
+            "candidate": None, "held_out": 0, "figures": {"current": None, "candidate": None},
+        }  # fmt: skip
+
+    def _report(self, outcome: str, said: str) -> dict[str, Any]:
+        from farm.growth.report import write_report
+
+        told = dataclasses.replace(self.cycle, outcome=outcome, said=said)
+        others = self.earlier()
+        path = write_report(self.folder, told, [*others, told], self._next_plan())
+        return {
+            "html": str(path.relative_to(self.folder.root)),
+            "json": str(path.relative_to(self.folder.root).with_suffix(".json")),
+        }
+
+    def _next_plan(self) -> Mapping[str, Any] | None:
+        """What the next night would measure, as far as it can be told."""
+        canaries = self.cycle.done("canaries") or {}
+        try:
+            plan = make_plan(
+                self.folder, self.queue, self.journal.cycles(), self.settings, self.machine,
+                canaries.get("environment"), progress=self._counted("looking ahead"),
+            )  # fmt: skip
+        except UsageError:  # nothing new is left in these search spaces
+            return None
+        return plan.payload()
+
+    # What steps share
+
+    def job(self, kind: str) -> str:
+        """The id of a job of this cycle, which no other cycle has, here or elsewhere."""
+        return f"{kind}-{self.cycle.token}"
+
+    def submit(self, job_id: str, configs) -> None:
+        """Queue listed configs for this cycle's devices."""
+        submit_listed(
+            self.folder, self.queue, job_id, configs, self.machine, self.settings.trial, self.settings.policy,
+            self.settings.seed,
+        )  # fmt: skip
+
+    def stop(self) -> TimedStop:
+        """Asks to leave when this cycle's time is up, or on a signal."""
+        if self.settings.hours is None:
+            return TimedStop(None)
+        jobs = [job.job_id for job in self.queue.jobs() if job.job_id.partition("-")[2].startswith(self.cycle.token)]
+        return TimedStop(max(0.0, self.settings.hours * 3600 - measured_s(self.folder, self.cycle, jobs)))
+
+    def earlier(self) -> list[Cycle]:
+        """The cycles before this one."""
+        return [cycle for cycle in self.journal.cycles() if cycle.name != self.cycle.name]
+
+    def _counted(self, what: str) -> Callable[[int, int], None]:
+        return lambda done, of: self.tell(f"{what}: {done:,} of {of:,} candidates")
+
+    def _said(self) -> str:
+        """The night in a sentence."""
+        ran, learnt = self.cycle.done("run"), self.cycle.done("learn")
+        statuses = ", ".join(f"{status} {count}" for status, count in ran["by_status"].items()) or "none"
+        decisions = ", ".join(f"{result['target']} {result['decision']}" for result in learnt["results"])
+        time_up = "; the time was up before all had run" if ran["ended"] == "time" else ""
+        return f"{ran['runs']} runs ({statuses}){time_up}; models: {decisions or 'none fitted'}"
+
+
+def message_of(folder: DataFolder, cycle: Cycle) -> dict[str, Any]:
+    """What a notified program gets to know."""
+    report = cycle.done("report")
+    return {
+        "cycle": cycle.name,
+        "outcome": cycle.outcome or "failed",
+        "said": cycle.said or next((s.payload["error"] for s in cycle.steps.values() if s.state == "failed"), ""),
+        "report": None if report is None else str(folder.root / report["html"]),
+        "data": str(folder.root),
+        "run": json.loads(json.dumps(cycle.done("run") or {})),
+    }

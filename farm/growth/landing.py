@@ -1,0 +1,55 @@
+"""Lands a night: merges small files, checks what is there, and freezes it as a snapshot. Start reading at `land`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from conf.errors import UsageError
+from farm.growth.journal import Cycle
+from warehouse.folder import DataFolder
+
+
+def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> dict[str, Any]:
+    """What the journal keeps of it. May be killed at any point and called again: the snapshot of the cycle's name is
+    taken once. Raises `UsageError` for files that cannot be read."""
+    from warehouse.checks import check
+    from warehouse.compact import compact
+    from warehouse.connection import connect
+    from warehouse.snapshot import snapshots, take_snapshot
+
+    tell("merging small files")
+    compacted = compact(folder)
+    there = {snapshot.name: snapshot for snapshot in snapshots(folder)}
+    began = cycle.steps["land"].attempts[0]
+    # A snapshot of the day that somebody took in the meantime is not ours; one taken since we began is.
+    own = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
+    name = next(name for name in own if name not in there or there[name].taken_at >= began)
+    if name not in there:
+        tell("taking a snapshot")
+        there[name] = take_snapshot(folder, name, tell=tell)
+    tell("checking its rows")
+    with contextlib.closing(connect(folder, snapshot=name)) as connection:
+        findings = check(connection)
+    before = [other for other, snapshot in there.items() if snapshot.taken_at < there[name].taken_at]
+    return {
+        "snapshot": name,
+        "before": before[-1] if before else None,
+        "rows": dict(there[name].rows),
+        "compacted": {"said": compacted.lines(), "problems": len(compacted.problems)},
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+
+
+def snapshot_taken(folder: DataFolder, name: str) -> bool:
+    """Whether there is a snapshot of that name already, so that a cycle needs another."""
+    from warehouse.snapshot import find_snapshot
+
+    try:
+        find_snapshot(folder, name)
+    except UsageError:
+        return False
+    return True

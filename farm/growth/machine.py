@@ -1,0 +1,187 @@
+"""What a cycle measures on, and the jobs of listed configurations that it measures with.
+
+Start reading at `machine_of` and `submit_listed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError
+from farm.growth.journal import Cycle
+from farm.jobs import Job, Queue
+from farm.ray_executor import ClusterSettings
+from farm.settings import device_key
+from featurize.device_spec import device_from_mapping, device_names, load_device, same_device
+from featurize.trial import TrialConfig, canonical_json
+from warehouse.folder import DataFolder
+from warehouse.schema import ENVIRONMENT
+from warehouse.writer import RunWriter
+from workers.devices import DeviceChoice, choose_device, make_device
+from workers.settings import TrialSettings
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+
+_STANDS_IN = "A100-SXM4-40GB"  # whose rates a device without a description is forecast with
+_MIXED = "mixed"  # the family of a job of several
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a cycle, all of one model. `workers`: how many of them; `source`: what its runs are."""
+
+    choice: DeviceChoice
+    device_name: str
+    source: str
+    workers: int
+    spec: DeviceSpec
+
+    @property
+    def capacity_mib(self) -> float:
+        """Memory that a trial may take."""
+        return self.spec.memory_mib * (self.choice.memory_fraction or 1.0)
+
+
+def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[Cycle] = ()) -> tuple[Machine, str]:
+    """What `device` means here, and one line that says so.
+
+    Raises `UsageError` where it is not there, for GPUs of several models, and where `auto` finds no GPU any more
+    although the cycles `before` measured on one: a data set must not go on with simulated runs because a driver broke.
+    """
+    choice, said = choose_device(device)
+    used = next((c.settings["device"]["backend"] for c in reversed(before) if "backend" in c.settings["device"]), None)
+    if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
+        raise UsageError(f"{said}; but the last cycle here measured on GPUs: mend that, or say device=simulated")
+    slots = make_device(choice).slots()
+    names = sorted({slot.device_name for slot in slots})
+    if len(names) > 1:
+        raise UsageError(f"a cycle measures on GPUs of one model, here are {', '.join(names)}; hide some from it")
+    workers = 1 if cluster.kind == "inline" else len(slots)
+    source = "simulated" if choice.backend == "simulated" else "measured"
+    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), said
+
+
+def _description(choice: DeviceChoice, slot) -> DeviceSpec:
+    if choice.backend == "simulated" and choice.spec is not None:
+        return device_from_mapping(dict(choice.spec))
+    known = next((name for name in device_names() if same_device(name, slot.device_name)), None)
+    if known is not None:
+        return load_device(known)
+    memory_mib = slot.device_memory_mib or load_device(_STANDS_IN).memory_mib
+    return dataclasses.replace(load_device(_STANDS_IN), name=slot.device_name, memory_mib=memory_mib)
+
+
+def submit_listed(
+    folder: DataFolder,
+    queue: Queue,
+    job_id: str,
+    configs: Sequence[tuple[int, TrialConfig]],
+    machine: Machine,
+    trial: TrialSettings,
+    policy: str,
+    seed: int,
+) -> None:
+    """Queue these configs under their indices, as one job. The same call again adds nothing."""
+    families = sorted({config.family for _, config in configs})
+    job = Job(
+        job_id=job_id,
+        family=families[0] if len(families) == 1 else _MIXED,
+        space_json=canonical_json({"listed": families}),
+        n=len(configs),
+        seed=seed,
+        policy=policy,
+        device=device_key(machine.choice),
+        settings_json=canonical_json(trial.to_mapping()),
+        submitted_at=time.time(),
+    )
+    queue.submit(job, ((index, canonical_json(config.to_mapping())) for index, config in configs), time.time())
+    told = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
+    RunWriter(folder).write_job(
+        {
+            "job_id": job_id,
+            "family": job.family,
+            "n": job.n,
+            "seed": seed,
+            "policy": policy,
+            "priority": job.priority,
+            "space": job.space_json,
+            "config": json.dumps(told, sort_keys=True),
+            "submitted_at": queue.job(job_id).submitted_at,
+        }
+    )
+
+
+def environment_now(folder: DataFolder, machine: Machine, jobs: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The environment of the newest run of this device (`jobs`: of these jobs); None where there is none."""
+    where, values = "source = ? AND torch_version IS NOT NULL", [machine.source]
+    if jobs:
+        where, values = f"{where} AND list_contains(?::VARCHAR[], job_id)", [*values, list(jobs)]
+    rows = _ask(
+        folder,
+        f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE {where} ORDER BY finished_at DESC",
+        values,
+    )
+    return next(
+        (dict(zip(ENVIRONMENT, row[1:], strict=True)) for row in rows if same_device(row[0], machine.device_name)), None
+    )
+
+
+def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
+    """How long a cycle has measured so far, in all attempts at it: what was killed counts to its last run."""
+    finished = [
+        row[0].replace(tzinfo=datetime.UTC)
+        for row in _ask(
+            folder,
+            "SELECT finished_at FROM attempts WHERE list_contains(?::VARCHAR[], job_id) AND finished_at IS NOT NULL",
+            [list(jobs)],
+        )
+    ]
+    total = 0.0
+    for name in ("canaries", "run"):
+        step = cycle.steps.get(name)
+        for number, began in enumerate(step.attempts if step else ()):
+            last = number == len(step.attempts) - 1
+            until = None if last else step.attempts[number + 1]
+            ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
+            if last and step.ended_at is not None:
+                ended = step.ended_at
+            total += (ended - began).total_seconds()
+    return total
+
+
+def job_figures(folder: DataFolder, job_id: str) -> dict[str, Any]:
+    """Runs of a job by status and family, their workers' seconds, and the energy of their windows."""
+    rows = _ask(
+        folder,
+        "SELECT family, status, count(*), sum(wall_s), sum(energy_j) FROM runs WHERE job_id = ? "
+        "GROUP BY ALL ORDER BY ALL",
+        [job_id],
+    )
+    by_status: dict[str, int] = {}
+    by_family: dict[str, int] = {}
+    for family, status, count, *_ in rows:
+        by_status[status] = by_status.get(status, 0) + count
+        by_family[family] = by_family.get(family, 0) + count
+    energies = [row[4] for row in rows if row[4] is not None]
+    return {
+        "runs": sum(by_status.values()),
+        "by_status": by_status,
+        "by_family": by_family,
+        "gpu_seconds": sum(row[3] or 0.0 for row in rows),
+        "energy_j": sum(energies) if energies else None,
+    }
+
+
+def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple]:
+    from warehouse.connection import connect
+
+    with contextlib.closing(connect(folder)) as connection:
+        return connection.execute(query, list(values)).fetchall()

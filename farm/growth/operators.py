@@ -1,0 +1,64 @@
+"""What a training step computes with, in few words: the operator families that a drift is told by, torch-free.
+
+Start reading at `operators_of`; `OPERATORS` is all there are. A layer kind that no entry names counts as `other`.
+"""
+
+from __future__ import annotations
+
+from conf.errors import UsageError
+from featurize.families import get_family
+from featurize.trial import ACTIVATIONS, TrialConfig
+
+OTHER = "other"
+# Operator family -> the kinds of `featurize.layers.Layer` that it holds. Batch norm is cuDNN's, the other norms are
+# PyTorch's own kernels: they do not move together.
+_KINDS: dict[str, tuple[str, ...]] = {
+    "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose2d"),
+    "linear": ("linear", "matmul"),
+    "attention": ("attention",),
+    "batch_norm": ("batchnorm1d", "batchnorm2d"),
+    "layer_norm": ("layernorm", "groupnorm"),
+    "activation": (*ACTIVATIONS, "gelu_new", "softmax"),
+    "dropout": ("dropout",),
+    "pooling": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "mean_pool"),
+    "embedding": ("embedding", "position"),
+    "recurrent": ("lstm", "gru"),
+    "gather_scatter": ("gather", "scatter", "edge_softmax", "dispatch", "combine"),
+    "copy": ("add", "concat", "pad2d", "upsample"),
+}
+# What no layer plan tells: the loss, which every step has, how the weights are updated, and in which precision.
+_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "momentum": "sgd"}
+_AUTOCAST = ("bf16", "fp16")
+WEIGHT_UPDATES = tuple(dict.fromkeys(_OPTIMIZERS.values()))
+OPERATORS = (*_KINDS, "loss", *WEIGHT_UPDATES, "autocast", OTHER)
+
+# Libraries of models name modules of their own after their classes: a part of the name says what they are.
+_NAME_PARTS = {
+    "batchnorm": "batch_norm", "norm": "layer_norm", "conv": "convolution", "attention": "attention",
+    "pool": "pooling", "embed": "embedding", "swish": "activation", "sigmoid": "activation", "gelu": "activation",
+    "relu": "activation", "linear": "linear",
+}  # fmt: skip
+
+_OF_KIND = {kind: family for family, kinds in _KINDS.items() for kind in kinds}
+
+
+def operators_of(config: TrialConfig) -> frozenset[str]:
+    """The operator families of the config's training step, each one of `OPERATORS`.
+
+    `other` stands for the layers of a model that cannot be read here (of a library that is not installed).
+    """
+    found = {"loss", _OPTIMIZERS[config.optimizer]}
+    if config.precision in _AUTOCAST:
+        found.add("autocast")
+    try:
+        found.update(operator_of_kind(layer.kind) for layer in get_family(config.family).layers(config))
+    except UsageError:
+        found.add(OTHER)
+    return frozenset(found)
+
+
+def operator_of_kind(kind: str) -> str:
+    """The operator family of a layer kind."""
+    if kind in _OF_KIND:
+        return _OF_KIND[kind]
+    return next((family for part, family in _NAME_PARTS.items() if part in kind), OTHER)

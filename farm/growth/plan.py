@@ -1,0 +1,167 @@
+"""What a night will measure: candidates that go on with the sequences, chosen by the policy, and written down.
+
+Start reading at `make_plan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from farm.choosing.forecast import Forecaster
+from farm.choosing.known_runs import Known, known_runs
+from farm.choosing.plan_summary import Summary, expected_seconds, summary
+from farm.choosing.selection import Choice, Pool, candidates, choose, joined
+from farm.growth.journal import Cycle
+from farm.growth.machine import Machine
+from farm.growth.settings import GrowSettings
+from farm.jobs import Queue
+from farm.settings import device_key
+from farm.space import Space
+from featurize.trial import TrialConfig, config_from_mapping, config_hash, mapping_hash
+from warehouse.folder import DataFolder, write_bytes
+
+_AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
+_TRIED = 200  # candidates whose expected times say how many those are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Tonight's configurations in the order in which they run.
+
+    again       of them, at the beginning: measured before, stale since
+    next_index  of each sequence, by what it is a sequence of (`_key`)
+    """
+
+    configs: tuple[TrialConfig, ...]
+    why: tuple[str, ...]
+    again: int
+    summary: Summary | None
+    next_index: Mapping[str, int]
+
+    def payload(self) -> dict[str, Any]:
+        """For the journal, beside the file."""
+        told = {} if self.summary is None else _plain(self.summary.to_mapping())
+        return {**told, "runs": len(self.configs), "remeasured": self.again, "next_index": dict(self.next_index)}
+
+    def write(self, folder: DataFolder, cycle: str) -> str:
+        """Write `growth/plans/CYCLE.json` and return its path in the folder."""
+        entries = [
+            {"why": why, "config": config.to_mapping()} for why, config in zip(self.why, self.configs, strict=True)
+        ]
+        path = folder.growth / "plans" / f"{cycle}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, (json.dumps(entries, indent=1) + "\n").encode())
+        return str(path.relative_to(folder.root))
+
+
+def read_plan(folder: DataFolder, path: str) -> list[TrialConfig]:
+    """The configurations that `Plan.write` wrote."""
+    return [config_from_mapping(entry["config"]) for entry in json.loads((folder.root / path).read_text())]
+
+
+def make_plan(
+    folder: DataFolder,
+    queue: Queue | None,
+    cycles: Sequence[Cycle],
+    settings: GrowSettings,
+    machine: Machine,
+    environment: Mapping[str, Any] | None,
+    again: Sequence[TrialConfig] = (),
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Plan:
+    """What to measure tonight: `again` first, then what the policy chooses of candidates that were not measured in
+    this `environment` and are not queued. Nothing is written. `queue` None: there is none yet.
+
+    Raises `UsageError` where the search spaces have nothing new left.
+    """
+    known = _known(folder, queue, settings, machine, environment)
+    again = tuple(again)[: settings.n]
+    taken = known.measured | {config_hash(config) for config in again}
+    known = dataclasses.replace(known, measured=frozenset(taken))
+    left = None if settings.n is None else settings.n - len(again)
+    if left == 0:
+        return Plan(
+            configs=again, why=("stale",) * len(again), again=len(again), summary=None,
+            next_index=dict(_positions(cycles)),
+        )  # fmt: skip
+    pool = _pool(settings, cycles)
+    forecaster = Forecaster(device=machine.spec, data=folder)
+    n = _affordable(settings, machine, pool, known, forecaster) if left is None else min(left, len(pool))
+    choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
+    return Plan(
+        configs=(*again, *(one.config for one in choice.chosen)),
+        why=(*("stale",) * len(again), *(one.why for one in choice.chosen)),
+        again=len(again),
+        summary=summary(choice, known, machine.capacity_mib),
+        next_index=_after(settings, cycles, choice),
+    )
+
+
+def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, machine: Machine, environment) -> Known:
+    """The runs of these devices, and as measured also what waits in the queue."""
+    if not folder.format_marker.exists():  # a dry run before the first submission
+        return Known.nothing()
+    known = known_runs(folder, machine.device_name, source=machine.source, environment=environment)
+    waiting = [] if queue is None else queue.waiting_configs(device_key(machine.choice))
+    hashes = {mapping_hash(json.loads(text)) for text in waiting}
+    return dataclasses.replace(known, measured=known.measured | hashes)
+
+
+def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> Pool:
+    positions = _positions(cycles)
+    count = math.ceil(settings.pool / len(settings.spaces))
+    return joined(
+        [
+            candidates(
+                space, settings.policy, settings.seed, positions.get(_key(settings, space), 0), count, settings.limits
+            )
+            for space in settings.spaces
+        ]
+    )
+
+
+def _affordable(settings: GrowSettings, machine: Machine, pool: Pool, known: Known, forecaster: Forecaster) -> int:
+    """How many runs to plan for the hours given: half as many again as probably fit."""
+    some = choose("stratified", pool, known, min(_TRIED, len(pool)), forecaster, settings.seed)
+    seconds, _ = expected_seconds(some, known)
+    fitting = settings.hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
+    return max(1, min(len(pool), math.ceil(_AHEAD * fitting)))
+
+
+def _key(settings: GrowSettings, space: Space) -> str:
+    """What a position belongs to: uniform points are another sequence than the low-discrepancy ones."""
+    points = "uniform" if settings.policy == "uniform" else "stratified"
+    return f"{space.family}/{points}/{settings.seed}/{space.identity[:16]}"
+
+
+def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
+    """Where each sequence goes on, by all cycles that have chosen."""
+    positions: dict[str, int] = {}
+    for cycle in cycles:
+        positions.update((cycle.done("choose") or {}).get("next_index", {}))
+    return positions
+
+
+def _after(settings: GrowSettings, cycles: Sequence[Cycle], choice: Choice) -> dict[str, int]:
+    own = {_key(settings, space): choice.next_index[space.family] for space in settings.spaces}
+    return {**_positions(cycles), **own}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: no tuples, and no numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,270 @@
+"""A cycle's report: what the night brought, what went wrong, and what is to be done, as a page and as JSON.
+
+Start reading at `write_report`; `Report` is all that is said. `farm.growth.report_rows` counts the rows,
+`farm.growth.report_verdict` says what the night came to, `farm.growth.report_page` draws the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+import warehouse
+from conf.errors import UsageError
+from farm.growth.journal import STEPS, Cycle
+from farm.growth.report_rows import Rows, read_rows
+from farm.growth.report_verdict import Said, say
+from warehouse.diff import NOW, Difference, diff
+from warehouse.folder import DataFolder, checked_name, write_bytes
+
+LATEST = "latest"
+LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """One step of the cycle. `seconds` of its last attempt, None where it did not end."""
+
+    name: str
+    state: str  # done | failed | started | not reached
+    seconds: float | None
+    attempts: int
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Night:
+    """What one cycle took and brought, for curves over the cycles. None: not reached, or not measured."""
+
+    cycle: str
+    outcome: str
+    seconds: Mapping[str, float | None]  # by step
+    overhead_s: float  # of all steps but `run` and `learn`
+    runs: int | None
+    rows: int | None  # of the view `runs`, after the cycle
+    wall_s: float | None
+    gpu_seconds: float | None
+    energy_j: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What one cycle's learning step decided of one target. Figures are of held-out rows."""
+
+    cycle: str
+    target: str
+    estimator: str
+    decision: str  # promoted | kept | first | skipped | failed
+    why: str
+    held_out: int | None
+    current: Mapping[str, float | None] | None
+    candidate: Mapping[str, float | None] | None
+    in_use: Mapping[str, float | None] | None  # one of the two, the one that the decision left in use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that a report says; figures as the journal and the warehouse have them.
+
+    said      the outcome in a sentence, and what to do about it
+    notes     what could not be read for this report
+    snapshot  whose rows these are, None: the folder as it is; `before`: what `changed` compares it with
+    rows      None where the warehouse could not be read
+    """
+
+    cycle: str
+    started_at: str
+    ended_at: str | None
+    settings: Mapping[str, Any]
+    said: Said
+    notes: tuple[str, ...]
+    snapshot: str | None
+    before: str | None
+    changed: Difference | None
+    rows: Rows | None
+    gained: Mapping[str, tuple[str, ...]]  # grid -> cells that had no row before, in words
+    canaries: Mapping[str, Any] | None
+    chosen: Mapping[str, Any] | None  # the plan's summary
+    run: Mapping[str, Any] | None
+    findings: tuple[Mapping[str, Any], ...]
+    scores: tuple[Score, ...]  # of all cycles, oldest first
+    steps: tuple[StepTime, ...]
+    nights: tuple[Night, ...]  # oldest first, this one last
+    next_plan: Mapping[str, Any] | None
+
+    def as_json(self) -> str:
+        return json.dumps(plain(dataclasses.asdict(self)), indent=1, allow_nan=False)
+
+
+def write_report(
+    folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None
+) -> Path:
+    """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
+
+    `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
+    `farm.choosing.plan_summary.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
+    cannot be written; what cannot be read is told in the report.
+    """
+    from farm.growth.report_page import report_page
+
+    report = gather(folder, cycle, cycles, next_plan)
+    page, text = report_page(report).encode("utf-8", errors="replace"), report.as_json().encode()
+    folder.reports.mkdir(parents=True, exist_ok=True)
+    for name in (checked_name("cycle", cycle.name), LATEST):
+        write_bytes(folder.reports / f"{name}.json", text)
+        write_bytes(folder.reports / f"{name}.html", page)
+    return folder.reports / f"{cycle.name}.html"
+
+
+def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None) -> Report:
+    """Everything the report of `cycle` says."""
+    history = [*(one for one in cycles if one.name != cycle.name and one.started_at <= cycle.started_at), cycle]
+    notes: list[str] = []
+    canaries = cycle.done("canaries")
+    landed = cycle.done("land") or {}
+    snapshot, before = landed.get("snapshot"), _before(history, landed)
+    rows = _rows(folder, cycle, canaries or {}, snapshot, notes)
+    if rows is None and snapshot is not None:
+        snapshot = None
+        rows = _rows(folder, cycle, canaries or {}, None, notes)
+    changed = None
+    if rows is not None and before is not None:
+        with _told(notes, "what changed"):
+            changed = diff(folder, before, snapshot or NOW)
+    findings = tuple(landed.get("findings") or ())
+    steps = tuple(_step(cycle, name) for name in STEPS)
+    scores = tuple(score for one in history for score in _scores(one))
+    return Report(
+        cycle=cycle.name,
+        started_at=_time(cycle.started_at),
+        ended_at=None if cycle.ended_at is None else _time(cycle.ended_at),
+        settings=cycle.settings,
+        said=say(cycle, changed, rows, findings),
+        notes=tuple(dict.fromkeys(notes)),
+        snapshot=snapshot,
+        before=before,
+        changed=changed,
+        rows=rows,
+        gained=_gained(rows),
+        canaries=canaries,
+        chosen=cycle.done("choose"),
+        run=cycle.done("run"),
+        findings=findings,
+        scores=scores,
+        steps=steps,
+        nights=tuple(map(_night, history)),
+        next_plan=next_plan,
+    )
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON has it: no NaN, no infinity, keys of text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, datetime.datetime):
+        return _time(value)
+    return value
+
+
+def _time(at: datetime.datetime) -> str:
+    return at.astimezone(datetime.UTC).isoformat(timespec="seconds")
+
+
+@contextlib.contextmanager
+def _told(notes: list[str], what: str):
+    """A report is written whatever cannot be read."""
+    try:
+        yield
+    except (UsageError, duckdb.Error, OSError) as error:
+        notes.append(f"{what} could not be read: {str(error).strip().splitlines()[0][:500]}")
+
+
+def _rows(folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | None, notes: list[str]) -> Rows | None:
+    found = None
+    with (
+        _told(notes, "rows" if snapshot is None else f"the snapshot {snapshot}"),
+        contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection,
+    ):
+        found = read_rows(connection, cycle.started_at, canaries.get("device_name"), canaries.get("source"))
+    return found
+
+
+def _before(history: Sequence[Cycle], landed: Mapping) -> str | None:
+    """The snapshot to compare with: what landing named, else the newest of the cycles before."""
+    if landed:
+        return landed.get("before")
+    names = [(one.done("land") or {}).get("snapshot") for one in history[:-1]]
+    return next((name for name in reversed(names) if name), None)
+
+
+def _gained(rows: Rows | None) -> dict[str, tuple[str, ...]]:
+    """Cells that had no row before this cycle."""
+    if rows is None:
+        return {}
+    found = {
+        grid.name: tuple(f"{row} {column}" for row, column, _ in grid.gained) for grid in (rows.memory, *rows.levels)
+    }
+    regions = tuple(
+        f"{grid.name}, batch {row}, parameters from {column}" for grid in rows.regions for row, column, _ in grid.gained
+    )
+    return {**found, "batch size and parameters": regions}
+
+
+def _step(cycle: Cycle, name: str) -> StepTime:
+    step = cycle.steps.get(name)
+    if step is None:
+        return StepTime(name=name, state="not reached", seconds=None, attempts=0)
+    error = str(step.payload.get("error", "")) if step.state == "failed" else ""
+    return StepTime(
+        name=name, state=step.state, seconds=step.seconds, attempts=len(step.attempts) or 1, error=error
+    )  # fmt: skip
+
+
+def _night(cycle: Cycle) -> Night:
+    run = cycle.done("run") or {}
+    seconds = {name: cycle.seconds(name) for name in STEPS}
+    return Night(
+        cycle=cycle.name,
+        outcome=cycle.outcome,
+        seconds=seconds,
+        overhead_s=sum(taken for name, taken in seconds.items() if taken and name not in LEARNING_STEPS),
+        runs=run.get("runs"),
+        rows=((cycle.done("land") or {}).get("rows") or {}).get("runs"),
+        wall_s=run.get("wall_s"),
+        gpu_seconds=run.get("gpu_seconds"),
+        energy_j=run.get("energy_j"),
+    )
+
+
+def _scores(cycle: Cycle) -> list[Score]:
+    found = []
+    for result in (cycle.done("learn") or {}).get("results") or ():
+        figures = result.get("figures") or {}
+        decision = str(result.get("decision", ""))
+        found.append(
+            Score(
+                cycle=cycle.name,
+                target=str(result.get("target", "")),
+                estimator=str(result.get("estimator", "")),
+                decision=decision,
+                why=str(result.get("why", "")),
+                held_out=result.get("held_out"),
+                current=figures.get("current"),
+                candidate=figures.get("candidate"),
+                in_use=figures.get("candidate" if decision in ("promoted", "first") else "current"),
+            )
+        )
+    return found

@@ -1,0 +1,284 @@
+"""The report's sections on the machine and on the cycles: canaries and drift, estimators, time, the night to come.
+
+Start reading at `canaries_section`; `farm.growth.report_page` puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from farm.growth.journal import STEPS
+from farm.growth.report_charts import Curve, columns, curves, figure
+from farm.growth.report_parts import (
+    chart,
+    charts,
+    clean,
+    count_of,
+    duration,
+    energy,
+    fold,
+    lead,
+    legend,
+    note,
+    section,
+    table,
+)
+from farm.growth.report_rows import LOG_CHARACTERS
+from farm.growth.report_verdict import gist
+from learn.targets import TARGETS
+
+if TYPE_CHECKING:
+    from farm.growth.report import Report, Score
+
+SHOWN_CYCLES = 40  # of a curve: the newest
+OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
+_STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
+_ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
+_CELLS_SHOWN = 10
+_SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
+_FIGURES = {
+    "rows": "rows",
+    "mean_abs_error": "mean absolute error",
+    "median_abs_error": "median absolute error",
+    "median_rel_error": "median relative error",
+    "accuracy": "accuracy",
+    "above_bound": "above the bound",
+}
+
+
+def canaries_section(report: Report) -> str:
+    canaries = report.canaries
+    if canaries is None:
+        return section("canaries", "Canaries", lead("No canary was compared."))
+    compared = list(canaries.get("compared") or ())
+    moved = [one for one in compared if one.get("moved")]
+    verdict = str(canaries.get("verdict"))
+    level = {"sick": "bad", "drift": "look"}.get(verdict, "good")
+    where = " ".join(str(canaries[name]) for name in ("device_name", "source") if canaries.get(name))
+    parts = [note(f"{verdict}: {canaries.get('said') or 'nothing to say'}", level)]
+    parts += [note(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
+    parts.append(lead(f"{count_of(int(canaries.get('runs') or 0), 'run')} on {where or 'an unknown device'}"))
+    if moved:
+        parts.append(f"<h3>What moved</h3>{_compared(moved)}")
+    if compared:
+        names = {(one.get("family"), one.get("config_hash")) for one in compared}
+        said = f"All {count_of(len(compared), 'label')} of {count_of(len(names), 'canary configuration')}"
+        parts.append(fold(said, _compared(compared), open_=not moved and len(compared) <= 2 * _CELLS_SHOWN))
+    parts.append(_environment(canaries.get("environment") or {}, canaries.get("before")))
+    parts.append(_drift(canaries.get("drift")))
+    return section("canaries", "Canaries and drift", *parts)
+
+
+def _compared(compared: Sequence[Mapping]) -> str:
+    rows = []
+    for one in compared:
+        before, now = one.get("before"), one.get("now")
+        change = _number(now - before, sign=True) if before is not None and now is not None else "–"
+        rows.append((
+            one.get("family"), str(one.get("config_hash") or "–")[:12], f"{one.get('label')} [{one.get('unit')}]",
+            _number(before), _number(now), change, _number(one.get("tolerance")), one.get("history_runs"),
+            one.get("said") or "",
+        ))  # fmt: skip
+    heads = ("family", "configuration", "label", "before", "now", "change", "tolerance", "earlier runs", "*said")
+    return table(heads, rows, words=3, marked=[k for k, one in enumerate(compared) if one.get("moved")])
+
+
+def _number(value: float | None, sign: bool = False) -> str:
+    if value is None:
+        return "–"
+    text = figure(abs(value))
+    return f"{'-' if value < 0 else '+' if sign else ''}{text}"
+
+
+def _environment(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    names = list(dict.fromkeys([*_ENVIRONMENT, *now, *(before or ())]))
+    changed = [k for k, name in enumerate(names) if before is not None and now.get(name) != before.get(name)]
+    if not now:
+        return ""
+    if not changed:
+        said = ", ".join(f"{name.removesuffix('_version')} {now[name]}" for name in names if now.get(name) is not None)
+        return lead(f"Environment{', unchanged' if before is not None else ''}: {said or 'unknown'}.")
+    rows = [(name, (before or {}).get(name), now.get(name)) for name in names]
+    return f"<h3>Environment</h3>{table(('what', 'before', 'now'), rows, words=3, marked=changed)}"
+
+
+def _drift(drift: Mapping | None) -> str:
+    if not drift:
+        return ""
+    operators = [(label, ", ".join(map(str, names))) for label, names in (drift.get("operators") or {}).items()]
+    parts = [
+        "<h3>Drift</h3>",
+        lead(
+            f"{count_of(int(drift.get('stale_rows') or 0), 'row')} marked stale for this environment, "
+            f"{count_of(int(drift.get('remeasure') or 0), 'configuration')} to be measured again first."
+        ),
+        *(note(text) for text in drift.get("moved") or ()),
+    ]
+    if operators:
+        parts.append(table(("label", "*operator families that moved"), operators))
+    for key, title in (("stale_by_family", "family"), ("stale_by_operator", "operator family")):
+        counts = sorted((drift.get(key) or {}).items(), key=lambda item: (-item[1], item[0]))
+        if counts:
+            parts.append(table((title, "stale rows"), counts))
+    return "".join(parts)
+
+
+def scores_section(report: Report) -> str:
+    tonight = [score for score in report.scores if score.cycle == report.cycle]
+    parts = [_decisions(tonight)] if tonight else [lead("No estimator was fitted tonight.")]
+    names = [night.cycle for night in report.nights][-SHOWN_CYCLES:]
+    series: dict[tuple[str, str], dict[str, Score]] = {}
+    for score in report.scores:
+        series.setdefault((score.target, score.estimator), {})[score.cycle] = score
+    drawn = []
+    for (target, estimator), of in sorted(series.items()):
+        drawn += [
+            _score_chart(f"{target} by {estimator}", target, key, names, of)
+            for key in _drawn_figures(list(of.values()))
+        ]
+    if drawn:
+        parts.append(lead("A full dot: a model was promoted. The held-out set grows from night to night."))
+        parts.append(charts(drawn))
+    return section("scores", "Estimators over the cycles", *parts)
+
+
+def _decisions(scores: Sequence[Score]) -> str:
+    both = [of or {} for one in scores for of in (one.current, one.candidate)]
+    keys = [key for key in dict.fromkeys([*_FIGURES, *(key for of in both for key in of)]) if key != "rows"]
+    keys = [key for key in keys if any(of.get(key) is not None for of in both)]
+    rows = []
+    for one in scores:
+        compared = (
+            f"{_figure(key, (one.current or {}).get(key))} / {_figure(key, (one.candidate or {}).get(key))}"
+            for key in keys
+        )
+        rows.append((one.target, one.estimator, one.decision, gist(one.why), one.held_out, *compared))
+    heads = ("target", "estimator", "decision", "*why", "held out", *(_FIGURES.get(key, key) for key in keys))
+    failed = [k for k, one in enumerate(scores) if one.decision == "failed"]
+    said = lead("Figures of the model so far / of the night's candidate, on the same held-out rows.") if keys else ""
+    return said + table(heads, rows, words=3, marked=failed)
+
+
+def _figure(key: str, value: Any) -> str:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return "–" if value is None else str(value)
+    return f"{value:.1%}" if key in _SHARES else figure(value)
+
+
+def _drawn_figures(scores: Sequence[Score]) -> list[str]:
+    """The error, and the share of bins told right."""
+    both = [of or {} for one in scores for of in (one.in_use, one.candidate)]
+    there = {key for of in both for key, value in of.items() if value is not None}
+    error = next((key for key in ("mean_abs_error", "median_abs_error", "median_rel_error") if key in there), None)
+    return [key for key in (error, "accuracy") if key in there]
+
+
+def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Mapping[str, Score]) -> str:
+    scale = 100.0 if key in _SHARES else 1.0
+
+    def values(which: str) -> list[float | None]:
+        found = [(getattr(of[name], which) or {}).get(key) if name in of else None for name in names]
+        return [None if value is None else value * scale for value in found]
+
+    used, candidate = values("in_use"), values("candidate")
+    marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in ("promoted", "first"))
+    what, unit = _FIGURES.get(key, key), "%" if key in _SHARES else ""
+    if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.evaluation.paired takes it
+        what, unit = (
+            (f"{what} of the logarithm", "ln") if TARGETS[target].space == "log" else (what, TARGETS[target].unit)
+        )
+    lines = [
+        Curve(name="candidate", css="k5", values=candidate, figures=False),
+        Curve(name="in use", css="k1", values=used, marks=marks),
+    ]
+    chips = legend({"model in use": "k1", "the night's candidate": "k5"})
+    return chart(f"{title}: {what}", curves(names, lines, unit), chips, newest=True)
+
+
+def time_section(report: Report) -> str:
+    night, run = report.nights[-1], report.run or {}
+    whole = sum(taken for taken in night.seconds.values() if taken)
+    rows = [
+        (
+            step.name, step.state, duration(step.seconds),
+            f"{step.seconds / whole:.0%}" if step.seconds and whole else "–", step.attempts,
+            gist(step.error),
+        )
+        for step in report.steps
+    ]  # fmt: skip
+    failed = [k for k, step in enumerate(report.steps) if step.state == "failed"]
+    heads = ("step", "state", "time", "share", "started", "*error")
+    parts = [
+        lead(
+            f"{duration(whole)} in all, {duration(night.overhead_s)} of it beside running and fitting. "
+            f"Time on the GPUs: {duration(run.get('gpu_seconds'))}; energy: {energy(run.get('energy_j'))}."
+        ),
+        table(heads, rows, words=2, marked=failed),
+    ]
+    errors = [(step.name, step.error) for step in report.steps if step.error]
+    parts += [
+        fold(f"The whole error of {name}", f"<pre>{clean(error, LOG_CHARACTERS)}</pre>") for name, error in errors
+    ]
+    nights = report.nights[-SHOWN_CYCLES:]
+    names = [one.cycle for one in nights]
+    longest = max((sum(filter(None, one.seconds.values())) for one in nights), default=0.0)
+    unit, scale = ("h", 3600.0) if longest >= 2 * 3600 else ("min", 60.0) if longest >= 120 else ("s", 1.0)
+    by_step = {name: (_STEP_CSS[name], [(one.seconds.get(name) or 0.0) / scale for one in nights]) for name in STEPS}
+    drawn = [chart("Time by step", columns(names, by_step, unit), legend(_STEP_CSS), newest=True)]
+    overhead = Curve(name="overhead", css="k2", values=[one.overhead_s / 60 for one in nights])
+    title = f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min"
+    drawn.append(chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest=True))
+    for title, css, unit, values in (
+        ("Rows in all", "k1", "rows", [one.rows for one in nights]),
+        ("Runs a night", "k4", "runs", [one.runs for one in nights]),
+        ("GPU time", "k5", "h", [_over(one.gpu_seconds, 3600) for one in nights]),
+        ("Energy", "k6", "kWh", [_over(one.energy_j, 3.6e6) for one in nights]),
+    ):
+        if any(value is not None for value in values):
+            drawn.append(chart(title, curves(names, [Curve(name=title, css=css, values=values)], unit), newest=True))
+    left = len(report.nights) - len(nights)
+    parts.append(charts(drawn))
+    if left > 0:
+        parts.append(lead(f"{count_of(left, 'earlier cycle')} not drawn; their figures are in the JSON."))
+    return section("time", "Time and energy", *parts)
+
+
+def _over(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def next_section(report: Report) -> str:
+    plan = report.next_plan
+    if plan is None:
+        return section("next", "What to measure next", lead("No dry run of the next night was made."))
+    families = plan.get("families") or {}
+    parts = [_plan_said(plan), *(note(text) for text in plan.get("notes") or ())]
+    if families:
+        parts.append(table(("family", "runs"), sorted(families.items(), key=lambda item: (-item[1], item[0]))))
+    for dimension, of in (plan.get("gained") or {}).items():
+        cells = sorted(of.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))
+        if not cells:
+            continue
+        new = sum(not known for _, (known, _) in cells)
+        rows = [(cell, known, chosen) for cell, (known, chosen) in cells[:_CELLS_SHOWN]]
+        shown = f", the {_CELLS_SHOWN} emptiest" if len(cells) > _CELLS_SHOWN else ""
+        title = f"{dimension}: {count_of(len(cells), 'cell')} would gain, {new:,} of them without a row so far{shown}"
+        inside = table(("cell", "rows now", "runs planned"), rows)
+        parts.append(fold(title, inside, open_=dimension in ("memory", "region")))
+    return section("next", "What to measure next", *parts)
+
+
+def _plan_said(plan: Mapping[str, Any]) -> str:
+    runs, again = int(plan.get("runs") or 0), int(plan.get("remeasured") or 0)
+    stale = f" {again:,} of them were measured before, and are stale since." if again else ""
+    if "policy" not in plan:  # nothing but stale ones, so that no candidate was looked at
+        return lead(f"{count_of(runs, 'run')}.{stale}")
+    past = float(plan.get("from_past") or 0.0)
+    how = f"{past:.0%} of it from past runs of the family" if past else "a guess: no past runs"
+    hours, out = float(plan.get("gpu_hours") or 0.0), float(plan.get("out_of_memory") or 0.0)
+    return lead(
+        f"Policy {plan['policy']}: {count_of(runs, 'run')} of {int(plan.get('pool') or 0):,} candidates, about "
+        f"{hours:.2f} GPU-hours ({how}); {out:.0f} of them are expected to run out of memory. Left out: "
+        f"{int(plan.get('measured') or 0):,} measured already, {int(plan.get('repeated') or 0):,} copies.{stale}"
+    )

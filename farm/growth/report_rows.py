@@ -1,0 +1,354 @@
+"""What the warehouse says for a cycle's report: rows by kind, coverage, failures, runs in doubt; all counted by DuckDB.
+
+Start reading at `read_rows`; `Grid` is what a heat map is drawn from.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import duckdb
+
+from featurize.device_spec import same_device
+from featurize.families import family_names
+from learn.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from warehouse.sql_text import sql_text
+
+FAILED = ("crashed", "timeout", "invalid")
+OUT_OF_MEMORY = "OOM"
+GROUPS_SHOWN = 12  # of failures; the rest is counted
+LOG_CHARACTERS = 4000
+SAID_CHARACTERS = 300
+EXAMPLES = 3
+DOUBTS_SHOWN = 20
+
+_GIB = 1024.0  # MiB
+_FINE_GIB = (1.0, 2.0, 4.0, 8.0)  # edges in the published 8-GB bin that most rows lie in
+_MOST_WIDE_BINS = 18
+_LOG_STARTS = "\n--- the trial's output ends:"  # as workers.outcome writes it
+# What `farm.choosing.known_runs` learns from: a label, or an out-of-memory of the device, and no doubt.
+_USABLE = (
+    "quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
+    "((status = 'ok' AND peak_memory_mib > 0) OR (status = 'oom' AND oom_kind = 'device'))"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCount:
+    """Runs of one kind: all there are, and those that finished in this cycle."""
+
+    family: str
+    device_name: str | None
+    source: str
+    status: str
+    rows: int
+    tonight: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Usable rows by cell, (row names, column names): all there are, and those of this cycle among them."""
+
+    name: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+    tonight: tuple[tuple[int, ...], ...]
+
+    @property
+    def gained(self) -> tuple[tuple[str, str, int], ...]:
+        """(row, column, rows) of the cells that had none before this cycle."""
+        return tuple(
+            (row, column, count)
+            for row, counts, new in zip(self.rows, self.counts, self.tonight, strict=True)
+            for column, count, gain in zip(self.columns, counts, new, strict=True)
+            if count and count == gain
+        )
+
+    @property
+    def empty(self) -> int:
+        return sum(not count for counts in self.counts for count in counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureGroup:
+    """Runs of this cycle that failed alike: same status, type and sentence, figures in it aside."""
+
+    status: str
+    error_type: str | None
+    said: str
+    runs: int
+    families: tuple[str, ...]
+    run_ids: tuple[str, ...]  # a few
+    log: str  # the end of one's message, traceback and output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubt:
+    """Executions of this cycle whose labels are not to be trusted, by reason."""
+
+    reason: str
+    runs: int
+    example: str  # run_id: what was seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """`device_names`, `source`: what coverage is of, empty where there is no row at all."""
+
+    counts: tuple[RowCount, ...]
+    device_names: tuple[str, ...]
+    source: str
+    memory: Grid
+    levels: tuple[Grid, ...]
+    regions: tuple[Grid, ...]  # one a family: batch size by parameters
+    no_place: int  # usable rows in no region, as they lack batch size or parameters
+    unusable: int
+    absent_families: tuple[str, ...]
+    failures: tuple[FailureGroup, ...]
+    failed_tonight: int
+    failed_groups: int
+    failed_before: int
+    doubts: tuple[Doubt, ...]
+    doubted_tonight: int
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        return (self.memory, *self.levels, *self.regions)
+
+
+def read_rows(
+    connection: duckdb.DuckDBPyConnection,
+    since: datetime.datetime,
+    device_name: str | None = None,
+    source: str | None = None,
+) -> Rows:
+    """Everything a report says of rows. `since`: when the cycle began; what finished from then on is tonight's.
+
+    Coverage is of the device and source named, else of those with the most rows tonight, or at all.
+    """
+    began = since.astimezone(datetime.UTC).replace(tzinfo=None) if since.tzinfo else since
+    tonight = f"coalesce(finished_at >= TIMESTAMP {sql_text(f'{began:%Y-%m-%d %H:%M:%S.%f}')}, false)"
+    with duckdb.connect() as counted:
+        counted.execute("SET threads = 1")
+        counted.register("source_rows", _columns(connection, tonight))
+        counted.execute("CREATE TABLE rows AS SELECT * FROM source_rows")
+        counted.unregister("source_rows")
+        return _read(connection, counted, tonight, device_name, source)
+
+
+def _columns(connection: duckdb.DuckDBPyConnection, tonight: str):
+    """The columns that are counted by, of every run, as Arrow: the files are read once, and no error text with them."""
+    return connection.sql(
+        f"""SELECT family, device_name, source, status, {_USABLE} AS usable, {tonight} AS tonight, batch_size,
+            parameters, peak_memory_mib, smact, smocc, drama,
+            CASE WHEN device_uuid IS NOT NULL THEN device_memory_mib END AS device_memory_mib FROM runs"""
+    ).to_arrow_table()
+
+
+def _read(
+    connection: duckdb.DuckDBPyConnection,
+    counted: duckdb.DuckDBPyConnection,
+    tonight: str,
+    device_name: str | None,
+    source: str | None,
+) -> Rows:
+    counts = tuple(
+        RowCount(family=f, device_name=d, source=s, status=status, rows=n, tonight=new)
+        for f, d, s, status, n, new in counted.execute(
+            "SELECT family, device_name, source, status, count(*), count(*) FILTER (tonight) FROM rows "
+            "GROUP BY ALL ORDER BY ALL"
+        ).fetchall()
+    )
+    names, source = _device(counts, device_name, source)
+    counted.execute(
+        f"CREATE VIEW here AS SELECT * FROM rows WHERE device_name IN ({', '.join(map(sql_text, names)) or 'NULL'}) "
+        f"AND source = {sql_text(source)}"
+    )
+    ((unusable, no_place),) = counted.execute(
+        "SELECT count(*) FILTER (NOT usable), count(*) FILTER (usable AND NOT coalesce(batch_size > 0 AND "
+        "parameters > 0, false)) FROM here"
+    ).fetchall()
+    families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
+    failed = [one for one in counts if one.status in FAILED]
+    failed_tonight = sum(one.tonight for one in failed)
+    groups, kinds = _failures(connection, tonight) if failed_tonight else ((), 0)
+    doubts, doubted = _doubts(connection, tonight)
+    return Rows(
+        counts=counts,
+        device_names=names,
+        source=source,
+        memory=_memory(counted, families),
+        levels=tuple(_levels(counted, families, name) for name in UTILIZATION_EDGES),
+        regions=tuple(filter(None, (_region(counted, family) for family in families))),
+        no_place=no_place,
+        unusable=unusable,
+        absent_families=tuple(name for name in family_names() if name not in families),
+        failures=groups,
+        failed_tonight=failed_tonight,
+        failed_groups=kinds,
+        failed_before=sum(one.rows for one in failed) - failed_tonight,
+        doubts=doubts,
+        doubted_tonight=doubted,
+    )
+
+
+def _device(counts: Sequence[RowCount], device_name: str | None, source: str | None) -> tuple[tuple[str, ...], str]:
+    """Every spelling of the device, and the source."""
+    own = [one for one in counts if one.device_name and (source is None or one.source == source)]
+    if device_name is None:
+        found: dict[tuple[str, str], list[int]] = {}
+        for one in own:
+            sums = found.setdefault((one.device_name, one.source), [0, 0])
+            sums[0] += one.tonight
+            sums[1] += one.rows
+        if not found:
+            return (), source or ""
+        device_name, source = max(sorted(found), key=found.__getitem__)
+    spelled = {one.device_name for one in counts if one.device_name and same_device(one.device_name, device_name)}
+    if source is None:
+        here = [one for one in own if one.device_name in spelled]
+        source = max(here, key=lambda one: (one.tonight, one.rows)).source if here else ""
+    return tuple(sorted(spelled | {device_name})), source
+
+
+def _grid(
+    counted: duckdb.DuckDBPyConnection, name: str, rows: Sequence[str], columns: Sequence[str], query: str
+) -> Grid:
+    """`query` gives (index of the row, index of the column, rows, rows of tonight)."""
+    counts = [[0] * len(columns) for _ in rows]
+    new = [[0] * len(columns) for _ in rows]
+    for row, column, count, gain in counted.execute(query).fetchall():
+        counts[row][column], new[row][column] = count, gain
+    return Grid(
+        name=name, rows=tuple(rows), columns=tuple(columns),
+        counts=tuple(map(tuple, counts)), tonight=tuple(map(tuple, new)),
+    )  # fmt: skip
+
+
+def _place(families: Sequence[str]) -> str:
+    return f"list_position([{', '.join(map(sql_text, families))}]::VARCHAR[], family) - 1"
+
+
+_COUNTED = "count(*), count(*) FILTER (tonight) FROM here WHERE usable"
+
+
+def _memory(counted: duckdb.DuckDBPyConnection, families: Sequence[str]) -> Grid:
+    """Fine bins up to 8 GiB, then the published 8-GiB ones up to the card's memory; what did not fit is a column."""
+    ((top_mib,),) = counted.execute(
+        "SELECT greatest(max(peak_memory_mib) FILTER (status = 'ok'), max(device_memory_mib)) FROM here WHERE usable"
+    ).fetchall()
+    width, top = 8.0, math.ceil((top_mib or 0.0) / _GIB)
+    while (top - 8) / width > _MOST_WIDE_BINS:
+        width *= 2
+    edges = [0.0, *_FINE_GIB]
+    while edges[-1] < top:
+        edges.append(edges[-1] + width)
+    columns = [f"{low:g}–{high:g}" for low, high in itertools.pairwise(edges)] + [OUT_OF_MEMORY]
+    over = " + ".join(f"(peak_memory_mib >= {edge * _GIB!r})::INT" for edge in edges[1:-1])
+    column = f"CASE WHEN status = 'oom' THEN {len(columns) - 1} ELSE {over} END"
+    query = f"SELECT {_place(families)}, {column}, {_COUNTED} GROUP BY ALL"
+    return _grid(counted, "peak memory [GiB]", families, columns, query)
+
+
+def _levels(counted: duckdb.DuckDBPyConnection, families: Sequence[str], label: str) -> Grid:
+    """The published low / medium / high of each family."""
+    edges = utilization_bins(get_target(label)).edges_of(families)
+    cases = " ".join(
+        f"WHEN {sql_text(family)} THEN ({label} >= {low!r})::INT + ({label} >= {high!r})::INT"
+        for family, (low, high) in zip(families, edges.tolist(), strict=True)
+    )
+    level = f"CASE family {cases} END" if cases else "0"
+    query = f"SELECT {_place(families)}, {level}, {_COUNTED} AND {label} IS NOT NULL GROUP BY ALL"
+    return _grid(counted, label, families, LEVELS, query)
+
+
+def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
+    """Batch size by doubling, largest first, by parameters, two cells a decade."""
+    batch, size = "floor(log2(batch_size) + 1e-9)::INT", "floor(2 * log10(parameters) + 1e-9)::INT"
+    found = counted.execute(
+        f"SELECT {batch}, {size}, {_COUNTED} AND family = ? AND batch_size > 0 AND parameters > 0 GROUP BY ALL",
+        [family],
+    ).fetchall()
+    if not found:
+        return None
+    batches = range(max(row[0] for row in found), min(row[0] for row in found) - 1, -1)
+    sizes = range(min(row[1] for row in found), max(row[1] for row in found) + 1)
+    cells = {(row[0], row[1]): (row[2], row[3]) for row in found}
+    return Grid(
+        name=family,
+        rows=tuple(str(2**k) if k == 0 else f"{2**k}–{2 ** (k + 1) - 1}" for k in batches),
+        columns=tuple(short(10 ** (k / 2)) for k in sizes),
+        counts=tuple(tuple(cells.get((b, s), (0, 0))[0] for s in sizes) for b in batches),
+        tonight=tuple(tuple(cells.get((b, s), (0, 0))[1] for s in sizes) for b in batches),
+    )
+
+
+def short(count: float) -> str:
+    """Two figures and a unit: 32k, 1M."""
+    rounded = float(f"{count:.2g}")
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rounded >= unit:
+            return f"{rounded / unit:.3g}{name}"
+    return f"{rounded:.3g}"
+
+
+def _failures(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
+    """The most frequent kinds of tonight's failures, and how many kinds there are."""
+    failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
+    # A traceback says what happened in its last line that is not indented, anything else in its first.
+    found = connection.execute(
+        f"""WITH failed AS (
+            SELECT run_id, family, status, error_type, coalesce(error, '') AS error,
+                trim(split_part(left(coalesce(error, ''), 100000), {sql_text(_LOG_STARTS)}, 1), {sql_text(chr(10))})
+                AS message
+            FROM runs WHERE {failed} AND {tonight}
+        ), sentences AS (
+            SELECT *, left(CASE WHEN starts_with(message, 'Traceback')
+                THEN coalesce(regexp_extract_all(right(message, 20000), '(?m)^[^\\s].*$')[-1], '')
+                ELSE split_part(message, {sql_text(chr(10))}, 1) END, {SAID_CHARACTERS}) AS said
+            FROM failed
+        )
+        SELECT status, error_type, min(said), count(*), list(DISTINCT family ORDER BY family),
+            list(run_id ORDER BY run_id)[:{EXAMPLES}], right(arg_min(error, run_id), {LOG_CHARACTERS}),
+            count(*) OVER ()
+        FROM sentences GROUP BY status, error_type, regexp_replace(said, '0x[0-9a-f]+|[0-9]+', '#', 'g')
+        ORDER BY count(*) DESC, status, min(run_id) LIMIT {GROUPS_SHOWN}"""
+    ).fetchall()
+    groups = tuple(
+        FailureGroup(
+            status=status, error_type=kind, said=said or "no message", runs=runs, families=tuple(families),
+            run_ids=tuple(ids), log=log,
+        )
+        for status, kind, said, runs, families, ids, log, _ in found
+    )  # fmt: skip
+    return groups, found[0][-1] if found else 0
+
+
+def _doubts(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tuple[Doubt, ...], int]:
+    """Attempts after which a task ran again are among them."""
+    found = connection.execute(
+        f"""WITH doubted AS (
+            SELECT run_id,
+                CASE WHEN json_valid(quality_reasons) THEN quality_reasons::JSON ELSE '{{}}'::JSON END AS reasons
+            FROM attempts WHERE quality = 'untrusted' AND {tonight}
+        ), each AS (
+            SELECT run_id, reasons,
+                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason told'] END)
+                AS reason
+            FROM doubted
+        )
+        SELECT reason, count(*), min(run_id),
+            left(arg_min(json_extract_string(reasons, '$."' || replace(reason, '"', '') || '"'), run_id), 300),
+            (SELECT count(*) FROM doubted)
+        FROM each GROUP BY reason ORDER BY count(*) DESC, reason LIMIT {DOUBTS_SHOWN}"""
+    ).fetchall()
+    doubts = tuple(
+        Doubt(reason=reason, runs=runs, example=f"{run_id}: {text}" if text else run_id)
+        for reason, runs, run_id, text, _ in found
+    )
+    return doubts, found[0][-1] if found else 0

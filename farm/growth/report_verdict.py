@@ -1,0 +1,170 @@
+"""What a night came to in one sentence, and what somebody should do about it. Start reading at `say`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farm.growth.journal import STEPS, Cycle
+from farm.growth.report_rows import FAILED, Rows
+from warehouse.diff import Difference
+
+LEVELS = ("good", "look", "bad")
+_MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
+_ENDED = {"time": "its time was up", "asked": "it was asked to stop"}
+_SAID = 300  # characters of an error's sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """The outcome for somebody who reads one line. `level` is one of `LEVELS`."""
+
+    outcome: str
+    level: str
+    sentence: str
+    advice: tuple[str, ...]  # most urgent first; what there is to do, or that there is nothing
+
+
+def say(
+    cycle: Cycle, changed: Difference | None, rows: Rows | None, findings: Sequence[Mapping[str, Any]]
+) -> Said:  # fmt: skip
+    """The cycle may still be open, as it is while its report is written: then the steps so far decide."""
+    canaries, run = cycle.done("canaries") or {}, cycle.done("run")
+    outcome = cycle.outcome or _outcome(cycle, canaries, run)
+    urgent = [*_failed_step(cycle), *_canaries(canaries)]
+    errors = [one for one in findings if one.get("severity") == "error"]
+    look = [*_findings(errors), *_failures(run), *_learning(cycle), *_moved(changed, canaries)]
+    if rows is None:
+        look.append("The rows could not be read: see the notes on this page.")
+    calm = _calm(outcome, run)
+    level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or outcome == "cut short" else "good"
+    return Said(
+        outcome=outcome,
+        level=level,
+        sentence=_sentence(cycle, outcome, canaries, run, rows),
+        advice=tuple(urgent + look) or (calm,),
+    )
+
+
+def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
+    if any(step.state == "failed" for step in cycle.steps.values()):
+        return "failed"
+    if canaries.get("verdict") == "sick":
+        return "sick"
+    return "cut short" if run is None or run.get("ended") == "asked" else "done"
+
+
+def _sentence(cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: Rows | None) -> str:
+    finished = sum(one.tonight for one in rows.counts) if rows else 0
+    measured = "nothing was measured"
+    if run is None and finished:  # the canaries, or a run step that did not come to its end
+        measured = f"runs that finished, canaries included: {finished:,}"
+    elif run is not None:
+        runs = int(run.get("runs") or 0)
+        statuses = ", ".join(f"{status} {n:,}" for status, n in sorted((run.get("by_status") or {}).items()))
+        measured = (f"{runs:,} run was measured" if runs == 1 else f"{runs:,} runs were measured") + (
+            f" ({statuses})" if statuses else ""
+        )
+    if outcome == "failed":
+        failed = next((name for name in STEPS if name in cycle.steps and cycle.steps[name].state == "failed"), None)
+        where = f" at the step {failed}" if failed else ""
+        return f"The cycle failed{where}; {measured}."
+    if outcome == "sick":
+        said = canaries.get("said") or cycle.said
+        return f"The machine is sick, and only canaries ran: {_sentence_of(said) or 'they moved.'}"
+    if outcome == "cut short":
+        why = _ENDED.get((run or {}).get("ended"), "it was stopped")
+        return f"The night was cut short: {why}; {measured}."
+    ended = f", until {_ENDED[run['ended']]}" if run and run.get("ended") in _ENDED else ""
+    drift = "; labels drifted with the environment" if canaries.get("verdict") == "drift" else ""
+    return f"The night is done: {measured}{ended}{drift}."
+
+
+def gist(error: str) -> str:
+    """The line of an error that says what happened: of a traceback the last that is not indented, else the first."""
+    lines = error.strip().splitlines() or [""]
+    if any(line.startswith('  File "') for line in lines):
+        lines = [line for line in lines[::-1] if not line.startswith(" ")] or lines
+    return lines[0][:_SAID].strip()
+
+
+def _sentence_of(text: str | None) -> str:
+    """What it says, as a sentence of its own."""
+    line = gist(text or "")
+    return line if not line or line.endswith(".") else line + "."
+
+
+def _failed_step(cycle: Cycle) -> list[str]:
+    found = []
+    for name in STEPS:
+        step = cycle.steps.get(name)
+        if step is not None and step.state == "failed":
+            said = gist(str(step.payload.get("error", "")))
+            found.append(f"Step {name} failed: {_sentence_of(said)} Mend that, and start the same command again.")
+    if not found and cycle.outcome == "failed":
+        found.append(f"{_sentence_of(cycle.said) or 'It failed.'} Mend that, and start the same command again.")
+    return found
+
+
+def _canaries(canaries: Mapping) -> list[str]:
+    if canaries.get("verdict") == "sick":
+        causes = "; ".join(map(str, canaries.get("causes") or ())) or "no cause is known"
+        return [
+            f"Look at the machine before anything is measured there ({causes}); python -m farm.doctor says what it "
+            "sees. Where the labels are right as they are now, canaries=accept takes them as the new ones."
+        ]
+    if canaries.get("verdict") == "drift":
+        drift = canaries.get("drift") or {}
+        return [
+            f"The environment changed and labels with it: {drift.get('stale_rows') or 0:,} rows are marked stale for "
+            f"it, {drift.get('remeasure') or 0:,} configurations are to be measured again first. Whether the change "
+            "was meant is for you to say."
+        ]
+    return []
+
+
+def _findings(errors: Sequence[Mapping]) -> list[str]:
+    if not errors:
+        return []
+    rows = sum(int(one.get("count") or 0) for one in errors)
+    rules = ", ".join(str(one.get("rule")) for one in errors[:3]) + (", ..." if len(errors) > 3 else "")
+    return [f"Rows cannot be right: {rows:,} times a rule is broken ({rules}). See the quality findings."]
+
+
+def _failures(run: Mapping | None) -> list[str]:
+    statuses = (run or {}).get("by_status") or {}
+    failed, runs = sum(statuses.get(name, 0) for name in FAILED), sum(statuses.values())
+    if runs and failed > _MANY_FAILED * runs:
+        return [f"{failed:,} of {runs:,} runs failed ({failed / runs:.0%}): see the failures with their logs."]
+    return []
+
+
+def _learning(cycle: Cycle) -> list[str]:
+    results = (cycle.done("learn") or {}).get("results") or ()
+    return [
+        f"The estimator of {one.get('target')} could not be fitted: {_sentence_of(str(one.get('why') or ''))}"
+        for one in results
+        if one.get("decision") == "failed"
+    ]
+
+
+def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
+    if changed is None:
+        return []
+    found = []
+    if removed := sum(count.runs for count in changed.removed):
+        found.append(f"{removed:,} runs of {changed.before} are gone: rows should never be.")
+    beyond = [shift for shift in changed.shifts if shift.beyond]
+    if beyond and canaries.get("verdict") not in ("sick", "drift"):
+        labels = ", ".join(sorted({shift.label for shift in beyond}))
+        found.append(f"Labels differ where the same was measured again in the same environment ({labels}): see below.")
+    return found
+
+
+def _calm(outcome: str, run: Mapping | None) -> str:
+    if outcome == "cut short":
+        return "Nothing to do: what was measured is kept, and the next night goes on from there."
+    if run is not None and not run.get("runs"):
+        return "Nothing was left to measure: widen the search spaces, or name more families."
+    return "Nothing to do."

@@ -1,0 +1,288 @@
+"""`farm.grow` as its user meets it: what a night leaves, killed at every step or not, and what the next one does."""
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import warehouse
+from conf.cli import run
+from farm.grow import TEXT, entry
+from farm.growth.journal import STEPS, Journal
+from farm.jobs import Queue
+from warehouse.folder import DataFolder
+from warehouse.snapshot import snapshot_names
+
+SMALL = (
+    "device=A100-SXM4-40GB", "cluster=inline", "families=[mlp]", "pool=40", "policy=stratified", "canaries=skip",
+    "learn.targets=[]",
+)  # fmt: skip
+
+
+def grow(root, *arguments):
+    return run("grow", entry, [*SMALL, f"data={root}", *arguments], text=TEXT)
+
+
+def runs(root, columns="config_hash, status"):
+    with contextlib.closing(warehouse.connect(root)) as connection:
+        return connection.execute(f"SELECT {columns} FROM runs ORDER BY ALL").fetchall()
+
+
+def cycles(root):
+    return Journal.open(DataFolder.resolve(root)).cycles()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL at a line of the journal; tests/faults/test_grow_killed.py sends the real one."""
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "a'; echo data"
+
+
+def test_a_night_measures_lands_and_reports(root, capsys):
+    assert grow(root, "n=5") == 0
+    (cycle,) = cycles(root)
+    assert (cycle.outcome, list(cycle.steps)) == ("done", list(STEPS))
+    assert len(runs(root)) == 5 and cycle.done("run")["runs"] == 5
+    folder = DataFolder.resolve(root)
+    assert snapshot_names(folder) == [cycle.name] and cycle.done("land")["findings"] == []
+    page = folder.root / cycle.done("report")["html"]
+    assert cycle.name in page.read_text() and (folder.reports / "latest.html").read_text() == page.read_text()
+    assert json.loads((folder.reports / "latest.json").read_text())
+    assert str(page) in capsys.readouterr().out
+
+
+def test_killed_at_every_line_of_the_journal_it_ends_as_if_it_had_not_been(root, tmp_path, monkeypatch):
+    assert grow(tmp_path / "undisturbed", "n=4") == 0
+    append, left = Journal._append, [0]
+
+    def dying(journal, line):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        append(journal, line)
+
+    monkeypatch.setattr(Journal, "_append", dying)
+    deaths = 0
+    # In turns: dead when a step's work is done and not written down, and dead right after it was.
+    for allowed in (0, 1, *(1, 2) * len(STEPS), 9):
+        left[0] = allowed
+        try:
+            code = grow(root, "n=4")
+            break
+        except Killed:
+            deaths += 1
+    assert code == 0 and deaths == 2 + 2 * len(STEPS)
+    (cycle,), (other,) = cycles(root), cycles(tmp_path / "undisturbed")
+    assert (cycle.outcome, cycle.said) == (other.outcome, other.said)
+    assert runs(root) == runs(tmp_path / "undisturbed")
+    assert len(snapshot_names(DataFolder.resolve(root))) == 1
+    assert cycle.done("choose")["next_index"] == other.done("choose")["next_index"]
+    assert all(len(cycle.steps[name].attempts) > 1 for name in STEPS)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "active"])
+def test_the_next_night_goes_on_and_measures_nothing_twice(root, policy):
+    for _ in range(2):
+        assert grow(root, "n=4", f"policy={policy}", "pool=12") == 0
+    first, second = cycles(root)
+    hashes = [name for name, _ in runs(root)]
+    assert len(hashes) == len(set(hashes)) == 8
+    (before,), (after,) = (cycle.done("choose")["next_index"].values() for cycle in (first, second))
+    assert after > before >= 4
+    assert second.done("land")["before"] == first.name and second.name == f"{first.name}.2"
+
+
+def test_what_waits_in_the_queue_is_not_chosen_again(root):
+    def left_over(cycle):
+        return {json.dumps(entry["config"]) for entry in json.loads((root / cycle.done("choose")["plan"]).read_text())}
+
+    assert grow(root, "n=4") == 0
+    # The plan of the first night, queued once more by hand and not run.
+    with Queue.open(root / "queue.sqlite") as queue:
+        from farm.sampling import sample_range
+        from farm.space import default_space, parse_space
+        from featurize.trial import canonical_json
+
+        job = queue.jobs()[0]
+        import dataclasses
+
+        waiting = list(sample_range(parse_space("mlp", default_space("mlp")), 0, 4, 6))
+        other = dataclasses.replace(job, job_id="mlp-waiting", n=2)
+        queue.submit(other, enumerate(canonical_json(config.to_mapping()) for config in waiting), 0.0)
+    assert grow(root, "n=4") == 0
+    second = cycles(root)[1]
+    assert not left_over(second) & {json.dumps(config.to_mapping()) for config in waiting}
+    with Queue.open(root / "queue.sqlite") as queue:
+        assert queue.counts("mlp-waiting").queued == 2  # other people's jobs are not this night's
+
+
+def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
+    assert grow(root, "n=6", "dry_run=true") == 0
+    said = capsys.readouterr().out
+    assert "6 of 40 candidates (mlp: 6)" in said and "GPU-hours" in said and "out of memory" in said
+    assert "left out: 0 measured already" in said and "mlp" in said
+    assert not root.exists()
+    assert grow(root, "n=4") == 0
+    before = sorted(root.rglob("*"))
+    assert grow(root, "n=4", "dry_run=true") == 0
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("seed=1", "give n=... (configurations) or hours=..."),
+        ("n=0", "n must be an integer >= 1, got 0"),
+        ("hours=-1", "hours must be a number > 0, got -1"),
+        ("policy=random", "active, coverage, stratified, uniform"),
+        ("families=[mpl]", "mlp"),
+        ("families=[]", "families is empty; known:"),
+        ("families=[mlp,mlp]", "names one twice"),
+        ("canaries=no", "accept, compare, skip"),
+        ("space={colour:3}", "no family here has colour"),
+        ("space={depth:[2,-7]}", "depth"),
+        ("learn.targets=[memry]", "memory"),
+        ("learn.estimator=magic", "hybrid"),
+        ("notify.webhook=ftp://x", "http:// or https://"),
+        ("dry_run=maybe", "dry_run must be true or false"),
+        ("pool=0", "pool must be an integer >= 1"),
+        ("device=tpu", "A100-SXM4-40GB"),
+        ("nn=3", "n"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, capsys, argument, told):
+    needed = [] if argument == "seed=1" or argument.startswith("n=") else ["n=3"]
+    assert grow(root, *needed, argument) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1 and not root.exists()
+
+
+def test_when_the_time_is_up_what_ran_is_landed_and_the_rest_is_taken_out(root):
+    assert grow(root, "hours=0.00000001", "n=5") == 0
+    (cycle,) = cycles(root)
+    assert cycle.done("run")["ended"] == "time" and "time was up" in cycle.said
+    with Queue.open(root / "queue.sqlite") as queue:
+        counts = queue.counts(cycle.done("run")["job_id"])
+    assert counts.pending == 0 and counts.cancelled + counts.done == 5
+    assert len(runs(root)) == counts.done == cycle.done("run")["runs"]
+
+
+def test_only_hours_plan_as_many_runs_as_may_fit(root):
+    assert grow(root, "hours=0.0001") == 0
+    assert 1 <= cycles(root)[0].done("choose")["runs"] <= 40
+
+
+def command(root, *arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "farm.grow", *SMALL, f"data={root}", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
+    process = command(root, "n=40", "log.format=json")
+    for line in process.stdout:
+        if json.loads(line)["event"] == "landed":
+            process.send_signal(signal.SIGTERM)
+            break
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    (cycle,) = cycles(root)
+    assert (
+        cycle.outcome == "cut short" and cycle.done("run")["ended"] == "asked" and cycle.done("learn")["results"] == []
+    )
+    assert 1 <= len(runs(root)) == cycle.done("run")["runs"] < 40
+    assert snapshot_names(DataFolder.resolve(root)) == [cycle.name]
+    assert grow(root, "n=2") == 0 and len(cycles(root)) == 2
+
+
+def test_two_never_work_on_one_folder(root, capsys):
+    assert grow(root, "n=2") == 0
+    from farm.grow import _alone
+
+    with _alone(DataFolder.resolve(root)):
+        assert grow(root, "n=2") == 75
+    assert "already works on data=" in capsys.readouterr().err and len(cycles(root)) == 1
+
+
+def test_an_unfinished_cycle_goes_on_with_its_own_settings(root, capsys, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("farm.growth.cycle.run_job", lambda *_: (_ for _ in ()).throw(Killed))
+        grow(root, "n=3")
+    assert grow(root, "n=7", "families=[rnn]") == 0
+    assert "is unfinished; it goes on as it was begun, with 3 configurations" in capsys.readouterr().out
+    assert len(runs(root)) == 3 and len(cycles(root)) == 1
+
+
+def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(root, capsys, monkeypatch):
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("farm.growth.cycle.land", broken)
+        for failure in range(3):
+            with pytest.raises(OSError):
+                grow(root, "n=2")
+            (cycle,) = cycles(root)
+            assert cycle.steps["land"].failures == failure + 1 and cycle.open == (failure < 2)
+    assert "land failed" in (root / "reports" / "latest.html").read_text()
+    assert cycle.outcome == "failed" and len(runs(root)) == 2
+    assert grow(root, "n=2") == 0 and len(runs(root)) == 4
+
+
+@contextlib.contextmanager
+def listener(status=200):
+    got = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/night", got
+        server.shutdown()
+        thread.join()
+
+
+def test_a_command_and_a_web_address_are_told_how_it_ended(root, tmp_path):
+    note = tmp_path / "note"
+    with listener() as (url, got):
+        assert grow(root, "n=2", f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}",
+                    f"notify.webhook={url}") == 0  # fmt: skip
+    (cycle,) = cycles(root)
+    text, _, outcome = note.read_text().rpartition("}")
+    assert json.loads(text + "}") == got[0] and outcome.strip() == "done"
+    assert got[0]["cycle"] == cycle.name and got[0]["outcome"] == "done" and got[0]["run"]["runs"] == 2
+    assert os.path.exists(got[0]["report"])
+
+
+def test_a_message_that_cannot_be_told_is_said_and_costs_nothing(root, capsys):
+    with listener(500) as (url, _):
+        assert grow(root, "n=2", "notify.command=echo no mail here >&2; exit 3", f"notify.webhook={url}") == 0
+    said = capsys.readouterr().err
+    assert "notify.command ended with 3: no mail here" in said and "notify.webhook" in said and "500" in said
+
+
+def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, capsys):
+    folder = DataFolder.resolve(root).create()
+    journal = Journal.open(folder)
+    name = journal.begin({"device": {"backend": "cuda"}}, "00000000").name
+    journal.end(name, "done", "")
+    assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"], text=TEXT) == 2
+    assert "the last cycle here measured on GPUs" in capsys.readouterr().err and len(cycles(root)) == 1

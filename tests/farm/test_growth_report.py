@@ -1,0 +1,396 @@
+"""A growth cycle's report: what a person finds on the page in the morning, and a program in the JSON beside it."""
+
+import dataclasses
+import html.parser
+import itertools
+import json
+import math
+import re
+
+import pytest
+from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compared, learned, next_plan
+
+from farm.growth.report import write_report
+from farm.growth.report_charts import Curve, columns, curves, figure, heat_map
+from farm.growth.report_rows import GROUPS_SHOWN, LOG_CHARACTERS, Grid
+
+VOID = {"meta", "br", "img", "hr", "link", "input"}
+
+
+class Page(html.parser.HTMLParser):
+    """A page's elements, and its text outside of `<style>`; an element that is not closed fails."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.text, self.attributes = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text.append(data)
+
+    def said(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+@pytest.fixture
+def nights(folder):
+    return Nights(folder)
+
+
+def written(nights, name=None, plan=None, **steps):
+    """(JSON, page) of the newest cycle's report; `steps`: payloads in place of the journal's."""
+    cycles = nights.journal.cycles()
+    cycle = next(one for one in cycles if name in (None, one.name)) if name else cycles[-1]
+    changed = {key: dataclasses.replace(cycle.steps[key], payload=value) for key, value in steps.items()}
+    cycle = dataclasses.replace(cycle, steps={**cycle.steps, **changed})
+    path = write_report(nights.folder, cycle, cycles, plan)
+    assert path == nights.folder.reports / f"{cycle.name}.html"
+    text = path.read_text(encoding="utf-8")
+    found = json.loads(path.with_suffix(".json").read_text(), parse_constant=pytest.fail)
+    return found, Page(text)
+
+
+def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights):
+    nights.night([nights.run_row() for _ in range(4)], learned("first"))
+    cycle = nights.night(
+        [nights.run_row("cnn"), nights.run_row("gpt", peak_memory_mib=35_000.0), nights.run_row("gpt", status="oom",
+            oom_kind="device", peak_memory_mib=None, smact=None, smocc=None, drama=None, steps=None)],
+        learned("kept", error=120.0), findings=[],
+    )  # fmt: skip
+    found, page = written(nights, plan=next_plan())
+    assert found["said"]["level"] == "good" and found["said"]["advice"] == ["Nothing to do."]
+    assert found["snapshot"] == cycle and found["changed"]["rows_after"]["runs"] == 7
+    counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in found["rows"]["counts"]}
+    assert counts == {("cnn", "ok"): (5, 1), ("gpt", "ok"): (1, 1), ("gpt", "oom"): (1, 1)}
+    said = page.said()
+    for text in (
+        "The night is done: 3 runs were measured", "Nothing to do.", "gpt 32–40", "Every check passed", "50.0 min",
+        "0.25 kWh", "kept: better by 4 %", "500 runs of 10,000 candidates", "3.25 GPU-hours", "41 of them",
+        "cnn 32-40 GB", "a note of the plan",
+    ):  # fmt: skip
+        assert text in said, text
+
+
+def test_the_newest_report_is_also_the_latest_and_writing_again_gives_the_same(nights):
+    nights.night([nights.run_row()])
+    written(nights)
+    reports = nights.folder.reports
+    before = {path.name: path.read_bytes() for path in reports.iterdir()}
+    assert sorted(before) == ["2026-11-19.html", "2026-11-19.json", "latest.html", "latest.json"]
+    assert before["latest.html"] == before["2026-11-19.html"] and before["latest.json"] == before["2026-11-19.json"]
+    written(nights)
+    assert {path.name: path.read_bytes() for path in reports.iterdir()} == before
+
+
+def test_the_page_asks_nobody_for_anything(nights):
+    nights.night([nights.run_row()], learned())
+    _, page = written(nights, plan=next_plan())
+    assert not {"script", "img", "link", "iframe", "form"} & set(page.tags)
+    assert not [value for key, value in page.attributes if key in ("src", "srcset") or key.startswith("on")]
+    assert all(value.startswith("#") for key, value in page.attributes if key == "href")
+
+
+def test_other_peoples_text_is_shown_and_not_obeyed(nights):
+    evil = "<script>alert('x')</script>\"'&amp;"
+    traceback = (
+        f'Traceback (most recent call last):\n  File "t.py", line 1\nRuntimeError: {evil}\n\x1b[31mred\x00{evil}'
+    )
+    nights.night(
+        [nights.failure("crashed", traceback, error_type=evil, device_name=evil),
+         nights.run_row(quality="untrusted", quality_reasons=json.dumps({evil: evil})),
+         nights.run_row(quality="untrusted", quality_reasons="no json <b>")],
+        learned("failed", target=evil, why=evil),
+        findings=[{"rule": evil, "severity": "error", "count": 1, "examples": [evil], "said": evil}],
+    )  # fmt: skip
+    canaries = canaries_payload(
+        verdict="drift", said=evil, environment={evil: evil},
+        compared=[compared(evil, moved=True, family=evil, unit=evil)],
+        drift={"operators": {evil: [evil]}, "stale_by_family": {evil: 3}, "moved": [evil]},
+    )  # fmt: skip
+    plan = next_plan(policy=evil, families={evil: 1}, gained={evil: {evil: [0, 1]}}, notes=[evil])
+    _, page = written(nights, plan=plan, canaries=canaries)
+    assert "script" not in page.tags and "b" in page.tags
+    assert page.said().count(evil) > 20
+    assert "\x1b" not in page.said() and "\0" not in page.said()
+
+
+def test_failures_are_grouped_by_what_happened_with_a_log_each(nights):
+    def crash(number):
+        return nights.failure(
+            "crashed", f'Traceback (most recent call last):\n  File "trial.py", line {number}, in step\n    go()\n'
+            f"ValueError: tensor {number} is lost\n--- the trial's output ends:\nlast words {number}",
+            error_type="ValueError",
+        )  # fmt: skip
+
+    nights.night([nights.failure("crashed", "of another night")])
+    nights.night([*map(crash, range(5)), nights.failure("timeout", "not done after trial.timeout_s=60 s")])
+    found, page = written(nights)
+    groups = found["rows"]["failures"]
+    assert [(one["status"], one["runs"]) for one in groups] == [("crashed", 5), ("timeout", 1)]
+    assert groups[0]["said"] == "ValueError: tensor 0 is lost" and "last words 0" in groups[0]["log"]
+    assert len(groups[0]["run_ids"]) == 3
+    assert "6 runs of tonight" in page.said() and "1 of earlier nights" in page.said() and "last words 0" in page.said()
+    assert found["said"]["level"] == "look" and "6 of 6 runs failed" in found["said"]["advice"][0]
+
+
+def test_many_kinds_of_failure_and_long_logs_are_cut_and_counted(nights):
+    kinds = "abcdefghijklmnopqrst"
+    nights.night([nights.failure("crashed", f"kind {kind}\n" + "x" * 300_000 + f" end {kind}") for kind in kinds])
+    found, page = written(nights)
+    assert len(found["rows"]["failures"]) == GROUPS_SHOWN and found["rows"]["failed_groups"] == len(kinds)
+    log = found["rows"]["failures"][0]["log"]
+    assert len(log) == LOG_CHARACTERS and log.endswith("end a")
+    left = len(kinds) - GROUPS_SHOWN
+    assert f"And {left} kinds of failure more, {left} runs" in page.said()
+    assert (nights.folder.reports / "latest.html").stat().st_size < 200_000
+
+
+def test_untrusted_runs_are_counted_by_reason_and_cover_nothing(nights):
+    reasons = json.dumps({"other_process": "pid 7 held 900 MiB", "power_cap": "half of the window"})
+    doubted = nights.run_row("vit", quality="untrusted", quality_reasons=reasons, final=False, attempt=1)
+    nights.night([doubted, nights.run_row("vit", quality="untrusted", quality_reasons=reasons), nights.run_row()])
+    found, page = written(nights)
+    assert {one["reason"]: one["runs"] for one in found["rows"]["doubts"]} == {"other_process": 2, "power_cap": 2}
+    assert found["rows"]["doubted_tonight"] == 2 and found["rows"]["unusable"] == 1
+    assert sum(found["rows"]["memory"]["counts"][found["rows"]["memory"]["rows"].index("vit")]) == 0
+    assert "pid 7 held 900 MiB" in page.said()
+
+
+def test_coverage_counts_a_row_in_its_bins_and_region(nights):
+    nights.night([nights.run_row(batch_size=16, parameters=2_000_000, peak_memory_mib=3000.0, smact=0.95, smocc=0.05,
+                                 drama=0.5)])  # fmt: skip
+    nights.night([
+        nights.run_row(batch_size=31, parameters=3_000_000, peak_memory_mib=4000.0, smact=0.5, smocc=0.05, drama=0.5),
+        nights.run_row(batch_size=4, parameters=40_000_000, peak_memory_mib=39_000.0, smact=0.5, smocc=0.05, drama=0.5),
+        nights.run_row(batch_size=None, peak_memory_mib=3500.0, smact=None, smocc=None, drama=None),
+        nights.run_row(source="imported", device_name="V100-SXM2-32GB"),
+    ])  # fmt: skip
+    found, page = written(nights)
+    rows = found["rows"]
+    assert (rows["device_names"], rows["source"], rows["no_place"]) == ([DEVICE], "measured", 1)
+    grid = rows["memory"]
+    memory = dict(zip(grid["columns"], zip(grid["counts"][0], grid["tonight"][0], strict=True), strict=True))
+    assert {name: tuple(of) for name, of in memory.items() if of[0]} == {"2–4": (3, 2), "32–40": (1, 1)}
+    assert memory["OOM"] == (0, 0)
+    assert [grid["counts"][0] for grid in rows["levels"]] == [[0, 2, 1], [3, 0, 0], [0, 3, 0]]
+    (region,) = rows["regions"]
+    assert region["rows"] == ["16–31", "8–15", "4–7"] and region["columns"] == ["1M", "3.2M", "10M", "32M"]
+    assert region["counts"] == [[2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
+    assert found["gained"]["peak memory [GiB]"] == ["cnn 32–40"]
+    assert "10 of 12 cells empty" in page.said() and "cnn 32–40" in page.said()
+    assert "gpt" in rows["absent_families"] and "cnn" not in rows["absent_families"]
+
+
+def test_labels_that_moved_in_the_same_environment_are_told(nights):
+    again = {"config_hash": "again", "config": '{"family":"cnn"}', "smact": 0.5, "smocc": 0.3, "drama": 0.3}
+    nights.night([nights.run_row(**again, peak_memory_mib=1000.0)])
+    nights.night([nights.run_row(**again, peak_memory_mib=1500.0)])
+    found, page = written(nights)
+    (shift,) = [one for one in found["changed"]["shifts"] if one["beyond"]]
+    assert shift["label"] == "peak_memory_mib" and math.isclose(shift["largest_shift"], 0.5)
+    assert "+50.0%" in page.said() and found["said"]["level"] == "look"
+
+
+def test_broken_checks_are_told_first(nights):
+    nights.night([nights.run_row(smact=0.2, smocc=0.9)])
+    found, page = written(nights)
+    assert [one["rule"] for one in found["findings"]] == ["impossible.smocc_over_smact"]
+    assert "impossible.smocc_over_smact" in found["said"]["advice"][0] and found["said"]["level"] == "look"
+    assert "SM occupancy above SM activity" in page.said()
+
+
+def test_a_sick_machine_is_named_with_its_causes(nights):
+    nights.night([nights.run_row()])
+    cycle = nights.begin()
+    payload = canaries_payload(
+        verdict="sick", said="smact of 2 canaries moved", causes=["thermal slowdown"],
+        compared=[compared(moved=True), compared("drama")],
+    )  # fmt: skip
+    nights.step(cycle, "canaries", payload)
+    nights.journal.start(cycle, "report")
+    found, page = written(nights)
+    assert (found["said"]["outcome"], found["said"]["level"]) == ("sick", "bad")
+    assert "thermal slowdown" in found["said"]["advice"][0]
+    said = page.said()
+    assert "The machine is sick, and only canaries ran: smact of 2 canaries moved." in said
+    assert "+0.4" in said and "needs somebody" in said and "All 2 labels of 1 canary configuration" in said
+    assert said.index("Canaries and drift") < said.index("What changed tonight")
+    assert [step["state"] for step in found["steps"]] == ["done", *["not reached"] * 4, "started"]
+
+
+def test_drift_tells_what_moved_and_what_it_makes_stale(nights):
+    nights.night([nights.run_row()])
+    drift = {
+        "operators": {"step_time_ms": ["convolution"]}, "stale_rows": 1234,
+        "stale_by_family": {"unet": 34, "cnn": 1200}, "stale_by_operator": {"convolution": 1234},
+        "remeasure": 88, "moved": ["step_time_ms of cnn: 10 -> 14 ms"],
+    }  # fmt: skip
+    before = {**ENVIRONMENT, "torch_version": "2.5.1"}
+    payload = canaries_payload(verdict="drift", before=before, drift=drift, compared=[compared(moved=True)])
+    found, page = written(nights, canaries=payload)
+    assert found["canaries"]["drift"] == drift and found["said"]["level"] == "look"
+    said = page.said()
+    for text in ("labels drifted with the environment", "1,234 rows", "88 configurations", "2.5.1", "cnn 1,200 unet 34",
+                 "step_time_ms of cnn: 10 -> 14 ms"):  # fmt: skip
+        assert text in said, text
+
+
+@pytest.mark.parametrize(
+    "ended, text", [("asked", "cut short: it was asked to stop"), ("time", "until its time was up")]
+)
+def test_a_night_without_a_snapshot_is_reported_from_the_folder_as_it_is(nights, ended, text):
+    nights.night([nights.run_row()])
+    cycle = nights.begin()
+    nights.measured(cycle, [nights.run_row("gpt"), nights.run_row("gpt")], ended=ended)
+    found, page = written(nights)
+    assert found["snapshot"] is None and found["before"] == "2026-11-19" and found["changed"]["after"] == "now"
+    assert {one["family"]: one["tonight"] for one in found["rows"]["counts"]} == {"cnn": 0, "gpt": 2}
+    assert text in page.said() and "the night was not landed" in page.said()
+
+
+def test_a_failed_step_is_told_with_its_error(nights):
+    cycle = nights.begin()
+    nights.measured(cycle, [nights.run_row()])
+    nights.journal.start(cycle, "land")
+    error = 'Traceback (most recent call last):\n  File "a.py", line 3, in land\n    go()\nOSError: no space <left>'
+    nights.journal.fail(cycle, "land", error)
+    found, page = written(nights)
+    assert (found["said"]["outcome"], found["said"]["level"]) == ("failed", "bad")
+    assert found["said"]["advice"][0].startswith("Step land failed: OSError: no space <left>.")
+    assert "The cycle failed at the step land; 1 run was measured (ok 1)." in page.said()
+    assert 'File "a.py", line 3' in page.said()
+
+
+def test_runs_that_finished_before_the_run_step_failed_are_told(nights):
+    cycle = nights.begin()
+    nights.step(cycle, "canaries", canaries_payload())
+    nights.write(nights.run_row(), nights.run_row())
+    nights.journal.start(cycle, "run")
+    nights.journal.fail(cycle, "run", "the workers are gone")
+    found, _ = written(nights)
+    assert found["said"]["sentence"] == (
+        "The cycle failed at the step run; runs that finished, canaries included: 2."
+    )  # fmt: skip
+    assert found["said"]["advice"][0].startswith("Step run failed: the workers are gone.")
+
+
+def test_a_folder_that_cannot_be_read_is_still_reported(nights):
+    cycle = nights.begin()
+    nights.measured(cycle, [nights.run_row()])
+    (nights.folder.partition("runs", "cnn") / "torn.parquet").write_bytes(b"PAR1 torn")
+    found, page = written(nights)
+    assert found["rows"] is None and "torn.parquet" in found["notes"][0] and found["said"]["level"] != "good"
+    assert "torn.parquet" in page.said() and "could not be read" in page.said()
+
+
+def test_a_snapshot_that_is_gone_is_replaced_by_the_folder_as_it_is(nights):
+    cycle = nights.night([nights.run_row()])
+    (nights.folder.snapshots / cycle / "manifest.json").unlink()
+    found, _ = written(nights)
+    assert found["snapshot"] is None and cycle in found["notes"][0]
+    assert sum(one["rows"] for one in found["rows"]["counts"]) == 1
+
+
+def test_a_folder_without_runs_has_a_report(nights):
+    nights.begin()
+    found, page = written(nights)
+    assert found["rows"]["counts"] == [] and found["rows"]["source"] == "" and found["changed"] is None
+    for text in ("There is no run yet", "nothing was measured", "No canary was compared", "No dry run"):
+        assert text in page.said(), text
+
+
+def test_scores_over_the_cycles_keep_what_is_in_use(nights):
+    for night, decision in enumerate(("first", "kept", "promoted")):
+        nights.night([nights.run_row()], learned(decision, error=100.0 - night))
+    found, page = written(nights)
+    assert [one["decision"] for one in found["scores"]] == ["first", "kept", "promoted"]
+    in_use = [one["in_use"]["mean_abs_error"] for one in found["scores"]]
+    assert in_use == pytest.approx([100.0, 99.0 * 1.1, 98.0])
+    assert (
+        "memory by hybrid: mean absolute error of the logarithm" in page.said()
+        and "promoted: better by 4 %" in page.said()
+    )
+    assert ("class", "k1 full") in page.attributes
+
+
+def test_time_is_told_by_step_and_over_the_cycles(nights):
+    nights.night([nights.run_row()], learned())
+    nights.night([nights.run_row()], learned())
+    found, page = written(nights)
+    assert [night["cycle"] for night in found["nights"]] == ["2026-11-19", "2026-11-20"]
+    assert found["nights"][-1]["overhead_s"] == 240.0 and found["nights"][-1]["seconds"]["run"] == 3600.0
+    assert found["nights"][-1]["rows"] == 2 and found["nights"][-1]["energy_j"] == 9.0e5
+    assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.said()
+
+
+def test_figures_that_json_does_not_know_become_null(nights):
+    cycle = nights.begin()
+    nights.measured(cycle, [nights.run_row()])
+    found, _ = written(nights, plan=next_plan(gpu_hours=math.inf))
+    assert found["next_plan"]["gpu_hours"] is None
+
+
+def test_a_plan_of_stale_rows_only_has_no_summary(nights):
+    nights.night([nights.run_row()])
+    _, page = written(nights, plan={"runs": 12, "remeasured": 12, "next_index": {}})
+    assert "12 runs. 12 of them were measured before, and are stale since." in page.said()
+
+
+TEXT = re.compile(r'<text class="([^"]*)" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)')
+
+
+def overlapping(svg: str) -> list[tuple[str, str]]:
+    """Pairs of texts of one line, by their places and a usual letter's width."""
+    boxes = []
+    for _, x, y, anchor, text in TEXT.findall(svg):
+        width = len(text) * 6.5
+        left = float(x) - {"middle": width / 2, "end": width, "start": 0.0}[anchor]
+        assert left >= -1, text
+        boxes.append((round(float(y)), left, left + width, text))
+    boxes.sort()
+    return [(a[3], b[3]) for a, b in itertools.pairwise(boxes) if a[0] == b[0] and b[1] < a[2]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_names_and_figures_of_many_cycles_do_not_overlap(count):
+    names = [f"2026-{1 + k // 28:02d}-{1 + k % 28:02d}" + (".12" if k % 5 == 4 else "") for k in range(count)]
+    values = [None if k == 3 else 12345.678 / (k + 1) for k in range(count)]
+    lines = [Curve(name="in use", css="k1", values=values)]
+    for svg in (curves(names, lines, "MiB"), columns(names, {"run": ("k1", [v or 0.0 for v in values])}, "min")):
+        assert not overlapping(svg)
+        assert names[-1][5:] in svg and figure(values[-1]) in svg
+        assert "nan" not in svg
+
+
+def test_a_heat_map_of_many_families_and_bins_has_room_for_its_texts():
+    families = [f"a long family {k}" for k in range(13)]
+    bins = [f"{8 * k}–{8 * k + 8}" for k in range(18)]
+    counts = tuple(tuple(10 ** (k % 7) * ((i + k) % 3) for k in range(18)) for i in range(13))
+    svg = heat_map(
+        Grid(name="memory", rows=tuple(families), columns=tuple(bins), counts=counts, tonight=counts), "family", "GiB"
+    )
+    assert not overlapping(svg)
+    assert svg.count('class="h0"') == sum(count == 0 for row in counts for count in row)
+    width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())
+    assert all(float(x) <= width and float(y) <= height for _, x, y, _, _ in TEXT.findall(svg))
+
+
+def test_curves_without_any_value_are_drawn_empty():
+    assert "nan" not in curves(["2026-11-20"], [Curve(name="x", css="k1", values=[None])], "h")
+    assert "nan" not in curves([], [], "h") + columns([], {}, "h")

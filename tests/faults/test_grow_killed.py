@@ -1,0 +1,95 @@
+"""A growth cycle killed at every line of its journal, and in the middle of its steps, ends as if it had not been."""
+
+import contextlib
+
+import pytest
+from farm_process import Farm, await_, landed
+
+import warehouse
+from farm.growth.journal import STEPS, Journal
+from farm.growth.plan import read_plan
+from farm.jobs import Queue
+from featurize.trial import config_hash
+from learn.artifacts import versions
+from warehouse.folder import DataFolder
+from warehouse.snapshot import find_snapshot, snapshot_names
+
+pytestmark = pytest.mark.slow
+
+GROW = (
+    "farm.grow", "n=40", "families=[mlp]", "pool=100", "policy=coverage", "device=A100-SXM4-40GB", "device.count=2",
+    "learn.targets=[memory]", "learn.estimator=lightgbm",
+)  # fmt: skip
+
+
+def lines(root):
+    path = root / "growth" / "journal.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def runs(root):
+    with contextlib.closing(warehouse.connect(root)) as connection:
+        return connection.execute(
+            "SELECT config_hash, status, peak_memory_mib FROM runs WHERE job_id LIKE 'grow-%' ORDER BY ALL"
+        ).fetchall()
+
+
+def outcome(root):
+    """Everything of a night that must not depend on how often it was killed."""
+    folder = DataFolder.resolve(root)
+    (cycle,) = Journal.open(folder).cycles()
+    (name,) = snapshot_names(folder)
+    (artifact,) = versions(folder, "memory")
+    with Queue.open(folder.queue) as queue:
+        jobs = {job.job_id.partition("-")[0]: queue.counts(job.job_id).by_status for job in queue.jobs()}
+    snapshot = find_snapshot(folder, name)
+    assert not snapshot.problems() and cycle.done("report") is not None
+    learnt = [(result["decision"], result["figures"]) for result in cycle.done("learn")["results"]]
+    return {
+        "ended": (cycle.outcome, cycle.said, [cycle.done(step) is not None for step in STEPS]),
+        "verdict": cycle.done("canaries")["verdict"],
+        "next": cycle.done("choose")["next_index"],
+        "jobs": jobs,
+        "runs": runs(root),
+        "snapshot": (snapshot.rows["runs"], snapshot.rows["attempts"]),
+        "learnt": learnt,
+        "fitted": artifact.meta["rows"]["fitted"],
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("undisturbed") / "data"
+    code, said = Farm(root, *GROW, "cluster=inline").wait()
+    assert code == 0, said
+    return outcome(root)
+
+
+def test_killed_at_every_line(tmp_path, undisturbed):
+    root = tmp_path / "data"
+    for count in range(1, 2 + 2 * len(STEPS)):
+        farm = Farm(root, *GROW, "cluster=inline").remember()
+        await_(lambda farm=farm, count=count: lines(root) >= count or farm._ended(), f"line {count}")
+        farm.process.kill()
+        farm.wait()
+    code, said = Farm(root, *GROW, "cluster=inline").wait()
+    assert code == 0, said
+    assert outcome(root) == undisturbed
+
+
+def test_killed_in_the_middle_of_its_runs_under_ray(tmp_path):
+    root = tmp_path / "data"
+    for count in (3, 20, 40):  # with two GPUs, the first 16 are canaries
+        farm = Farm(root, *GROW).remember()
+        await_(lambda farm=farm, count=count: landed(root) >= count or farm._ended(), f"{count} runs")
+        farm.process.kill()
+        farm.wait()
+    code, said = Farm(root, *GROW).wait()
+    assert code == 0, said
+    found = outcome(root)
+    (cycle,) = Journal.open(DataFolder.resolve(root)).cycles()
+    planned = sorted(
+        config_hash(config) for config in read_plan(DataFolder.resolve(root), cycle.done("choose")["plan"])
+    )
+    assert [row[0] for row in found["runs"]] == planned and len(planned) == 40
+    assert sum(found["jobs"]["canary"].values()) == 16 and found["snapshot"] == (56, 56)
