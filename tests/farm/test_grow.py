@@ -286,3 +286,16 @@ def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(ro
     journal.end(name, "done", "")
     assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"], text=TEXT) == 2
     assert "the last cycle here measured on GPUs" in capsys.readouterr().err and len(cycles(root)) == 1
+
+
+def test_a_machine_that_measures_otherwise_ends_the_night_before_it_begins(root):
+    """The simulated GPU stands for a real one whose memory has become slow."""
+    watched = [argument for argument in SMALL if argument != "canaries=skip"]
+    assert run("grow", entry, [*watched, "n=2", f"data={root}"], text=TEXT) == 0
+    assert run("grow", entry, [*watched, "n=2", f"data={root}", "device.bandwidth_gb_s=300"], text=TEXT) == 1
+    first, sick = cycles(root)
+    assert first.done("canaries")["verdict"] == "first"
+    assert (
+        sick.outcome == "sick" and "unchanged environment" in sick.said and list(sick.steps) == ["canaries", "report"]
+    )
+    assert "sick" in (root / "reports" / "latest.html").read_text()
