@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli import command
@@ -48,6 +49,7 @@ SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"]}
 ROW_GROUP_ROWS = 100_000
 _SOURCES = b"gpufarm_sources"
+_OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
 _ABANDONED_AFTER_S = 86_400.0  # a temporary file this old belongs to nobody who lives
 
 
@@ -136,14 +138,14 @@ def _merge_family(
         report.problems.append(f"{path.relative_to(folder.root)} ({error})")
 
     for group in _plan(folder, kind, family, settings, unreadable):
-        before = {path: _identity(path) for path in group}
-        for files, rows in read_files(group, SCHEMAS[kind], settings.target_rows, unreadable):
-            if len(files) < settings.min_files and (len(files) < 2 or files[-1] == group[-1]):
+        paths = list(group)
+        for files, rows in read_files(paths, SCHEMAS[kind], settings.target_rows, unreadable):
+            if len(files) < settings.min_files and (len(files) < 2 or files[-1] == paths[-1]):
                 continue
-            table = rows.sort_by([(key, "ascending") for key in SORT_KEYS[kind]])
+            table = _in_order(rows, SORT_KEYS[kind])
             del rows
-            target = group[0].parent / new_merged_name()
-            sources = {f"{path.parent.name}/{path.name}": list(before[path]) for path in files}
+            target = paths[0].parent / new_merged_name()
+            sources = {f"{path.parent.name}/{path.name}": list(group[path]) for path in files}
             table = table.replace_schema_metadata({_SOURCES: json.dumps(sources).encode()})
             with replacing(target) as temporary:
                 pq.write_table(table, temporary, row_group_size=ROW_GROUP_ROWS, **COMPRESSION)
@@ -151,6 +153,18 @@ def _merge_family(
             _listing(folder, kind, target, list(sources), now_s).write()
             report.merged[str(target.relative_to(folder.root))] = len(files)
             report.rows += table.num_rows
+            del table
+
+
+def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
+    """The rows sorted by `keys`. Most are already, as files are read in the order of their names."""
+    first, *more = [(table.column(key)[:-1], table.column(key)[1:]) for key in reversed(keys)]
+    ascends = pc.less_equal(*first)
+    for pair in more:
+        ascends = pc.or_(pc.less(*pair), pc.and_(pc.equal(*pair), ascends))
+    if pc.all(ascends, skip_nulls=False).as_py():
+        return table
+    return table.sort_by([(key, "ascending") for key in keys])
 
 
 def _plan(
@@ -159,42 +173,55 @@ def _plan(
     family: str,
     settings: CompactionSettings,
     unreadable: Callable[[Path, Exception], None],
-) -> Iterator[list[Path]]:
-    """Groups of small files that are worth a merge, by their sizes; how many rows a run has shows when it is read."""
+) -> Iterator[dict[Path, tuple[int, int, int]]]:
+    """Groups of small files that are worth a merge, and their identities before they are read.
+
+    By their sizes: how many rows a run has shows when it is read.
+    """
     target_bytes = settings.target_mib * 2**20
-    small: list[tuple[int, Path]] = []  # bytes, path
-    for path in counting_files(folder, kind, family):
+    small: list[tuple[int, Path, tuple[int, int, int]]] = []  # bytes in a merged file, path, identity
+    counting = counting_files(folder, kind, family)
+    landed = _landed_files(folder, family) if kind == "telemetry" else set()  # read later, so none is missed
+    for path in counting:
         is_merged = is_merged_name(path.name)
-        if kind == "telemetry" and not is_merged and not has_landed(folder, family, path.stem):
-            continue  # its run is being written, or was lost and will come again with other samples
-        size = path.stat().st_size
-        if size > target_bytes / 2:
+        identity = _identity(path)
+        if identity is None or identity[1] > target_bytes / 2:
             continue
+        if kind == "telemetry" and not (is_merged or path.name in landed or has_landed(folder, family, path.stem)):
+            continue  # its run is being written, or was lost and will come again with other samples
         try:
             if is_merged and pq.read_metadata(path).num_rows > settings.target_rows / 2:
                 continue
         except (pa.ArrowInvalid, OSError) as error:
             unreadable(path, error)
             continue
-        small.append((size, path))
+        small.append((max(identity[1] - _OWN_BYTES, identity[1] // 8), path, identity))
     # A merged file joins only when the rest is worth rewriting it, so each row is rewritten few times.
-    small.sort()
-    while small and is_merged_name(small[-1][1].name) and small[-1][0] > 4 * sum(size for size, _ in small[:-1]):
-        small.pop()
+    small.sort(key=lambda entry: (entry[0], entry[1].name))
+    total = sum(size for size, *_ in small)
+    while small and is_merged_name(small[-1][1].name) and small[-1][0] > 4 * (total - small[-1][0]):
+        total -= small.pop()[0]
     small.sort(key=lambda entry: entry[1].name)
-    group, group_bytes = [], 0
-    groups = []
-    for size, path in small:
-        if group and group_bytes + size > target_bytes:
-            groups.append(group)
-            group, group_bytes = [], 0
-        group.append(path)
+    groups: list[dict[Path, tuple[int, int, int]]] = [{}]
+    group_bytes = 0
+    for size, path, identity in small:
+        if groups[-1] and group_bytes + size > target_bytes:
+            groups.append({})
+            group_bytes = 0
+        groups[-1][path] = identity
         group_bytes += size
-    groups.append(group)
     full = len(groups) > 1
     for group in groups:
         if len(group) >= settings.min_files or (full and group is not groups[-1] and len(group) > 1):
             yield group
+
+
+def _landed_files(folder: DataFolder, family: str) -> set[str]:
+    """The names of the files of runs, one of which says that its run has landed."""
+    try:
+        return set(os.listdir(folder.partition("runs", family)))
+    except FileNotFoundError:
+        return set()
 
 
 def _listing(folder: DataFolder, kind: str, merged: Path, sources: Sequence[str], now_s: float) -> Listing:

@@ -5,6 +5,7 @@ Start reading at `Listing`. `warehouse.compact` writes what is read here, and ex
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from dataclasses import dataclass
@@ -81,11 +82,18 @@ def counting_files(folder: DataFolder, kind: str, family: str) -> list[Path]:
     for listing in read_listings(folder, kind):
         hidden.update(listing.hidden)
         listed.add(listing.merged)
+    partition = folder.partition(kind, family)
+    try:
+        names = sorted(os.listdir(partition))  # as names: of 100,000 paths the sorting alone takes seconds
+    except FileNotFoundError:
+        return []
     found = []
-    for path in sorted(folder.partition(kind, family).glob("*.parquet")):
-        name = f"{path.parent.name}/{path.name}"
-        if name not in hidden and (name in listed or not is_merged_name(path.name)):
-            found.append(path)
+    for name in names:
+        if not name.endswith(".parquet"):
+            continue
+        path = f"{partition.name}/{name}"
+        if path not in hidden and (path in listed or not is_merged_name(name)):
+            found.append(partition / name)
     return found
 
 

@@ -103,6 +103,35 @@ def test_other_devices_sources_and_jobs_are_no_history(lab):
     assert lab.verdict(night).verdict == "first"
 
 
+def lost(lab, job_id, configs):
+    """What the dispatcher lands of canaries that no worker brought back: nothing is known of their device."""
+    unknown = dict.fromkeys(("device_name", "device_memory_mib", "quality", "started_at", *OLD))
+    lab.run(job_id, configs, lambda _: {"status": "crashed", "error_type": "WorkerLost", "error": "hung", **unknown})
+
+
+def test_canaries_that_a_hanging_gpu_never_brought_back_are_a_sickness(lab):
+    lab.night()
+    lost(lab, "canary-all", CANARIES)
+    found = lab.verdict("canary-all")
+    assert found.verdict == "sick" and found.runs == len(CANARIES) and found.environment == OLD
+    assert "ended as crashed" in found.causes[0] and "WorkerLost: hung" in found.causes[0]
+    one = lab.night(only=CANARIES[1:])
+    lost(lab, "canary-one", CANARIES[:1])
+    assert labels(lab.verdict(one, "canary-one")) == {("mlp", "status")}
+
+
+def test_a_first_night_whose_canaries_all_fail_does_not_go_on(lab):
+    lost(lab, "canary-all", CANARIES)
+    found = lab.verdict("canary-all")
+    assert found.verdict == "sick" and "none of the 8 canaries ran to its end" in found.said
+    assert lab.verdict(lab.night(), forget={"canary-all"}).verdict == "first"
+
+
+def test_a_canary_that_never_ran_and_does_now_is_no_sickness(lab):
+    lab.night(of(0, status="crashed"))
+    assert lab.verdict(lab.night()).verdict == "steady"
+
+
 @pytest.mark.parametrize(
     ("label", "history", "tolerance"),
     [

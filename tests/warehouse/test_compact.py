@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -100,6 +101,54 @@ def test_target_rows_bounds_a_merged_file(folder):
     runs = [path for path in report.merged if path.startswith("runs")]
     assert [pq.read_metadata(folder.root / path).num_rows for path in sorted(runs)] in ([8, 4], [4, 8])
     assert census(folder) == expected(12)
+
+
+def test_what_each_small_file_has_for_itself_does_not_count_towards_the_target(folder):
+    fill(folder, range(30))
+    bytes_of_runs = sum(path.stat().st_size for path in folder.partition("runs", "cnn").glob("*.parquet"))
+    settings = CompactionSettings(target_mib=bytes_of_runs / 3 / 2**20)
+    assert sorted(compact(folder, now_s=NOW_S, settings=settings).merged.values()) == [30, 30]
+    assert census(folder) == expected(30)
+
+
+def test_what_was_merged_is_not_rewritten_for_a_few_runs_more(folder):
+    writer = RunWriter(folder)
+    for index in range(40):
+        writer.write(run_row(index, error=str(random.Random(index).randbytes(3000))), samples(SAMPLES))
+    compact(folder, now_s=NOW_S)
+    compact(folder, now_s=NOW_S + 2 * HOUR_S)
+    (before,) = files(folder, "runs")
+    fill(folder, range(40, 48))
+    report = compact(folder, now_s=NOW_S + 3 * HOUR_S)
+    assert [count for path, count in report.merged.items() if path.startswith("runs")] == [8]
+    assert before in files(folder, "runs")
+    assert census(folder) == expected(48)
+
+
+def test_merged_rows_are_sorted_whatever_was_merged_with_them(folder):
+    fill(folder, [1, 5, 3])
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    fill(folder, [4, 0, 2])
+    writer = RunWriter(folder)
+    writer.write(run_row(6), samples(SAMPLES).take([2, 0, 3, 1]))
+    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
+    compact(folder, now_s=NOW_S + 4 * HOUR_S, settings=EAGER)
+    for kind, keys in (("runs", ["run_id"]), ("telemetry", ["run_id", "t_ms"])):
+        (name,) = files(folder, kind)
+        rows = pq.read_table(folder.partition(kind, "cnn") / name, columns=keys, partitioning=None).to_pylist()
+        assert rows == sorted(rows, key=lambda row: [row[key] for key in keys])
+    assert census(folder) == expected(7)
+
+
+def test_samples_that_come_back_after_their_run_was_merged_and_deleted_are_merged(folder, tmp_path):
+    fill(folder, range(3))
+    path = folder.partition("telemetry", "cnn") / "J-000001.parquet"
+    path.rename(tmp_path / path.name)
+    compact(folder, now_s=NOW_S, settings=EAGER)
+    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
+    assert len(files(folder, "runs")) == 1
+    (tmp_path / path.name).rename(path)
+    settle(folder, 3)
 
 
 class Steps:
@@ -231,6 +280,18 @@ def test_killed_while_merging_then_compacted_again(folder, step):
     fill(folder, range(3))
     assert kill_at(folder, NOW_S, step)
     settle(folder, 3)
+
+
+@pytest.mark.parametrize("step", [3, 6, 8])
+def test_killed_while_merging_two_families(folder, step):
+    fill(folder, range(3), "cnn")
+    fill(folder, range(10, 13), "mlp")
+    assert kill_at(folder, NOW_S, step)
+    assert census(folder) == expected(6)
+    for hours in (10, 20, 30):
+        compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
+        assert census(folder) == expected(6)
+    assert [len(files(folder, kind, family)) for kind in KINDS for family in ("cnn", "mlp")] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 8])

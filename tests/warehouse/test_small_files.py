@@ -1,10 +1,12 @@
 """Many small files at once: every row and column, whatever the files' schemas, paths and damage."""
 
 import datetime
+import threading
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from warehouse import small_files
 from warehouse.small_files import read_files
 
 SCHEMA = pa.schema([("run_id", pa.string()), ("x", pa.float64()), ("at", pa.timestamp("us", tz="UTC"))])
@@ -57,3 +59,50 @@ def test_a_damaged_file_is_told_and_the_others_are_read(tmp_path):
     assert damaged == [paths[2]]
     assert [path for files, _ in parts for path in files] == [paths[0], paths[1], paths[3]]
     assert sum(table.num_rows for _, table in parts) == 3
+
+
+def test_a_column_that_only_a_later_file_has_is_kept(tmp_path):
+    paths = [write(tmp_path, "1.parquet", 1), write(tmp_path, "2.parquet", 1, colour=["red"])]
+    ((_, table),), _ = read(paths)
+    assert table.column("colour").to_pylist() == [None, "red"]
+
+
+def test_columns_in_another_order_and_of_another_type_are_the_schemas(tmp_path):
+    first = tmp_path / "1.parquet"
+    pq.write_table(pa.table({"x": pa.array([1.5], pa.float32()), "run_id": ["a"]}), first)
+    ((_, table),), _ = read([first, write(tmp_path, "2.parquet", 1, x=[2.5])])
+    assert table.schema.names == SCHEMA.names and table.column("x").type == pa.float64()
+    assert table.select(["run_id", "x"]).to_pylist() == [
+        {"run_id": "a", "x": 1.5},
+        {"run_id": "2.parquet-0", "x": 2.5},
+    ]
+
+
+def test_batches_that_are_read_at_the_same_time_keep_their_order(tmp_path, monkeypatch):
+    paths = [write(tmp_path, f"{i:02d}.parquet", 1 + (i * 7) % 5) for i in range(40)]
+    paths[20].write_bytes(b"torn")
+    paths[30].unlink()
+    monkeypatch.setattr(small_files, "_batches", lambda paths: (paths[i : i + 3] for i in range(0, len(paths), 3)))
+    parts, damaged = read(paths, most_rows=10)
+    assert damaged == [paths[20], paths[30]]
+    assert [path for files, _ in parts for path in files] == [path for path in paths if path not in damaged]
+    ids = [run_id for _, table in parts for run_id in table.column("run_id").to_pylist()]
+    assert ids == [f"{i:02d}.parquet-{row}" for i in range(40) if i not in (20, 30) for row in range(1 + (i * 7) % 5)]
+    assert all(table.num_rows <= 10 for _, table in parts)
+
+
+def test_a_reader_that_stops_early_leaves_no_thread(tmp_path):
+    paths = [write(tmp_path, f"{i}.parquet", 3) for i in range(6)]
+    before = threading.active_count()
+    reading = read_files(paths, SCHEMA, 3, print)
+    next(reading)
+    reading.close()
+    assert threading.active_count() == before
+
+
+def test_times_are_utc_whatever_the_machines_zone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "America/New_York")
+    path = write(tmp_path, "1.parquet", 1, at=pa.array([AT], pa.timestamp("us", tz="UTC")))
+    ((_, table),), _ = read([path, path])
+    assert table.schema.field("at").type == pa.timestamp("us", tz="UTC")
+    assert table.column("at").to_pylist() == [AT, AT]
