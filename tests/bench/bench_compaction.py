@@ -1,12 +1,14 @@
 """How long a compaction of many small files takes, and how much memory: runs as the farm lands them, then merged.
 
-Start reading at `run`; `python tests/bench/bench_compaction.py [RUNS SAMPLES_A_RUN]` prints its figures.
+Start reading at `run`; `python tests/bench/bench_compaction.py [RUNS SAMPLES_A_RUN [FOLDER]]` prints its figures.
+FOLDER was filled with as many by `land`, before: that takes longer than all the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,42 +27,57 @@ from warehouse.snapshot import take_snapshot
 FAMILIES = ("mlp", "cnn", "transformer")
 NIGHT_RUNS = 500
 BATCH_RUNS = 1_000
+LATER_S = 7_200  # when what was replaced may go
+MOST_READ_SMALL = 10_000  # runs: of more, readers take minutes until the small files are deleted
 
 # In a process of its own, so that its peak is the compaction's. Prints seconds, peak RSS in MiB, files merged, files
-# written, and CPU seconds.
+# written, CPU seconds and files deleted.
 COMPACT = """
 import re, sys, time
 from pathlib import Path
 from warehouse.compact import compact
 from warehouse.folder import DataFolder
 started = time.perf_counter()
-report = compact(DataFolder.resolve(sys.argv[1]))
+report = compact(DataFolder.resolve(sys.argv[1]), now_s=time.time() + float(sys.argv[2]))
 seconds = time.perf_counter() - started
 assert not report.problems, report.problems
 # Not ru_maxrss, which a process inherits from the one that started it.
 peak_kib = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
-print(seconds, int(peak_kib) / 1024, sum(report.merged.values()), len(report.merged), time.process_time())
+print(seconds, int(peak_kib) / 1024, sum(report.merged.values()), len(report.merged), time.process_time(),
+      report.deleted_files)
 """
 
 
-def run(runs: int = 100_000, samples: int = 100) -> dict:
-    """Land `runs` runs of `samples` samples each, compact, land a night's more, compact; then a snapshot, the checks.
+def run(runs: int = 100_000, samples: int = 100, filled: str | None = None) -> dict:
+    """Land `runs` runs of `samples` samples each, compact, delete what was replaced, land a night's more, compact; then
+    a snapshot and the checks. Between, how long readers take to count everything.
 
     Raises `AssertionError` if a row is lost or doubled. Takes some 4 GB of temporary disk at full size, for minutes.
+    `filled` is a folder that `land` filled with as many, whose files are linked and stay.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-compaction-") as temporary:
-        folder = DataFolder.resolve(f"{temporary}/data").create()
+    with tempfile.TemporaryDirectory(prefix="bench-compaction-", dir=filled and os.path.dirname(filled)) as temporary:
         started = time.perf_counter()
-        _land(folder, 0, runs, samples)
+        if filled is None:
+            land(f"{temporary}/data", 0, runs, samples)
+        else:
+            shutil.copytree(filled, f"{temporary}/data", copy_function=os.link)
         land_s = time.perf_counter() - started
+        folder = DataFolder.resolve(f"{temporary}/data").create()
+        query_s = {}
+        if runs <= MOST_READ_SMALL:
+            query_s["before"] = _check(folder, runs, samples)
         first = _compact(folder)
-        _check(folder, runs, samples)
-        _land(folder, runs, NIGHT_RUNS, samples)
-        night = _compact(folder)
-        _check(folder, runs + NIGHT_RUNS, samples)
+        if runs <= MOST_READ_SMALL:
+            query_s["merged"] = _check(folder, runs, samples)
+        deletion = _compact(folder, LATER_S)
+        query_s["deleted"] = _check(folder, runs, samples)
+        land(folder.root, runs, NIGHT_RUNS, samples)
+        night = _compact(folder, LATER_S)
+        query_s["night"] = _check(folder, runs + NIGHT_RUNS, samples)
         started = time.perf_counter()
         taken = take_snapshot(folder)
         snapshot_s = time.perf_counter() - started
+        query_s["snapshot"] = _check(folder, runs + NIGHT_RUNS, samples, taken.name)
         started = time.perf_counter()
         findings = check(folder)
         check_s = time.perf_counter() - started
@@ -74,19 +91,23 @@ def run(runs: int = 100_000, samples: int = 100) -> dict:
         "compact_peak_rss_mib": first[1],
         "files_before": int(first[2]),
         "files_after": int(first[3]),
+        "delete_s": deletion[0],
+        "files_deleted": int(deletion[5]),
         "night_compact_s": night[0],
         "night_compact_peak_rss_mib": night[1],
         "snapshot_s": snapshot_s,
         "snapshot_files": len(taken.files),
         "check_s": check_s,
+        **{f"query_{when}_s": seconds for when, seconds in query_s.items()},
     }
     for key, value in result.items():
         print(f"{key:>26}  {value:,.3f}" if isinstance(value, float) else f"{key:>26}  {value:,}")
     return result
 
 
-def _land(folder: DataFolder, first: int, count: int, samples: int) -> None:
+def land(data: str | os.PathLike, first: int, count: int, samples: int) -> None:
     """The files that `RunWriter` would write, without its checks and fsync, which are no part of a compaction."""
+    folder = DataFolder.resolve(data).create()
     for family in FAMILIES:
         for kind in ("runs", "telemetry"):
             folder.partition(kind, family).mkdir(parents=True, exist_ok=True)
@@ -140,21 +161,25 @@ def _telemetry(ids: list[str], samples: int, seed: int) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=TELEMETRY_SCHEMA)
 
 
-def _compact(folder: DataFolder) -> list[float]:
+def _compact(folder: DataFolder, later_s: float = 0.0) -> list[float]:
     done = subprocess.run(
-        [sys.executable, "-c", COMPACT, os.fspath(folder.root)], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", COMPACT, os.fspath(folder.root), repr(later_s)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     return [float(word) for word in done.stdout.split()]
 
 
-def _check(folder: DataFolder, runs: int, samples: int) -> None:
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+def _check(folder: DataFolder, runs: int, samples: int, snapshot: str | None = None) -> float:
+    """Seconds that counting took; every row has to be there once."""
+    started = time.perf_counter()
+    with contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection:
         found = connection.execute(
             "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
             "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)"
         ).fetchone()
     assert found == ((runs, runs), (runs * samples, runs * samples)), found
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
-    run(*map(int, sys.argv[1:3]))
+    run(*map(int, sys.argv[1:3]), *sys.argv[3:4])

@@ -1,6 +1,6 @@
 """The dispatcher's memory over many tasks: a scripted executor, everything else real (queue, landing, metrics, log).
 
-python -m tests.bench.bench_soak [TASKS=100000] [CURVE.csv]      start reading at `run`
+python -m tests.bench.bench_soak [TASKS=100000] [CURVE.csv] [PICTURE.png]      start reading at `run`
 """
 
 from __future__ import annotations
@@ -142,5 +142,33 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
     return figures
 
 
+def draw(curve: Path, picture: Path) -> None:
+    """The resident set over the tasks done, from zero, so that what looks flat is flat."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    tasks, rss_mib = np.loadtxt(curve, delimiter=",", skiprows=1, ndmin=2).T
+    figure, panel = pyplot.subplots(figsize=(7, 3.2))
+    panel.plot(tasks, rss_mib, marker=".", color="#0072B2")
+    panel.set(
+        xlabel="tasks done", ylabel="resident set, MiB", xlim=(0, tasks[-1] * 1.02), ylim=(0, rss_mib.max() * 1.25)
+    )
+    panel.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+    panel.annotate(
+        f"{rss_mib[-1]:.1f} MiB after {tasks[-1]:,.0f}", (tasks[-1], rss_mib[-1]), xytext=(0, -18),
+        textcoords="offset points", ha="right",
+    )  # fmt: skip
+    panel.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
 if __name__ == "__main__":
-    run(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    paths = [Path(argument) for argument in sys.argv[2:4]]
+    run(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000, *paths[:1])
+    if len(paths) == 2:
+        draw(*paths)
