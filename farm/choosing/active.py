@@ -1,6 +1,6 @@
-"""Which candidates a fitted estimator would learn most from: where it is unsure, not one beside the other.
+"""Which candidates a fitted estimator would learn most from: where it is unsure, and sooner in rare bins.
 
-Start reading at `doubts`, then `spread_out`.
+Start reading at `doubts`, then `worth`, then `drawn`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from learn.targets import get_target
 
 LEAST_ROWS = 20  # with a label: fewer teach nothing about doubt
 MEMBERS, TREES = 8, 8  # forests that are each grown on a sample of the rows of their own, and the trees of each
-_SHORTLIST = 10_000  # candidates, the most doubtful ones, that a batch is spread over
-_KNOWN_AT_MOST = 20_000  # rows, drawn at random, that distances are taken to
-_BLOCK = 512  # rows whose distances to all candidates are held together
+_POWER = 1.5  # of the doubt
+_LOG_ERROR = 0.15  # at least, of a memory figure: standard deviation of its logarithm
+_FITTING_AT_LEAST = 0.1  # so that figures that are wrong about what does not fit are found out
+_BLOCK = 512  # rows whose distances to all chosen ones are held together
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,18 @@ class Doubts:
 
     shift         (n,) what the known rows add to the rough figures: label - figure
     disagreement  (n,) standard deviation of that among forests grown on different samples of the rows
-    width         (n,) of the estimator's calibrated interval, as carried over from the known rows; None without it
+    of_label      (n,) the same of forests that learn the label itself
     """
 
     shift: np.ndarray
     disagreement: np.ndarray
-    width: np.ndarray | None
+    of_label: np.ndarray
 
     @property
     def score(self) -> np.ndarray:
-        """(n,) around 1: disagreement, times the root of the width where there is one."""
-        found = self.disagreement / max(float(self.disagreement.mean()), 1e-12)
-        if self.width is None:
-            return found
-        return found * np.sqrt(self.width / max(float(self.width.mean()), 1e-12))
+        """(n,) around 1: the mean of both disagreements, each over its own mean."""
+        both = (self.disagreement, self.of_label)
+        return np.mean([found / max(float(found.mean()), 1e-12) for found in both], axis=0)
 
 
 def doubts(
@@ -50,87 +49,90 @@ def doubts(
     known_figures: np.ndarray,
     labels: np.ndarray,
     *,
-    widths: np.ndarray | None = None,
     seed: int = 0,
 ) -> Doubts | None:
     """What known rows teach about candidates; None for fewer than 20 rows with a label.
 
     table, known_table  (n, columns), (k, columns) of one outlook; figures, known_figures (n,), (k,): rough figures
-    labels  (k,) in the target's unit, NaN where there is none; widths (k,): of the estimator's interval on those rows
+    labels  (k,) in the target's unit, NaN where there is none
 
     Query by committee (Seung, Opper, Sompolinsky 1992), of forests on bootstrap samples: unlike that of single trees,
-    their disagreement says little of noise that more rows would not mend.
+    their disagreement says little of noise that more rows would not mend. One committee learns how labels differ from
+    the rough figures, as `hybrid` does; one learns labels beside them, as estimators without a trace do.
     """
-    from sklearn.ensemble import ExtraTreesRegressor
-
     space = get_target(target).space
-    gap = to_space(labels, space) - to_space(known_figures, space)
-    told = np.flatnonzero(np.isfinite(gap) & np.isfinite(labels))
+    new, old = to_space(figures, space), to_space(known_figures, space)
+    label = to_space(labels, space)
+    told = np.flatnonzero(np.isfinite(label) & np.isfinite(old))
     if len(told) < LEAST_ROWS:
         return None
+    label, old = label[told], old[told]
+    shift, disagreement = _committee(known_table[told], label - old, table, seed)
+    beside = [np.column_stack([rows, np.nan_to_num(of)]) for rows, of in ((known_table[told], old), (table, new))]
+    _, of_label = _committee(beside[0], label, beside[1], seed)
+    return Doubts(shift, disagreement, of_label)
+
+
+def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, standard deviation) over the members, of the rows asked."""
+    from sklearn.ensemble import ExtraTreesRegressor
+
     random = np.random.default_rng(seed)
-    said = np.empty((MEMBERS, len(table)))
+    said = np.empty((MEMBERS, len(asked)))
     for member in range(MEMBERS):
-        rows = told[random.integers(len(told), size=len(told))]
+        rows = random.integers(len(known), size=len(known))
         forest = ExtraTreesRegressor(TREES, max_features=0.5, n_jobs=1, random_state=seed * MEMBERS + member)
-        said[member] = forest.fit(known_table[rows], gap[rows]).predict(table)
-    width = None
-    if widths is not None and np.isfinite(widths[told]).sum() >= LEAST_ROWS:
-        rows = told[np.isfinite(widths[told])]
-        forest = ExtraTreesRegressor(MEMBERS * TREES, min_samples_leaf=2, max_features=0.5, n_jobs=1, random_state=seed)
-        logged = np.log(np.maximum(widths[rows], 1e-6))
-        width = np.exp(forest.fit(known_table[rows], logged).predict(table))
-    return Doubts(said.mean(0), said.std(0), width)
+        said[member] = forest.fit(known[rows], taught[rows]).predict(asked)
+    return said.mean(0), said.std(0)
 
 
-def spread_out(
-    score: np.ndarray,
-    table: np.ndarray,
-    known_table: np.ndarray,
-    cell: np.ndarray,
-    cell_rows: np.ndarray,
-    n: int,
-    *,
-    seed: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(places, distances) of n candidates, in the order chosen.
+def worth(scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: np.ndarray) -> np.ndarray:
+    """(n,) > 0, what a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same bin, times the
+    chance that it fits (`fits`): out of memory there is no figure to learn from.
 
-    Greedy: the next is the one with the largest score x distance to whatever is known or chosen / root of (1 + rows of
-    its cell, the chosen ones included). The first two factors are k-center (Sener, Savarese, ICLR 2018) weighted by
-    doubt; the third is what keeps a bin with many rows from being chosen for its noise.
+    scores  target -> (n,); cells: target -> (n,) int, the bin that it is expected in. Memory counts as much as all
+            other targets together: it is one question, and how the GPU is driven is one.
 
-    score (n,) >= 0; cell (n,) int: which of `cell_rows` (cells,) is a candidate's own. Memory and time grow with
-    candidates x chosen of a shortlist, and with candidates x known rows in blocks: nothing is quadratic.
+    The root is half-way between two wishes: without it, rows go where most candidates are, which is best for the error
+    of the mean row; with the number itself, every bin gets as many as any other. The power is more than 1 since doubt
+    says less of the errors than it seems to.
     """
-    random = np.random.default_rng(seed)
-    crowding = 1 / np.sqrt(1.0 + cell_rows)
-    most = max(_SHORTLIST, 4 * n)
-    first = score * crowding[cell] * random.uniform(0.999, 1.001, len(score))  # equal ones in any order
-    listed = np.sort(np.argsort(-first, kind="stable")[:most])
-    rows = table[listed].astype(np.float32)
-    if len(known_table) > _KNOWN_AT_MOST:
-        known_table = known_table[random.choice(len(known_table), _KNOWN_AT_MOST, replace=False)]
+    total = np.zeros(len(fits))
+    others = max(sum(target != "memory" for target in scores), 1)
+    for target, score in scores.items():
+        share = np.maximum(score, 1e-9) ** _POWER / np.sqrt(np.bincount(cells[target])[cells[target]])
+        total += share / share.sum() / (1 if target == "memory" else others)
+    return total * np.maximum(fits, _FITTING_AT_LEAST)
+
+
+def chance_to_fit(memory_mib: np.ndarray, disagreement: np.ndarray, capacity_mib: float) -> np.ndarray:
+    """(n,): the logarithm of memory is normal around the figure, as wide as the committee disagrees, or by 15 %."""
+    from scipy.special import ndtr
+
+    error = np.maximum(disagreement, _LOG_ERROR)
+    return ndtr((np.log(capacity_mib) - np.log(np.maximum(memory_mib, 1.0))) / error)
+
+
+def drawn(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Places of n candidates in the order in which they were drawn, each with a chance in proportion to its worth, none
+    twice (Efraimidis, Spirakis 2006, in the form with Gumbel noise).
+
+    Drawn, and not the greatest first: those are all of a kind, the odd ones, and what lies between is never measured.
+    """
+    noise = np.random.default_rng(seed).gumbel(size=len(worth))
+    return np.argsort(-(np.log(worth) + noise), kind="stable")[:n]
+
+
+def distances(chosen: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """(n,) of each chosen row's features to the nearest row known or chosen before it; inf where there is none."""
+    nearest = np.full(len(chosen), np.inf)
+    rows = chosen.astype(np.float64)
     square = (rows**2).sum(1)
-    nearest = np.full(len(rows), np.inf, dtype=np.float32)
-    for start in range(0, len(known_table), _BLOCK):
-        block = known_table[start : start + _BLOCK].astype(np.float32)
+    for start in range(0, len(known), _BLOCK):
+        block = known[start : start + _BLOCK].astype(np.float64)
         gaps = square[:, None] - 2 * rows @ block.T + (block**2).sum(1)
         nearest = np.minimum(nearest, gaps.min(1))
-    if not len(known_table):
-        nearest[:] = square.max(initial=1.0)
-    worth, cell, counts = first[listed] / crowding[cell[listed]], cell[listed], cell_rows.astype(float)
-    places, distances = [], []
-    for _ in range(min(n, len(listed))):
-        value = worth * np.sqrt(np.maximum(nearest, 1e-9)) / np.sqrt(1.0 + counts[cell])
-        best = int(np.argmax(np.where(worth >= 0, value, -1.0)))
-        places.append(int(listed[best]))
-        distances.append(float(np.sqrt(max(nearest[best], 0.0))))
-        worth[best] = -1.0
-        counts[cell[best]] += 1
-        nearest = np.minimum(nearest, square - 2 * rows @ rows[best] + square[best])
-    return np.array(places, dtype=int), np.array(distances)
-
-
-def joined(found: Mapping[str, Doubts]) -> np.ndarray:
-    """(n,) the score over several targets, each counting the same."""
-    return np.mean([doubt.score for doubt in found.values()], axis=0)
+    for i in range(1, len(rows)):
+        gaps = square[i] - 2 * rows[:i] @ rows[i] + square[:i]
+        nearest[i] = min(nearest[i], gaps.min())
+    return np.sqrt(np.maximum(nearest, 0.0))

@@ -22,7 +22,6 @@ TARGETS = ("memory", "smact", "smocc", "drama", "step_time")
 WAYS = ("fast", "trace", "plan")  # how a config's figures were found, the better ones first
 _FAR, _RARE = 3.0, 0.01  # of the table: where numbers are cut off; the share from which on a word has a column
 _AT_ONCE = 512  # configs worked on together
-_WIDTHS_AT_MOST = 2_000  # known rows that a fitted model is asked about
 _WORTH_WORKERS = 8_000  # configs from which on other processes start sooner than one is done
 
 
@@ -104,31 +103,6 @@ class Forecaster:
     @property
     def capacity_mib(self) -> float:
         return self.device.memory_mib
-
-    def widths(self, target: str, configs: Sequence[TrialConfig]) -> np.ndarray | None:
-        """(k,) how wide the newest hybrid in the data folder holds the interval of configs that were measured, in the
-        target's space: from the point to the 99 % bound. None where none was fitted for this device; NaN for those
-        beyond 2,000, which are drawn evenly. Their traced steps are those that the fit has left in the folder."""
-        from learn.artifacts import StaleArtifact, find_latest
-        from learn.cases import Case
-        from learn.estimators import to_space
-        from learn.step_store import prepare
-        from learn.targets import get_target
-
-        try:
-            artifact = find_latest(self.data, target, estimator="hybrid", device=self.device.name)
-        except StaleArtifact:  # fitted with other code's features
-            return None
-        if artifact is None or not configs:
-            return None
-        places = np.unique(np.linspace(0, len(configs) - 1, min(len(configs), _WIDTHS_AT_MOST)).astype(int))
-        cases = [Case(configs[i], self.device.name, self.training_loop) for i in places]
-        prepare(cases, self.data, workers=self.workers)
-        said = artifact.estimator.predict(cases)
-        space = get_target(target).space
-        found = np.full(len(configs), np.nan)
-        found[places] = to_space(said.upper(), space) - to_space(said.point, space)
-        return found
 
     def _sketched(self, parts: list[list[int]], configs: Sequence[TrialConfig]):
         jobs = [([configs[i] for i in places], self.device) for places in parts]

@@ -96,3 +96,31 @@ def known_runs(
         np.array([row["status"] == "oom" for row in kept], dtype=bool),
         np.array([np.nan if row["wall_s"] is None else row["wall_s"] for row in kept], dtype=float),
     )
+
+
+def thinned(known: Known, at_most: int, seed: int = 0) -> Known:
+    """At most so many rows, where there are more: what is rare is kept whole, of what is common as many of each kind.
+
+    Kinds are families by octave of memory and tenth of `smact`; out of memory is one of its own. What was measured
+    stays measured.
+    """
+    if len(known.configs) <= at_most:
+        return known
+    memory = known.labels["memory"]
+    octave = np.where(known.out_of_memory, -1, np.floor(np.log2(np.maximum(np.nan_to_num(memory, nan=1.0), 1.0))))
+    tenth = np.floor(10 * np.nan_to_num(known.labels.get("smact", np.zeros(len(memory))), nan=-1.0))
+    family = np.unique([config.family for config in known.configs], return_inverse=True)[1]
+    kind = np.unique(np.stack([family, octave, tenth], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    # Each row's number within its kind, in any order: the lowest numbers of all kinds come first.
+    order = np.random.default_rng(seed).permutation(len(kind))
+    by_kind = order[np.argsort(kind[order], kind="stable")]
+    first = np.searchsorted(kind[by_kind], kind[by_kind])
+    number = np.arange(len(by_kind)) - first
+    places = np.sort(by_kind[np.argsort(number, kind="stable")[:at_most]])
+    return Known(
+        known.measured,
+        tuple(known.configs[place] for place in places),
+        {name: values[places] for name, values in known.labels.items()},
+        known.out_of_memory[places],
+        known.seconds[places],
+    )

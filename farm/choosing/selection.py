@@ -28,11 +28,9 @@ _UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is u
 
 
 class Estimator(Protocol):
-    """What `choose` has to know of candidates. `forecast.Forecaster` is one; `widths` is of the fitted models."""
+    """What `choose` has to know of candidates. `forecast.Forecaster` is one."""
 
     def look(self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = ...) -> Outlook: ...
-
-    def widths(self, target: str, configs: Sequence[TrialConfig]) -> np.ndarray | None: ...
 
     @property
     def capacity_mib(self) -> float: ...
@@ -61,7 +59,7 @@ class Chosen:
     index         in its family's sequence
     bins          dimension -> the cell that it probably falls into (`farm.choosing.coverage.DIMENSIONS`)
     rows          dimension -> rows that were known of that cell before this choice
-    uncertainty   of `active`: 1 is the candidates' mean; disagreement and width in the logarithm of memory
+    uncertainty   of `active`: 1 is the candidates' mean; disagreement: of it, in the logarithm of memory
     distance      of `active`: to the nearest row known or chosen before, in standard deviations of features
     figures       target -> what is expected, in the target's unit
     """
@@ -74,7 +72,6 @@ class Chosen:
     figures: Mapping[str, float]
     uncertainty: float | None = None
     disagreement: float | None = None
-    width: float | None = None
     distance: float | None = None
 
     @property
@@ -156,8 +153,8 @@ def choose(
 
     uniform, stratified  the first of the sequence
     coverage  those whose label bins and feature regions have the fewest rows (`farm.choosing.coverage.fill`)
-    active    those that the estimator is least sure of, far from one another, rare bins first
-              (`farm.choosing.active.spread_out`); while fewer than 20 rows are known, as `coverage`
+    active    drawn at random, the likelier the less the known rows tell of them and the rarer their bins
+              (`farm.choosing.active.worth`); while fewer than 20 rows are known, as `coverage`
 
     Candidates whose `config_hash` is in `known.measured` are left out, and copies within the pool. The same arguments
     give the same choice. Raises `UsageError` for an unknown policy, for n < 1 and where nothing new is left.
@@ -179,7 +176,7 @@ def choose(
     notes: list[str] = []
     doubts: dict = {}
     if policy == "active":
-        doubts = _doubts(outlook, known, new, old, estimator, seed)
+        doubts = _doubts(outlook, known, new, old, seed)
         if not doubts:
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
@@ -189,7 +186,7 @@ def choose(
     cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
     distances: np.ndarray | None = None
     if doubts:
-        places, distances = _spread(cells, outlook, doubts, new, old, n, seed)
+        places, distances = _drawn(cells, outlook, doubts, figures["memory"], new, old, n, estimator.capacity_mib, seed)
     elif policy in _LOOKING:
         places = fill(cells, old, new, n, seed)
     else:
@@ -245,7 +242,7 @@ def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, n
     return figures
 
 
-def _doubts(outlook: Outlook, known: Known, new, old, estimator: Estimator, seed: int) -> dict:
+def _doubts(outlook: Outlook, known: Known, new, old, seed: int) -> dict:
     from farm.choosing.active import doubts
 
     found = {}
@@ -255,10 +252,7 @@ def _doubts(outlook: Outlook, known: Known, new, old, estimator: Estimator, seed
             continue
         told = np.where(known.out_of_memory, np.nan, labels)
         figures = outlook.figures[target]
-        of_target = doubts(
-            target, outlook.table[new], figures[new], outlook.table[old], figures[old], told,
-            widths=estimator.widths(target, known.configs), seed=seed,
-        )  # fmt: skip
+        of_target = doubts(target, outlook.table[new], figures[new], outlook.table[old], figures[old], told, seed=seed)
         if of_target is not None:
             found[target] = of_target
     return found
@@ -272,25 +266,24 @@ def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
     return from_space(to_space(figures, space) + shift, space)
 
 
-def _spread(cells, outlook: Outlook, doubts: dict, new, old, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rare bins of memory first: what is out of memory says least, so that cell counts as one bin among many."""
-    from farm.choosing.active import joined as joined_score
-    from farm.choosing.active import spread_out
+def _drawn(cells, outlook: Outlook, doubts: dict, memory, new, old, n, capacity, seed) -> tuple[np.ndarray, np.ndarray]:
+    from farm.choosing.active import chance_to_fit, distances, drawn, worth
     from farm.choosing.coverage import DIMENSIONS
 
-    column = DIMENSIONS.index("memory")
-    rows = cells.counts(old)[column]
-    return spread_out(
-        joined_score(doubts), outlook.table[new], outlook.table[old], cells.codes[new, column], rows, n, seed=seed
-    )
+    scores = {target: doubt.score for target, doubt in doubts.items()}
+    of_target = {target: cells.codes[new, DIMENSIONS.index(target)] for target in doubts}
+    fits = np.ones(len(new))
+    if "memory" in doubts:
+        fits = chance_to_fit(memory[new], doubts["memory"].disagreement, capacity)
+    places = drawn(worth(scores, of_target, fits), n, seed)
+    return places, distances(outlook.table[places], outlook.table[old])
 
 
 def _told(pool: Pool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
-    from farm.choosing.active import joined as joined_score
     from farm.choosing.coverage import DIMENSIONS
 
     before = cells.counts(old)
-    score = joined_score(doubts) if doubts else None
+    score = np.mean([doubt.score for doubt in doubts.values()], axis=0) if doubts else None
     memory = doubts.get("memory")
     found = []
     for rank, place in enumerate(places.tolist()):
@@ -305,7 +298,6 @@ def _told(pool: Pool, fresh, places, cells, old, figures, doubts: dict, distance
                 figures={name: float(column[place]) for name, column in figures.items()},
                 uncertainty=None if score is None else float(score[place]),
                 disagreement=None if memory is None else float(memory.disagreement[place]),
-                width=None if memory is None or memory.width is None else float(memory.width[place]),
                 distance=None if distances is None else float(distances[rank]),
             )
         )

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from farm.choosing.forecast import Forecaster
-from farm.choosing.known_runs import Known, known_runs
+from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import Summary, expected_seconds, summary
-from farm.choosing.selection import Choice, Pool, candidates, choose, joined
+from farm.choosing.selection import Pool, candidates, choose, joined
 from farm.growth.journal import Cycle
 from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
@@ -28,6 +28,7 @@ from featurize.trial import TrialConfig, config_from_mapping, config_hash, mappi
 from warehouse.folder import DataFolder, write_bytes
 
 _AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
+_ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, and teach committees little
 _TRIED = 200  # candidates whose expected times say how many those are
 
 
@@ -36,6 +37,7 @@ class Plan:
     """Tonight's configurations in the order in which they run.
 
     again       of them, at the beginning: measured before, stale since
+    summary     of those chosen by the policy, None where there are none
     next_index  of each sequence, by what it is a sequence of (`_key`)
     """
 
@@ -79,7 +81,7 @@ def make_plan(
     """What to measure tonight: `again` first, then what the policy chooses of candidates that were not measured in
     this `environment` and are not queued. Nothing is written. `queue` None: there is none yet.
 
-    Raises `UsageError` where the search spaces have nothing new left.
+    Empty where the candidates have nothing new; the next night looks at those behind them.
     """
     known = _known(folder, queue, settings, machine, environment)
     again = tuple(again)[: settings.n]
@@ -87,11 +89,10 @@ def make_plan(
     known = dataclasses.replace(known, measured=frozenset(taken))
     left = None if settings.n is None else settings.n - len(again)
     if left == 0:
-        return Plan(
-            configs=again, why=("stale",) * len(again), again=len(again), summary=None,
-            next_index=dict(_positions(cycles)),
-        )  # fmt: skip
+        return _stale_only(again, _positions(cycles))
     pool = _pool(settings, cycles)
+    if known.measured.issuperset(pool.hashes):
+        return _stale_only(again, _after(settings, cycles, pool.next_index))
     forecaster = Forecaster(device=machine.spec, data=folder)
     n = _affordable(settings, machine, pool, known, forecaster) if left is None else min(left, len(pool))
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
@@ -100,8 +101,14 @@ def make_plan(
         why=(*("stale",) * len(again), *(one.why for one in choice.chosen)),
         again=len(again),
         summary=summary(choice, known, machine.capacity_mib),
-        next_index=_after(settings, cycles, choice),
+        next_index=_after(settings, cycles, choice.next_index),
     )
+
+
+def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -> Plan:
+    return Plan(
+        configs=again, why=("stale",) * len(again), again=len(again), summary=None, next_index=next_index
+    )  # fmt: skip
 
 
 def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, machine: Machine, environment) -> Known:
@@ -111,6 +118,7 @@ def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, mach
     known = known_runs(folder, machine.device_name, source=machine.source, environment=environment)
     waiting = [] if queue is None else queue.waiting_configs(device_key(machine.choice))
     hashes = {mapping_hash(json.loads(text)) for text in waiting}
+    known = thinned(known, _ROWS_AT_MOST, settings.seed)
     return dataclasses.replace(known, measured=known.measured | hashes)
 
 
@@ -149,8 +157,9 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
     return positions
 
 
-def _after(settings: GrowSettings, cycles: Sequence[Cycle], choice: Choice) -> dict[str, int]:
-    own = {_key(settings, space): choice.next_index[space.family] for space in settings.spaces}
+def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[str, int]) -> dict[str, int]:
+    """`next_index`: family -> where its sequence goes on."""
+    own = {_key(settings, space): next_index[space.family] for space in settings.spaces}
     return {**_positions(cycles), **own}
 
 

@@ -2,7 +2,7 @@
 
 Start reading at `run`; `python tests/bench/bench_selection.py [full=true] [data=FOLDER] [runs=FOLDER] [png=FILE]`.
 Small by default; `full=true` takes a simulated pool of 5,000, whose traced steps are kept in `data`; `runs=FOLDER` is a
-data folder with imported rows, for a second pool.
+data folder with imported rows, for two more pools.
 """
 
 from __future__ import annotations
@@ -10,37 +10,57 @@ from __future__ import annotations
 import importlib.resources
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from selection_curves import compared, draw
 
 from farm.choosing.forecast import Forecaster, Outlook
 from farm.choosing.known_runs import Known
-from farm.choosing.selection import POLICIES, Pool, candidates, choose
+from farm.choosing.selection import Pool, candidates, choose, joined
 from farm.space import Space
 from featurize.device_spec import load_device
-from featurize.trial import config_hash
+from featurize.trial import TrialConfig, config_hash
 from learn.cases import Case
 from learn.data import Rows, load_rows, make_rows
-from learn.estimators import to_space
+from learn.estimators import from_space, to_space
 from learn.learned.features import FeatureTable
 from learn.learned.lightgbm_estimator import LightGBMEstimator
+from learn.targets import Target, get_target, utilization_bins
 
 DEVICE = load_device("A100-SXM4-40GB")
+# Every family but those of library models, whose steps take long to trace.
+FAMILIES = ("mlp", "cnn", "transformer", "gpt", "vit", "unet", "rnn", "gnn", "dlrm", "moe", "diffusion")
+QUICK = ("rnn", "gnn", "dlrm")
+UTILIZATION = ("smact", "smocc", "drama")
 GROWTH, FIRST = 1.5, 30  # rows of the first night, drawn at random, and by how much each night has more
-ERRORS = ("median", "mean", "p90", "bins")
-JUDGED_AT = (0.3, 0.6, 1.0)  # shares of the most rows: the error of uniform sampling there is the one to reach
+ORACLE = "true error"  # draws by the error that `lightgbm` makes of each candidate, which nobody knows: a ceiling
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A pool with labels: rows, the same as candidates, and the outlook on all of them."""
+    """A pool with labels: rows of n candidates, what is known of each, and the outlook on all of them.
+
+    labels  target -> (n,) NaN where there is none; out_of_memory (n,): a run costs a row and gives no label
+    judged  the targets whose errors are told; learners: of `LEARNERS`
+    """
 
     name: str
     rows: Rows
+    labels: Mapping[str, np.ndarray]
+    out_of_memory: np.ndarray
     outlook: Outlook
+    judged: tuple[str, ...]
+    learners: tuple[str, ...] = ("lightgbm",)
+
+    def of(self, target: str, places: np.ndarray) -> Rows:
+        """Those of the rows that have the target's label."""
+        places = places[np.isfinite(self.labels[target][places])]
+        rows = self.rows.subset(places)
+        nothing = np.zeros(len(places), dtype=bool)
+        return replace(rows, target=get_target(target), label=self.labels[target][places], censored=nothing)
 
 
 class Looked:
@@ -48,15 +68,12 @@ class Looked:
 
     capacity_mib = DEVICE.memory_mib
 
-    def __init__(self, labelled: Labelled, widths: Callable[[Sequence], np.ndarray | None] | None = None) -> None:
-        self._outlook, self._widths = labelled.outlook, widths
+    def __init__(self, labelled: Labelled) -> None:
+        self._outlook = labelled.outlook
         self._place = {config_hash(config): i for i, config in enumerate(labelled.rows.configs)}
 
     def look(self, configs, progress=None) -> Outlook:
         return self._outlook.subset(np.array([self._place[config_hash(config)] for config in configs]))
-
-    def widths(self, target: str, configs) -> np.ndarray | None:
-        return None if self._widths is None else self._widths(configs)
 
 
 class Points(LightGBMEstimator):
@@ -67,12 +84,12 @@ class Points(LightGBMEstimator):
         self._model = self._train(self._table.matrix(rows.cases), to_space(rows.label, rows.target.space))
         return self
 
+    def point(self, cases: Sequence[Case]) -> np.ndarray:
+        return from_space(self._centre(self._model, self._table.matrix(cases)), self.target.space)
+
 
 class Corrected:
     """The `hybrid`'s correction alone: its features, trees and monotone curve, without bounds."""
-
-    def __init__(self) -> None:
-        self._inner = None
 
     def fit(self, rows: Rows) -> Corrected:
         from learn.learned.hybrid import HybridEstimator
@@ -87,8 +104,8 @@ class Corrected:
         self._inner = OfPoints().fit(rows)
         return self
 
-    def predict(self, cases):
-        return self._inner.predict(cases)
+    def point(self, cases: Sequence[Case]) -> np.ndarray:
+        return self._inner.predict(cases).point
 
 
 LEARNERS = {"lightgbm": Points, "hybrid": Corrected}
@@ -101,82 +118,119 @@ def run(
     png: str | None = None,
     seeds: int | None = None,
 ) -> dict[str, float]:
-    """Prints curves and ratios; returns `SOURCE_LEARNER_ERROR_POLICY`: the least ratio of rows over the errors judged,
-    uniform sampling's over the policy's, and `choose_s`, the seconds of active selection over 100,000 candidates."""
+    """Prints curves and ratios; returns `POOL_LEARNER_TARGET_ERROR_POLICY`: the least ratio of rows over the errors
+    judged, uniform sampling's over the policy's, and `active_s` and `coverage_s`, the seconds of choosing out of
+    100,000 candidates (small: 5,000)."""
     seeds = seeds or (5 if full else 2)
-    curves, result = {}, {}
-    pools = [(simulated(5000 if full else 400, data), ("lightgbm",))]
+    pools = [simulated(5000, FAMILIES, data) if full else simulated(400, QUICK, data)]
     if runs is not None:
-        learners = ("lightgbm", "hybrid") if full else ("lightgbm",)
-        pools.append((imported(runs, learners), learners))
-    for labelled, learners in pools:
-        for learner in learners:
-            key = f"{labelled.name}, {learner}"
-            curves[key] = learning_curves(labelled, learner, seeds, most=2000 if full else 200)
-            for (error, policy), ratios in compared(curves[key]).items():
-                told = "  ".join(f"{ratio:6.2f}" if ratio else "  none" for ratio in ratios)
-                print(f"{key:>28} {error:>7} {policy:>11}  {told}", flush=True)
-                result[f"{labelled.name}_{learner}_{error}_{policy}"] = min(ratios) if all(ratios) else 0.0
+        pools += [imported(runs, "memory", ("lightgbm", "hybrid") if full else ("lightgbm",)), imported(runs, "smact")]
+    curves, result = {}, {}
+    for labelled in pools:
+        for key, of_policy in learning_curves(labelled, seeds, most=1200 if full else 200).items():
+            name = f"{labelled.name}, {key[0]}, {key[1]}"
+            curves[name] = of_policy
+            print(f"{name}: rows {' '.join(f'{n:.0f}' for n in of_policy['uniform'][0, :, 0])}")
+            for (error, policy), (ratios, low, high) in compared(of_policy).items():
+                told = "  ".join(f"{ratio:5.2f}" if ratio else " none" for ratio in ratios)
+                print(f"{error:>8} {policy:>11}  {told}   [{low:.2f}, {high:.2f}]", flush=True)
+                result[f"{labelled.name}_{key[0]}_{key[1]}_{error}_{policy}"] = min(ratios) if all(ratios) else 0.0
     result |= cost(100_000 if full else 5_000)
     if png is not None:
         draw(curves, Path(png))
     return result
 
 
-def simulated(n: int, data: str | None) -> Labelled:
-    """CNNs of the published space, with the memory that the trace and the allocator's simulation give them."""
+def simulated(n: int, families: Sequence[str], data: str | None) -> Labelled:
+    """Published spaces, as many of each family, with what the trace and the allocator's simulation say of them: the
+    same as the simulated device's labels."""
     from learn.step_store import features_of, prepare
 
-    configs = candidates(space_of("cnn"), "stratified", 0, 0, n).configs
+    each = -(-n // len(families))
+    configs = joined([candidates(space_of(family), "stratified", 0, 0, each) for family in families]).configs[:n]
     cases = [Case(config, DEVICE.name) for config in configs]
     if data is not None:
         prepare(cases, data, workers=0)
-    memory = np.array([features_of(case).values.get("job_memory_mib", np.nan) for case in cases])
-    fits = memory < DEVICE.memory_mib
-    rows = make_rows("memory", [c for c, ok in zip(configs, fits, strict=True) if ok], memory[fits])
-    return _labelled("simulated", rows)
+    values = [features_of(case).values for case in cases]
+    memory = np.array([of_case["job_memory_mib"] for of_case in values])
+    out = memory >= DEVICE.memory_mib
+    labels = {"memory": memory} | {
+        name: np.array([of_case[f"job_roofline_{name}"] for of_case in values]) for name in UTILIZATION
+    }
+    return _labelled("simulated", configs, labels, out, ("memory", "smact"))
 
 
-def imported(runs: str, learners: Sequence[str]) -> Labelled:
-    """Every exact and trusted row of other people's MLPs, CNNs and transformers, together."""
-    rows = load_rows(runs, "memory", source="imported").trusted.exact
+def imported(runs: str, judged: str, learners: tuple[str, ...] = ("lightgbm",)) -> Labelled:
+    """Trusted rows of other people's MLPs, CNNs and transformers, together; for another target than memory only those
+    that have its label: of many CNNs and of all transformers it was not measured."""
+    rows = load_rows(runs, "memory", source="imported").trusted
     rows = rows.subset(np.isin(rows.family.astype(str), ("mlp", "cnn", "transformer")))
-    hashes = [config_hash(config) for config in rows.configs]
+    hashes = np.array([config_hash(config) for config in rows.configs])
     rows = rows.subset(np.unique(hashes, return_index=True)[1])
+    labels = {"memory": rows.label}
+    for name in ("smact", "smocc"):
+        found = load_rows(runs, name, source="imported").trusted
+        by_hash = {config_hash(c): label for c, label in zip(found.configs, found.label, strict=True)}
+        labels[name] = np.array([by_hash.get(config_hash(config), np.nan) for config in rows.configs])
+    has = np.isfinite(labels[judged])
+    rows, labels = rows.subset(has), {name: label[has] for name, label in labels.items()}
     if "hybrid" in learners:
         from learn.step_store import prepare
 
         prepare(rows.cases, runs, workers=0)
-    return _labelled("imported", rows)
+    name = "imported" if judged == "memory" else f"imported with {judged}"
+    return _labelled(name, rows.configs, labels, rows.censored, (judged,), learners, rows)
 
 
-def _labelled(name: str, rows: Rows) -> Labelled:
-    return Labelled(name, rows, Forecaster(device=DEVICE, workers=0).look(rows.configs))
+def _labelled(name, configs: Sequence[TrialConfig], labels, out, judged, learners=("lightgbm",), rows=None) -> Labelled:
+    rows = make_rows("memory", configs, labels["memory"]) if rows is None else rows
+    labels = {target: np.where(out, np.nan, label) for target, label in labels.items()}
+    outlook = Forecaster(device=DEVICE, workers=0).look(configs)
+    return Labelled(name, rows, labels, out, outlook, judged, learners)
 
 
-def learning_curves(labelled: Labelled, learner: str, seeds: int, most: int) -> dict[str, np.ndarray]:
-    """policy -> (seeds, nights, errors + 1): rows, then the errors on the 30 % of networks that are never chosen."""
-    found: dict[str, list] = {}
+def learning_curves(labelled: Labelled, seeds: int, most: int) -> dict[tuple[str, str], dict[str, np.ndarray]]:
+    """(learner, target) -> policy -> (seeds, nights, errors + 1): rows, then the errors on the 30 % of networks that
+    are never chosen."""
+    found: dict[tuple[str, str], dict[str, list]] = {}
+    synthetic = not labelled.name.startswith("imported")
+    # Imported rows have no sequence of their own. The ceiling is of a learner and a target: it is told of those.
+    policies = ("uniform", *(("stratified",) if synthetic else ()), "coverage", "active", ORACLE)
     for seed in range(seeds):
         random = np.random.default_rng(seed)
-        groups = np.unique(labelled.rows.group.astype(str))
-        held = np.isin(labelled.rows.group.astype(str), random.choice(groups, int(0.3 * len(groups)), replace=False))
+        group = labelled.rows.group.astype(str)
+        groups = np.unique(group)
+        held = np.isin(group, random.choice(groups, int(0.3 * len(groups)), replace=False))
         test, train = np.flatnonzero(held), np.flatnonzero(~held)
-        sizes = _sizes(min(most, len(train)))
         first = random.choice(train, FIRST, replace=False)
-        policies = ("uniform", "coverage", "active") if labelled.name == "imported" else (
-            "uniform", "stratified", "coverage", "active"
-        )  # fmt: skip
         for policy in policies:
             # `uniform` takes a pool in its order, so that is drawn; the sequence begins anywhere.
-            order = (
-                random.permutation(train) if policy == "uniform" else np.roll(train, -int(random.integers(len(train))))
-            )
-            found.setdefault(policy, []).append(_nights(labelled, learner, policy, first, order, test, sizes, seed))
-    return {policy: np.array(of_policy) for policy, of_policy in found.items()}
+            order = random.permutation(train)
+            if policy != "uniform":
+                order = np.roll(train, -int(random.integers(len(train))))
+            nights = _nights(labelled, policy, first, order, _sizes(min(most, len(train))), seed)
+            for target in labelled.judged:
+                asked = labelled.of(target, test)
+                for learner in labelled.learners:
+                    if policy == ORACLE and (learner, target) != ("lightgbm", labelled.judged[0]):
+                        continue
+                    said = [
+                        (float(len(night)), *errors_of(asked, _told(labelled, learner, target, night, asked)).values())
+                        for night in nights
+                    ]
+                    found.setdefault((learner, target), {}).setdefault(policy, []).append(said)
+    return {
+        key: {policy: np.array(of_policy) for policy, of_policy in by_policy.items()}
+        for key, by_policy in found.items()
+    }
 
 
-def _nights(labelled: Labelled, learner: str, policy: str, first, order, test, sizes, seed) -> list[list[float]]:
+def _told(labelled: Labelled, learner: str, target: str, night: np.ndarray, asked: Rows) -> np.ndarray:
+    return LEARNERS[learner]().fit(labelled.of(target, night)).point(asked.cases)
+
+
+def _nights(labelled: Labelled, policy: str, first, order, sizes, seed) -> list[np.ndarray]:
+    """Places of all rows that are known after each night."""
     rows, estimator = labelled.rows, Looked(labelled)
     hashes = [config_hash(config) for config in rows.configs]
     place = {name: i for i, name in enumerate(hashes)}
@@ -184,75 +238,85 @@ def _nights(labelled: Labelled, learner: str, policy: str, first, order, test, s
         tuple(rows.configs[i] for i in order), tuple(hashes[i] for i in order), tuple(map(int, order)),
         dict.fromkeys(sorted(set(rows.family)), len(rows)),
     )  # fmt: skip
-    chosen, said = first, []
-    for size in sizes:
+    chosen, nights = first, []
+    for night, size in enumerate(sizes):
         if size > len(chosen):
-            known = Known(
-                frozenset(hashes[i] for i in chosen),
-                tuple(rows.configs[i] for i in chosen),
-                {"memory": rows.label[chosen]},
-                np.zeros(len(chosen), dtype=bool),
-                np.full(len(chosen), np.nan),
-            )
-            night = choose(policy, pool, known, size - len(chosen), estimator, seed)
-            chosen = np.concatenate([chosen, [place[one.config_hash] for one in night.chosen]])
-        point = LEARNERS[learner]().fit(rows.subset(chosen)).predict(rows.subset(test).cases).point
-        said.append([float(len(chosen)), *errors_of(rows.subset(test), point).values()])
-    return said
+            if policy == ORACLE:
+                new = _by_true_error(labelled, chosen, order, size - len(chosen), seed + night)
+            else:
+                known = Known(
+                    frozenset(hashes[i] for i in chosen),
+                    tuple(rows.configs[i] for i in chosen),
+                    {name: label[chosen] for name, label in labelled.labels.items()},
+                    labelled.out_of_memory[chosen],
+                    np.full(len(chosen), np.nan),
+                )
+                choice = choose(policy, pool, known, size - len(chosen), estimator, seed)
+                new = [place[one.config_hash] for one in choice.chosen]
+            chosen = np.concatenate([chosen, new])
+        nights.append(chosen)
+    return nights
+
+
+def _by_true_error(labelled: Labelled, chosen, order, n: int, seed: int) -> np.ndarray:
+    from farm.choosing.active import drawn
+
+    target = labelled.judged[0]
+    asked = labelled.of(target, rest := np.setdiff1d(order, chosen))
+    rest = rest[np.isfinite(labelled.labels[target][rest])]
+    gap = _gap(asked, _told(labelled, "lightgbm", target, chosen, asked))
+    return rest[drawn(np.maximum(np.abs(gap), 1e-4) ** 2, n, seed)]
+
+
+def _gap(rows: Rows, point: np.ndarray) -> np.ndarray:
+    """label - estimate: of memory the logarithms, of ratios themselves."""
+    return to_space(rows.label, rows.target.space) - to_space(point, rows.target.space)
 
 
 def errors_of(rows: Rows, point: np.ndarray) -> dict[str, float]:
-    """Of |log(point / label)|: over all rows; `bins`: the mean over the label's bins (8 GB wide; 1 GB for MLPs), by
-    family, of the bins' own means, so that a bin of few rows counts like one of many. Bins of fewer than 5 are left
-    out."""
-    gap = np.abs(np.log(point / rows.label))
-    width = np.where(rows.family.astype(str) == "mlp", 1024.0, 8192.0)
-    cells = np.array([f"{f} {int(b)}" for f, b in zip(rows.family, rows.label // width, strict=True)])
+    """Of |label - estimate|, as `_gap` has it: median, mean and 90th percentile; `wrong`: share of the rows that are
+    told to be in another bin than they are; `bins`: the mean over the label's bins, by family, of the bins' own means,
+    so that a bin of few rows counts like one of many (those of fewer than 5 are left out); `bound`: the 99th percentile
+    of label - estimate, the margin that a bound over all rows would need."""
+    gap = _gap(rows, point)
+    is_in, told = _bin_of(rows.target, rows.family, rows.label), _bin_of(rows.target, rows.family, point)
+    cells = np.array([f"{family} {of_label}" for family, of_label in zip(rows.family, is_in, strict=True)])
     names, member, counts = np.unique(cells, return_inverse=True, return_counts=True)
-    by_bin = [gap[member == i].mean() for i in range(len(names)) if counts[i] >= 5]
+    size = np.abs(gap)
+    by_bin = [size[member == i].mean() for i in range(len(names)) if counts[i] >= 5]
     return {
-        "median": float(np.median(gap)),
-        "mean": float(gap.mean()),
-        "p90": float(np.quantile(gap, 0.9)),
+        "median": float(np.median(size)),
+        "mean": float(size.mean()),
+        "p90": float(np.quantile(size, 0.9)),
+        "wrong": float((is_in != told).mean()),
         "bins": float(np.mean(by_bin)),
+        "bound": float(np.quantile(gap, 0.99)),
     }
 
 
-def compared(curves: Mapping[str, np.ndarray]) -> dict[tuple[str, str], list[float | None]]:
-    """(error, policy) -> for each error judged: how many times fewer rows than uniform sampling it takes; None where
-    it never gets there. Of the means over seeds, as the least error so far, between the nights by the logarithms."""
-    found = {}
-    rows = curves["uniform"][0, :, 0]
-    for column, error in enumerate(ERRORS, start=1):
-        mean = {policy: np.minimum.accumulate(of[:, :, column].mean(0)) for policy, of in curves.items()}
-        for policy in curves:
-            if policy == "uniform":
-                continue
-            ratios = []
-            for share in JUDGED_AT:
-                at = share * rows[-1]
-                wanted = np.exp(np.interp(np.log(at), np.log(rows), np.log(mean["uniform"])))
-                needed = None
-                if mean[policy][-1] <= wanted:
-                    needed = np.exp(np.interp(-np.log(wanted), -np.log(mean[policy]), np.log(rows)))
-                ratios.append(None if needed is None else float(at / needed))
-            found[error, policy] = ratios
-    return found
+def _bin_of(target: Target, families: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """8 GB wide, 1 GB for MLPs; utilization: low, medium, high."""
+    if target.is_memory:
+        return (values // np.where(families.astype(str) == "mlp", 1024.0, 8192.0)).astype(int)
+    return utilization_bins(target).classify(values, families.astype(str).tolist())
 
 
 def cost(n: int) -> dict[str, float]:
-    """Seconds of choosing 500 of `n` CNNs with 2,000 known rows, all of it: sampling, forecasts, the choice."""
+    """Seconds of choosing 500 of `n` CNNs with 2,000 known rows of four labels, all of it: also sampling, forecasts."""
     space = space_of("cnn")
     known_configs = candidates(space, "stratified", 1, 0, min(2000, n // 2)).configs
     forecaster = Forecaster(device=DEVICE)
-    labels = replace(forecaster, workers=0).look(known_configs).figures["memory"]
+    figures = replace(forecaster, workers=0).look(known_configs).figures
     random = np.random.default_rng(0)
+    out = figures["memory"] >= DEVICE.memory_mib
+    noise = random.normal(0, 0.1, len(out))
     known = Known(
         frozenset(map(config_hash, known_configs)),
         known_configs,
-        {"memory": labels * np.exp(random.normal(0, 0.1, len(labels)))},
-        labels >= DEVICE.memory_mib,
-        np.full(len(labels), np.nan),
+        {"memory": figures["memory"] * np.exp(noise)}
+        | {name: np.clip(figures[name] + noise / 3, 0, 1) for name in UTILIZATION},
+        out,
+        np.full(len(out), np.nan),
     )
     found = {}
     for policy in ("coverage", "active"):
@@ -261,30 +325,6 @@ def cost(n: int) -> dict[str, float]:
         found[f"{policy}_s"] = time.perf_counter() - began
         print(f"{policy}: {n:,} candidates in {found[f'{policy}_s']:.1f} s", flush=True)
     return found
-
-
-def draw(curves: Mapping[str, Mapping[str, np.ndarray]], path: Path) -> None:
-    """One panel a pool and learner: the mean over label bins against rows, mean and range over the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(curves), figsize=(4.6 * len(curves), 3.8), squeeze=False)
-    for panel, (name, of_policy) in zip(panels[0], curves.items(), strict=True):
-        for policy, values in of_policy.items():
-            rows, errors = values[0, :, 0], values[:, :, 1 + ERRORS.index("bins")]
-            color = f"C{POLICIES.index(policy)}"
-            panel.plot(rows, errors.mean(0), marker=".", color=color, label=policy)
-            panel.fill_between(rows, errors.min(0), errors.max(0), color=color, alpha=0.15)
-        panel.set(xscale="log", yscale="log", xlabel="rows measured", title=name)
-        panel.set_xticks(ticks := [30, 100, 300, 1000], map(str, ticks))
-        panel.xaxis.set_minor_formatter("")
-        panel.grid(True, which="both", alpha=0.2)
-        panel.legend()
-    panels[0][0].set_ylabel("error of memory, mean over its bins")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def space_of(family: str) -> Space:

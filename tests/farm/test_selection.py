@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
-from farm.choosing.active import doubts, spread_out
+from farm.choosing.active import chance_to_fit, distances, doubts, drawn, worth
 from farm.choosing.coverage import DIMENSIONS, Map, fill
 from farm.choosing.forecast import Forecaster
-from farm.choosing.known_runs import Known, known_runs
+from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import summary
 from farm.choosing.selection import POLICIES, Pool, candidates, choose, joined
 from farm.sampling import Limits
@@ -168,23 +168,66 @@ def test_active_asks_where_the_known_rows_disagree_with_the_rough_figures(pool):
     assert all(one.uncertainty > 0 and one.distance >= 0 for one in choice.chosen)
 
 
-def test_a_wide_interval_draws_rows_to_itself():
+def test_doubt_needs_rows_and_is_where_they_are_few():
+    """Labels follow a step that only one side has rows of: the other side is what is doubtful."""
     random = np.random.default_rng(0)
-    table, known = random.normal(size=(400, 3)).astype(np.float32), random.normal(size=(200, 3)).astype(np.float32)
-    labels = np.exp(random.normal(0, 0.1, 200))
-    widths = np.where(known[:, 0] > 0, 1.0, 0.05)
-    found = doubts("memory", table, np.ones(400), known, np.ones(200), labels, widths=widths)
-    narrow, wide = found.score[table[:, 0] < -0.5], found.score[table[:, 0] > 0.5]
-    assert wide.mean() > 1.5 * narrow.mean()
+    known, table = (
+        random.uniform(-1, 1, (200, 2)).astype(np.float32),
+        random.uniform(-1, 1, (400, 2)).astype(np.float32),
+    )
+    known = known[(known[:, 0] < 0) | (np.arange(200) < 12)]
+    labels = np.exp(2.0 * (known[:, 0] > 0) * known[:, 1])
+    found = doubts("memory", table, np.ones(400), known, np.ones(len(known)), labels)
+    assert found.score[table[:, 0] > 0.3].mean() > 2 * found.score[table[:, 0] < -0.3].mean()
     assert doubts("memory", table, np.ones(400), known[:19], np.ones(19), labels[:19]) is None
 
 
-def test_a_batch_is_spread_out_and_holds_no_two_of_a_kind():
-    table = np.array([[0.0, 0.0]] * 5 + [[9.0, 0.0], [0.0, 9.0]], dtype=np.float32)
-    score, cell = np.array([2.0] * 5 + [1.0, 1.0]), np.zeros(7, dtype=int)
-    places, distances = spread_out(score, table, np.zeros((0, 2), dtype=np.float32), cell, np.zeros(1), 3)
-    assert set(places) >= {5, 6}
-    assert (distances > 1).all()
+def test_rare_bins_and_doubt_draw_rows_to_themselves():
+    cell = np.repeat([0, 1], [900, 100])
+    fits = np.ones(1000)
+
+    def share_of_rare(score):
+        return np.mean(
+            [cell[drawn(worth({"smact": score}, {"smact": cell}, fits), 50, seed)].mean() for seed in range(20)]
+        )
+
+    assert 0.2 < share_of_rare(np.ones(1000)) < 0.35  # roots: 10 of 10 + 30
+    assert share_of_rare(np.where(cell == 1, 4.0, 1.0)) > 0.6
+
+
+def test_memory_counts_as_much_as_how_the_gpu_is_driven_whatever_the_scales():
+    cell = np.zeros(10, dtype=int)
+    up, down = np.arange(1.0, 11.0), np.arange(10.0, 0.0, -1.0)
+
+    def of(**scores):
+        return worth(scores, dict.fromkeys(scores, cell), np.ones(10))
+
+    assert of(memory=up, smact=1000 * down) == pytest.approx(of(memory=up, smact=down))
+    assert of(memory=up, smact=down, smocc=down, drama=down) == pytest.approx(of(memory=up, smact=down))
+    assert of(smact=up, drama=down) == pytest.approx(of(smact=up, drama=down)[::-1])
+
+
+def test_a_draw_takes_nobody_twice_and_those_of_worth_first():
+    value = np.array([1e-6, 1.0, 1e6])
+    assert drawn(value, 3, seed=0).tolist() == [2, 1, 0]
+    assert sorted(drawn(np.ones(7), 100, seed=1)) == list(range(7))
+
+
+def test_what_will_probably_not_fit_is_rarely_worth_a_run(pool):
+    chance = chance_to_fit(np.array([100.0, 1000.0, 1e5, np.inf]), np.zeros(4), capacity_mib=1000.0)
+    assert chance == pytest.approx([1.0, 0.5, 0.0, 0.0], abs=1e-6)
+    figures = FORECASTER.look(pool.configs).figures["memory"]
+    capacity = float(np.quantile(figures, 0.5))
+    small = replace(FORECASTER, device=replace(A100, memory_mib=capacity))
+    known = known_of(pool.configs[:60], figures[:60], out=figures[:60] >= capacity)
+    choice = choose("active", pool, known, 60, small)
+    assert np.mean([one.figures["memory"] > 1.1 * capacity for one in choice.chosen]) < 0.15
+
+
+def test_distances_are_to_the_nearest_known_or_earlier_row():
+    rows = np.array([[0.0, 3.0], [0.0, 0.0], [0.0, 1.0]])
+    assert distances(rows, np.array([[4.0, 0.0]])).tolist() == [5.0, 3.0, 1.0]
+    assert distances(rows, np.zeros((0, 2))).tolist() == [np.inf, 3.0, 1.0]
 
 
 def test_active_without_rows_says_that_it_covers(pool):
@@ -254,3 +297,18 @@ def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_pa
 def test_mistakes_are_told(pool, call, said):
     with pytest.raises(UsageError, match=said):
         call(pool)
+
+
+def test_of_many_known_rows_the_rare_ones_are_kept_whole():
+    common = [get_family("mlp").Config(batch_size=1, input_size=8, classes=4, depth=1) for _ in range(300)]
+    known = Known(
+        measured=frozenset({"a"}),
+        configs=tuple(common),
+        labels={"memory": np.array([1000.0] * 270 + [30_000.0] * 20 + [np.nan] * 10), "smact": np.full(300, 0.5)},
+        out_of_memory=np.array([False] * 290 + [True] * 10),
+        seconds=np.arange(300.0),
+    )
+    fewer = thinned(known, 80)
+    assert len(fewer.configs) == len(fewer.seconds) == 80 and fewer.measured == known.measured
+    assert fewer.out_of_memory.sum() == 10 and (fewer.labels["memory"] == 30_000.0).sum() == 20
+    assert thinned(known, 300) is known and thinned(known, 80).seconds.tolist() == fewer.seconds.tolist()
