@@ -244,8 +244,12 @@ class StopRequest:
     """Ctrl-C (or SIGTERM) once asks to finish what runs and leave; twice raises `KeyboardInterrupt` at once."""
 
     def __init__(self, announce: Callable[[], None]):
-        self.requested = False
+        self.asked = False  # by a signal
         self._announce = announce
+
+    @property
+    def requested(self) -> bool:
+        return self.asked
 
     def install(self) -> None:
         """Take over SIGINT and SIGTERM."""
@@ -264,9 +268,9 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _on_signal(self, *_: object) -> None:
-        if self.requested:
+        if self.asked:
             raise KeyboardInterrupt
-        self.requested = True
+        self.asked = True
         self._announce()
 
 

@@ -39,8 +39,10 @@ def entry(cfg) -> int:
         return _dry_run(settings)
     settings.cluster.check_address()
     log, metrics = service_settings(values)
-    machine_of(settings.device, settings.cluster)  # a device that is not there is told before anything is written
-    folder = DataFolder.resolve(settings.data).create()
+    folder = DataFolder.resolve(settings.data)
+    with _no_night_told(folder, settings):
+        machine_of(settings.device, settings.cluster)  # a device that is not there, before anything is written
+    folder.create()
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(_alone(folder))
@@ -55,20 +57,22 @@ def entry(cfg) -> int:
 
 def _grow(folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapping[str, Any], service) -> int:
     journal = Journal.open(folder)
-    cycles = journal.cycles()
-    unfinished = cycles[-1] if cycles and cycles[-1].open else None
+    begun = None
     with _Told(service.quiet) as told:
-        if unfinished is not None:
-            settings = _as_begun(values, unfinished)
-            machine, said = machine_of(settings.device, settings.cluster, cycles[:-1])
-            print(
-                f"{said}\ncycle {unfinished.name} is unfinished; it goes on as it was begun, with {_budget(settings)}"
-            )
-            night = Night(folder, queue, journal, settings, machine, service, unfinished, told)
-        else:
-            machine, said = machine_of(settings.device, settings.cluster, cycles)
-            night = Night.begin(folder, queue, journal, settings, machine, service, told)
-            print(f"{said}\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}")
+        with _no_night_told(folder, settings):
+            cycles = journal.cycles()
+            if cycles and cycles[-1].open:
+                begun = _as_begun(journal, cycles[-1], values)
+            if begun is not None:
+                unfinished, settings = cycles[-1], begun
+                machine, said = machine_of(settings.device, settings.cluster, cycles[:-1])
+                night = Night(folder, queue, journal, settings, machine, service, unfinished, told)
+                said += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, with {_budget(settings)}"
+            else:
+                machine, said = machine_of(settings.device, settings.cluster, cycles)
+                night = Night.begin(folder, queue, journal, settings, machine, service, told)
+                said += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
+        print(said)
         return _see_through(night, settings, told)
 
 
@@ -86,46 +90,77 @@ def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
     except UsageError as error:
         cycle, code = night.cycle, EXIT_FAILED
         print(f"error: {error}", file=sys.stderr)
-    except Exception:
-        _hand_on(night, settings)
+    except Exception as error:
+        _hand_on(message_of(night.folder, night.cycle, str(error)), settings, night.service)
         raise
     told.stop()
-    for line in _lines(night.folder, cycle):
+    message = message_of(night.folder, cycle)
+    for line in _lines(cycle, message["report"]):
         print(line)
-    _hand_on(night, settings)
+    _hand_on(message, settings, night.service)
     return code
 
 
-def _hand_on(night: Night, settings: GrowSettings) -> None:
-    for problem in notify(message_of(night.folder, night.cycle), settings.command, settings.webhook):
-        night.service.events.emit("notice", message=problem)
+@contextlib.contextmanager
+def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
+    """Whoever waits for word of the night hears of one that cannot begin, as without its GPU or with a full disk."""
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        message = {
+            "cycle": None, "outcome": "failed", "said": str(error), "report": None, "data": str(folder.root), "run": {}
+        }  # fmt: skip
+        _hand_on(message, settings, Service())
+        raise
+
+
+def _hand_on(message: Mapping[str, Any], settings: GrowSettings, service: Service) -> None:
+    for problem in notify(message, settings.command, settings.webhook):
+        service.events.emit("notice", message=problem)
         print(problem, file=sys.stderr)
 
 
-def _as_begun(values: Mapping[str, Any], cycle: Cycle) -> GrowSettings:
-    """The settings of an unfinished cycle; where the data are and whom to tell are this command's."""
+def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> GrowSettings | None:
+    """The settings of an unfinished cycle; where the data are and whom to tell are this command's, and so is what the
+    version that began it did not know. None where they say nothing to this version: then that cycle is over."""
     written = dict(cycle.settings)
-    device = DeviceChoice(**written.pop("device"))
-    settings = GrowSettings.from_values({**values, **written})
+    try:
+        device = written.pop("device", None)
+        learn = {**values["learn"], **written.pop("learn", {})}
+        settings = GrowSettings.from_values({**values, **written, "learn": learn})
+        device = settings.device if device is None else DeviceChoice(**device)
+    except (UsageError, TypeError, ValueError, KeyError, AttributeError) as error:
+        said = f"it was begun by another version, with settings that are unknown here: {error}"
+        journal.end(cycle.name, "failed", said)
+        print(f"cycle {cycle.name} is given up: {said}", file=sys.stderr)
+        return None
     return dataclasses.replace(settings, device=device, written=cycle.settings)
 
 
 def _dry_run(settings: GrowSettings) -> int:
+    from farm.growth.watch import stale_first
+
     machine, said = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
     there = folder.format_marker.exists()
     cycles = Journal.open(folder).cycles()
     environment = environment_now(folder, machine) if there else None
+    again = stale_first(folder, machine, environment, settings.n)
     with contextlib.ExitStack() as held:
         queue = held.enter_context(Queue.open(folder.queue)) if folder.queue.exists() else None
         with _Told(False) as told:
             plan = make_plan(
-                folder, queue, cycles, settings, machine, environment,
+                folder, queue, cycles, settings, machine, environment, again,
                 progress=lambda done, of: told(f"choosing: {done:,} of {of:,} candidates"),
             )  # fmt: skip
     print(said)
-    print("\n".join(plan.summary.lines()))
-    for name, cells in plan.summary.gained.items():
+    if again:
+        print(f"measured again first, as stale: {len(again):,}")
+    if plan.summary is not None:
+        print("\n".join(plan.summary.lines()))
+    elif settings.n is None or len(again) < settings.n:
+        print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
+    for name, cells in ({} if plan.summary is None else plan.summary.gained).items():
         new = sorted(cells.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))[:_CELLS_SHOWN]
         print(f"{name}: " + "; ".join(f"{cell} {before}+{gained}" for cell, (before, gained) in new))
     print("nothing was run or written: dry_run=true")
@@ -137,9 +172,9 @@ def _budget(settings: GrowSettings) -> str:
     return " or ".join([*parts, *([f"{settings.hours:g} hours"] if settings.hours is not None else [])])
 
 
-def _lines(folder: DataFolder, cycle: Cycle) -> Iterator[str]:
+def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
     """The cycle for people."""
-    canaries, learnt, report = cycle.done("canaries"), cycle.done("learn"), cycle.done("report")
+    canaries, learnt = cycle.done("canaries"), cycle.done("learn")
     if canaries is not None and cycle.outcome != "sick":
         yield f"canaries: {canaries['said']}"
     for result in (learnt or {}).get("results", ()):
@@ -149,7 +184,7 @@ def _lines(folder: DataFolder, cycle: Cycle) -> Iterator[str]:
         yield f"{finding['severity']}: {finding['rule']}: {finding['count']:,} ({finding['said']})"
     yield f"cycle {cycle.name} {cycle.outcome or 'failed; the same command tries again'}: {cycle.said}".rstrip(": ")
     if report is not None:
-        yield f"report: {folder.root / report['html']}"
+        yield f"report: {report}"
 
 
 class _Told:

@@ -152,17 +152,8 @@ class TimedStop(StopRequest):
         super().__init__(_announce_stop)
 
     @property
-    def asked(self) -> bool:
-        """By a signal, whatever the time."""
-        return self._requested
-
-    @property
     def requested(self) -> bool:
-        return self._requested or (self._until_s is not None and time.monotonic() >= self._until_s)
-
-    @requested.setter
-    def requested(self, value: bool) -> None:
-        self._requested = value
+        return self.asked or (self._until_s is not None and time.monotonic() >= self._until_s)
 
 
 def _announce_stop() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
 
     ours = not ray.is_initialized()
     if ours:
+        terminated = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
                 address="local",
@@ -39,6 +42,7 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
             )
         except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise UsageError(f"Ray does not start: {error}; workers=0 works in this process, without it") from error
+        _give_back(terminated)
     try:
         remote = ray.remote(num_cpus=1, max_retries=2)(function)
         waiting = list(enumerate(parts))[::-1]
@@ -53,3 +57,10 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
     finally:
         if ours:
             ray.shutdown()
+            _give_back(terminated)
+
+
+def _give_back(terminated: Any) -> None:
+    """Ray puts a handler of its own in its place, which ends the process with exit code 15 and cleans nothing up."""
+    if terminated is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)

@@ -195,6 +195,11 @@ class _Comparison:
         runs = finals(self._tonight)
         if not self._earlier:
             entries = compare_canaries(runs, {}, self._shared)
+            ended = [run for of_canary in runs.values() for run in of_canary]
+            if ended and not any(run.status == "ok" for run in ended):
+                why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
+                said = f"none of the {_canaries(runs)} ran to its end: {why[0]}"
+                return self._verdict("sick", said, None, entries, why)
             doubted = [e for e in entries if e.label == "quality"]
             said = f"the first {len(runs)} canaries of this device; there is nothing to compare them with yet"
             if doubted:
@@ -323,7 +328,7 @@ def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: 
         return entries
     status = _commonest(trusted)
     usual = _commonest(history) if history else status
-    if status != usual:
+    if status != usual and status != "ok":  # one that has never run, and does now, was mended
         add("status", f"{usual} before, {status} now", moved=True, of=len(history))
         return entries
     if status != "ok":

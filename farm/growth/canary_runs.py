@@ -24,7 +24,7 @@ PREFIX = "canary-"  # of the ids of the jobs that canaries run in
 LABELS = {target.column: target.unit for target in TARGETS.values()}
 _ABOUT = (
     "run_id", "job_id", "config_hash", "config", "status", "error_type", "error", "quality", "quality_reasons",
-    "telemetry_missing", "final", "device_name", "device_uuid", "started_at",
+    "telemetry_missing", "final", "device_name", "device_uuid", "started_at", "finished_at",
 )  # fmt: skip
 _CLOCK_SHARE = 0.05  # by which the SM clock must be lower to be named as a cause
 _HOTTER_C = 10.0
@@ -47,7 +47,7 @@ class CanaryRun:
     labels: Mapping[str, float | None]
     final: bool
     device_uuid: str | None
-    started_at: datetime.datetime
+    started_at: datetime.datetime  # where that is not known, when it was given up
 
     @property
     def name(self) -> str:
@@ -75,12 +75,14 @@ def read_nights(
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.execute(
             f"SELECT {', '.join(columns)} FROM attempts WHERE source = ? AND (starts_with(job_id, ?) "
-            "OR list_contains(?::VARCHAR[], job_id)) ORDER BY started_at NULLS FIRST, run_id",
+            "OR list_contains(?::VARCHAR[], job_id)) ORDER BY coalesce(started_at, finished_at) NULLS FIRST, run_id",
             [source, PREFIX, list(tonight)],
         ).fetchall()
     jobs: dict[str, list[tuple[CanaryRun, tuple]]] = {}
     for row in (dict(zip(columns, values, strict=True)) for values in rows):
-        run = _run(row) if same_device(row["device_name"], device_name) else None
+        # A run that no worker brought back does not know its device; the jobs of tonight are all of this one.
+        ours = row["job_id"] in tonight if row["device_name"] is None else same_device(row["device_name"], device_name)
+        run = _run(row) if ours else None
         if run is not None and (row["job_id"] in tonight or row["job_id"] not in forget):
             night = "" if run.job_id in tonight else run.job_id
             jobs.setdefault(night, []).append((run, tuple(row[name] for name in ENVIRONMENT)))
@@ -123,7 +125,7 @@ def _run(row: Mapping) -> CanaryRun | None:
         labels={name: row[name] for name in LABELS},
         final=row["final"] is not False,
         device_uuid=row["device_uuid"],
-        started_at=row["started_at"] or datetime.datetime.min,
+        started_at=row["started_at"] or row["finished_at"] or datetime.datetime.min,
     )
 
 

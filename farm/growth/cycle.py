@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from conf.errors import UsageError
 from farm.growth.journal import Cycle, Journal
 from farm.growth.landing import land, snapshot_taken
 from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed
-from farm.growth.plan import make_plan, read_plan
+from farm.growth.plan import Plan, make_plan, read_plan
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.monitoring.service import Service
@@ -123,13 +122,7 @@ class Night:
         return watch(self)
 
     def _choose(self) -> dict[str, Any]:
-        from farm.growth.watch import stale_first
-
-        canaries = self.cycle.done("canaries")
-        plan = make_plan(
-            self.folder, self.queue, self.earlier(), self.settings, self.machine, canaries["environment"],
-            again=stale_first(self), progress=self._counted("choosing"),
-        )  # fmt: skip
+        plan = self._plan(self.earlier(), "choosing")
         return {**plan.payload(), "plan": plan.write(self.folder, self.cycle.name)}
 
     def _run(self) -> dict[str, Any]:
@@ -137,8 +130,10 @@ class Night:
         configs = list(enumerate(read_plan(self.folder, self.cycle.done("choose")["plan"])))
         stop = self.stop()
         began = time.monotonic()
-        self.submit(job_id, configs)
-        all_done = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service)
+        all_done = not configs
+        if configs:
+            self.submit(job_id, configs)
+            all_done = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service)
         if not all_done:
             self.queue.cancel(job_id, time.time())
         ended = "all" if all_done else "asked" if stop.asked else "time"
@@ -148,12 +143,13 @@ class Night:
     def _learn(self, skip: bool) -> dict[str, Any]:
         from learn.promotion import refit
 
+        landed = self.cycle.done("land")
         results = []
         for target in () if skip else self.settings.targets:
             try:
                 promotion = refit(
                     self.folder, target, self.settings.estimator, cycle=self.cycle.name, source=self.machine.source,
-                    device_name=self.machine.device_name, seed=self.settings.seed,
+                    device_name=self.machine.device_name, snapshot=landed["snapshot"], seed=self.settings.seed,
                     now=datetime.datetime.now(datetime.UTC),
                     progress=lambda said, target=target: self.tell(f"learning {target}: {said}"),
                 )  # fmt: skip
@@ -182,18 +178,24 @@ class Night:
         }
 
     def _next_plan(self) -> Mapping[str, Any] | None:
-        """What the next night would measure, as far as it can be told."""
-        canaries = self.cycle.done("canaries") or {}
+        """What the next night would measure; None where that cannot be told, which costs nobody the report."""
         try:
-            plan = make_plan(
-                self.folder, self.queue, self.journal.cycles(), self.settings, self.machine,
-                canaries.get("environment"), progress=self._counted("looking ahead"),
-            )  # fmt: skip
-        except UsageError:  # nothing new is left in these search spaces
+            return self._plan(self.journal.cycles(), "looking ahead").payload()
+        except Exception as error:
+            self.service.events.emit("notice", message=f"the next night's plan: {error}")
             return None
-        return plan.payload()
 
     # What steps share
+
+    def _plan(self, cycles: Sequence[Cycle], doing: str) -> Plan:
+        from farm.growth.watch import stale_first
+
+        environment = (self.cycle.done("canaries") or {}).get("environment")
+        return make_plan(
+            self.folder, self.queue, cycles, self.settings, self.machine, environment,
+            again=stale_first(self.folder, self.machine, environment, self.settings.n),
+            progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
+        )  # fmt: skip
 
     def job(self, kind: str) -> str:
         """The id of a job of this cycle, which no other cycle has, here or elsewhere."""
@@ -217,9 +219,6 @@ class Night:
         """The cycles before this one."""
         return [cycle for cycle in self.journal.cycles() if cycle.name != self.cycle.name]
 
-    def _counted(self, what: str) -> Callable[[int, int], None]:
-        return lambda done, of: self.tell(f"{what}: {done:,} of {of:,} candidates")
-
     def _said(self) -> str:
         """The night in a sentence."""
         ran, learnt = self.cycle.done("run"), self.cycle.done("learn")
@@ -229,14 +228,15 @@ class Night:
         return f"{ran['runs']} runs ({statuses}){time_up}; models: {decisions or 'none fitted'}"
 
 
-def message_of(folder: DataFolder, cycle: Cycle) -> dict[str, Any]:
-    """What a notified program gets to know."""
-    report = cycle.done("report")
+def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
+    """What a notified program gets to know. `error`: what failed, where the journal may not have it."""
+    report = folder.reports / f"{cycle.name}.html"  # of a step that failed, there is one all the same
+    errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
     return {
         "cycle": cycle.name,
         "outcome": cycle.outcome or "failed",
-        "said": cycle.said or next((s.payload["error"] for s in cycle.steps.values() if s.state == "failed"), ""),
-        "report": None if report is None else str(folder.root / report["html"]),
+        "said": cycle.said or next(iter(errors), error),
+        "report": str(report) if report.exists() else None,
         "data": str(folder.root),
-        "run": json.loads(json.dumps(cycle.done("run") or {})),
+        "run": cycle.done("run") or {},
     }

@@ -36,8 +36,8 @@ class Step:
 
     @property
     def seconds(self) -> float | None:
-        """Of the last attempt, where it ended."""
-        return None if self.ended_at is None else (self.ended_at - self.started_at).total_seconds()
+        """Of the last attempt, where it ended; 0 where the clock was put back meanwhile."""
+        return None if self.ended_at is None else max(0.0, (self.ended_at - self.started_at).total_seconds())
 
 
 @dataclass(frozen=True, kw_only=True)

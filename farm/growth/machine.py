@@ -57,7 +57,7 @@ def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[
     although the cycles `before` measured on one: a data set must not go on with simulated runs because a driver broke.
     """
     choice, said = choose_device(device)
-    used = next((c.settings["device"]["backend"] for c in reversed(before) if "backend" in c.settings["device"]), None)
+    used = next(filter(None, ((c.settings.get("device") or {}).get("backend") for c in reversed(before))), None)
     if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
         raise UsageError(f"{said}; but the last cycle here measured on GPUs: mend that, or say device=simulated")
     slots = make_device(choice).slots()
@@ -119,15 +119,13 @@ def submit_listed(
     )
 
 
-def environment_now(folder: DataFolder, machine: Machine, jobs: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The environment of the newest run of this device (`jobs`: of these jobs); None where there is none."""
-    where, values = "source = ? AND torch_version IS NOT NULL", [machine.source]
-    if jobs:
-        where, values = f"{where} AND list_contains(?::VARCHAR[], job_id)", [*values, list(jobs)]
+def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | None:
+    """The environment of the newest run of this device; None where there is none."""
     rows = _ask(
         folder,
-        f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE {where} ORDER BY finished_at DESC",
-        values,
+        f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE source = ? AND torch_version IS NOT NULL "
+        "ORDER BY finished_at DESC",
+        [machine.source],
     )
     return next(
         (dict(zip(ENVIRONMENT, row[1:], strict=True)) for row in rows if same_device(row[0], machine.device_name)), None
@@ -153,7 +151,7 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
             ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
             if last and step.ended_at is not None:
                 ended = step.ended_at
-            total += (ended - began).total_seconds()
+            total += max(0.0, (ended - began).total_seconds())  # less where the clock was put back
     return total
 
 

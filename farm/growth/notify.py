@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Mapping
@@ -18,23 +21,38 @@ def notify(message: Mapping[str, Any], command: str | None, webhook: str | None)
     POST to the address. What went wrong with it, a sentence each: nobody's night fails because of a message."""
     text, problems = json.dumps(message), []
     if command is not None:
-        environment = {**os.environ, "GPUFARM_OUTCOME": str(message["outcome"])}
-        try:
-            done = subprocess.run(
-                command, shell=True, input=text.encode(), env=environment, timeout=_COMMAND_S, capture_output=True
-            )
-            if done.returncode:
-                said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-                problems.append(f"notify.command ended with {done.returncode}{': ' + said[0] if said else ''}")
-        except subprocess.TimeoutExpired:
-            problems.append(f"notify.command took longer than {_COMMAND_S:g} s and was killed")
-        except OSError as error:
-            problems.append(f"notify.command: {error.strerror}")
+        problems += _run(command, text, str(message["outcome"]))
     if webhook is not None:
         request = urllib.request.Request(webhook, text.encode(), {"Content-Type": "application/json"}, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=_WEBHOOK_S):
                 pass
-        except (OSError, ValueError) as error:  # HTTP errors, refused connections and timeouts are OSErrors
-            problems.append(f"notify.webhook: {error}")
+        # HTTP errors, refused connections and timeouts are OSErrors.
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            problems.append(f"notify.webhook: {str(error).strip()}")
     return problems
+
+
+def _run(command: str, text: str, outcome: str) -> list[str]:
+    """Run it in a session of its own, so that what it has started ends with it when it hangs."""
+    try:
+        process = subprocess.Popen(
+            command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env={**os.environ, "GPUFARM_OUTCOME": outcome}, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return [f"notify.command: {error.strerror}"]
+    with process.stderr:
+        try:
+            _, errors = process.communicate(text.encode(), timeout=_COMMAND_S)
+        except subprocess.TimeoutExpired:
+            return [f"notify.command took longer than {_COMMAND_S:g} s and was killed"]
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if process.returncode == 0:
+        return []
+    said = errors.decode(errors="replace").strip().splitlines()[-1:]
+    return [f"notify.command ended with {process.returncode}{': ' + said[0] if said else ''}"]

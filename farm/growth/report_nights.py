@@ -27,6 +27,7 @@ from farm.growth.report_parts import (
 from farm.growth.report_rows import LOG_CHARACTERS
 from farm.growth.report_verdict import gist
 from learn.targets import TARGETS
+from warehouse.schema import ENVIRONMENT
 
 if TYPE_CHECKING:
     from farm.growth.report import Report, Score
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 SHOWN_CYCLES = 40  # of a curve: the newest
 OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
 _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
-_ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
 _CELLS_SHOWN = 10
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
 _FIGURES = {
@@ -92,7 +92,7 @@ def _number(value: float | None, sign: bool = False) -> str:
 
 
 def _environment(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
-    names = list(dict.fromkeys([*_ENVIRONMENT, *now, *(before or ())]))
+    names = list(dict.fromkeys([*ENVIRONMENT, *now, *(before or ())]))
     changed = [k for k, name in enumerate(names) if before is not None and now.get(name) != before.get(name)]
     if not now:
         return ""

@@ -116,10 +116,6 @@ class Rows:
     doubts: tuple[Doubt, ...]
     doubted_tonight: int
 
-    @property
-    def grids(self) -> tuple[Grid, ...]:
-        return (self.memory, *self.levels, *self.regions)
-
 
 def read_rows(
     connection: duckdb.DuckDBPyConnection,

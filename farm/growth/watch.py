@@ -6,7 +6,7 @@ Start reading at `watch`; `canaries` compares, `drift` finds what moved with the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from farm.growth.canaries import Verdict, canary_configs, compare, unconfirmed
@@ -19,6 +19,8 @@ from warehouse.stale import Mark, write_marks
 
 if TYPE_CHECKING:
     from farm.growth.cycle import Night
+    from farm.growth.machine import Machine
+    from warehouse.folder import DataFolder
 
 _CONFIRMING_RUNS = 2
 ACCEPT = "accept"
@@ -65,13 +67,13 @@ def watch(night: Night) -> dict[str, Any]:
     return verdict.to_mapping(drift.to_mapping(len(remeasure(*where, verdict.environment))))
 
 
-def stale_first(night: Night) -> tuple[TrialConfig, ...]:
-    """What was marked stale in tonight's environment, tonight or before, and is to be measured again first."""
-    environment = (night.cycle.done("canaries") or {}).get("environment")
+def stale_first(
+    folder: DataFolder, machine: Machine, environment: Mapping[str, str | None] | None, at_most: int | None
+) -> tuple[TrialConfig, ...]:
+    """What was marked stale in this environment, tonight or before, and is to be measured again first."""
     if environment is None:
         return ()
-    machine = night.machine
-    return remeasure(night.folder, machine.device_name, machine.source, environment, at_most=night.settings.n)
+    return remeasure(folder, machine.device_name, machine.source, environment, at_most=at_most)
 
 
 def _measure(night: Night, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> bool:

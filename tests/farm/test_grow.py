@@ -1,20 +1,25 @@
 """`farm.grow` as its user meets it: what a night leaves, killed at every step or not, and what the next one does."""
 
 import contextlib
+import errno
 import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 
+import psutil
 import pytest
 
 import warehouse
 from conf.cli import run
+from conf.errors import UsageError
 from farm.grow import TEXT, entry
 from farm.growth.journal import STEPS, Journal
+from farm.growth.notify import notify
 from farm.jobs import Queue
 from warehouse.folder import DataFolder
 from warehouse.snapshot import snapshot_names
@@ -239,6 +244,50 @@ def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(roo
     assert grow(root, "n=2") == 0 and len(runs(root)) == 4
 
 
+def told_in(path):
+    """A `notify.command` that keeps the message, and how to read it."""
+    return f"notify.command=cat > {path}", lambda: json.loads(path.read_text())
+
+
+def test_a_plan_that_cannot_be_made_is_reported(root, tmp_path, monkeypatch):
+    """A report looks ahead with the very function that has just failed."""
+
+    def broken(*_, **__):
+        raise RuntimeError("the family's layers cannot be counted")
+
+    monkeypatch.setattr("farm.growth.cycle.make_plan", broken)
+    keep, told = told_in(tmp_path / "note")
+    with pytest.raises(RuntimeError):
+        grow(root, "n=2", keep)
+    assert "layers cannot be counted" in (root / "reports" / "latest.html").read_text()
+    assert told()["outcome"] == "failed" and told()["report"] == str(root / "reports" / f"{cycles(root)[0].name}.html")
+
+
+def test_a_failure_that_cannot_even_be_written_down_is_told(root, tmp_path, capsys, monkeypatch):
+    def full(journal, entry):
+        raise OSError(errno.ENOSPC, "No space left on device", str(journal.path))
+
+    monkeypatch.setattr("farm.growth.cycle.land", lambda *_: monkeypatch.setattr(Journal, "_append", full))
+    keep, told = told_in(tmp_path / "note")
+    assert grow(root, "n=2", keep) == 2
+    assert "No space left on device" in capsys.readouterr().err and "No space left on device" in told()["said"]
+
+
+def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
+    single = "space={input_size:64,classes:10,linear_layers:3,topology:uniform,activation:relu,batch_size:4,"
+    single += "batch_norm:false,use_dropout:false,dropout:0.1}"
+    assert grow(root, single, "n=3", "pool=4") == 0
+    capsys.readouterr()
+    assert grow(root, single, "n=3", "pool=4", "dry_run=true") == 0
+    assert "nothing new is left in these search spaces" in capsys.readouterr().out
+    assert grow(root, single, "n=3", "pool=4") == 0
+    first, none = cycles(root)
+    assert first.done("run")["runs"] == 1 and none.outcome == "done"
+    assert none.done("run")["runs"] == none.done("choose")["runs"] == 0
+    assert list(none.done("choose")["next_index"].values()) == [8]  # the next night looks at others
+    assert "Nothing was left to measure" in (root / "reports" / "latest.html").read_text()
+
+
 @contextlib.contextmanager
 def listener(status=200):
     got = []
@@ -279,6 +328,38 @@ def test_a_message_that_cannot_be_told_is_said_and_costs_nothing(root, capsys):
     assert "notify.command ended with 3: no mail here" in said and "notify.webhook" in said and "500" in said
 
 
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("farm.growth.notify._COMMAND_S", 1.0)
+    said = tmp_path / "pid"
+    (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{said}; exec sleep 600' | cat", None)
+    assert problem == "notify.command took longer than 1 s and was killed"
+    assert any(is_gone(int(said.read_text())) for _ in range(10_000))
+
+
+def is_gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_what_is_no_web_server_is_said_and_costs_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"220 mail here\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        (problem,) = notify({"outcome": "done"}, None, f"http://127.0.0.1:{server.getsockname()[1]}/")
+        thread.join()
+    assert problem.startswith("notify.webhook: 220 mail here")
+    assert notify({"outcome": "done"}, None, "http://no host/")[0].startswith("notify.webhook: ")
+
+
 def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, capsys):
     folder = DataFolder.resolve(root).create()
     journal = Journal.open(folder)
@@ -286,6 +367,39 @@ def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(ro
     journal.end(name, "done", "")
     assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"], text=TEXT) == 2
     assert "the last cycle here measured on GPUs" in capsys.readouterr().err and len(cycles(root)) == 1
+
+
+def test_a_gpu_that_is_missing_tonight_is_told(root, tmp_path, monkeypatch):
+    def missing(*_):
+        raise UsageError("device=cuda: no GPU answers")
+
+    keep, told = told_in(tmp_path / "note")
+    with monkeypatch.context() as patched:
+        patched.setattr("farm.grow.machine_of", missing)
+        assert grow(root, "n=2", keep) == 2
+    assert (told()["outcome"], told()["said"], told()["cycle"]) == ("failed", "device=cuda: no GPU answers", None)
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "goes_on"),
+    [
+        ({"n": 2, "device": {"backend": "simulated", "count": 1, "spec": None}, "learn": {"targets": []}}, True),
+        ({"n": 2, "learn": {"targets": []}}, True),
+        ({"n": 2, "limits": {"max_flops": 3}}, False),
+        ({"n": 2, "learn": {"estimator": "gone"}}, False),
+    ],
+)
+def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, capsys, settings, goes_on):
+    journal = Journal.open(DataFolder.resolve(root).create())
+    journal.begin(settings, "00000000")
+    assert grow(root, "n=1") == 0
+    old, *new = cycles(root)
+    if goes_on:
+        assert old.outcome == "done" and old.done("run")["runs"] == 2 and not new
+    else:
+        assert old.outcome == "failed" and "another version" in old.said
+        assert new[0].outcome == "done" and old.said in capsys.readouterr().err
 
 
 def test_a_machine_that_measures_otherwise_ends_the_night_before_it_begins(root):

@@ -33,6 +33,13 @@ def test_a_cycle_is_read_back_as_it_was_written(journal):
     assert not ended.open and journal.cycles() == [ended]
 
 
+def test_a_clock_that_is_put_back_gives_no_time_away(journal):
+    name = journal.begin({}, "a").name
+    journal.start(name, "run")
+    journal._clock.now -= datetime.timedelta(hours=2)
+    assert journal.done(name, "run", {}).seconds("run") == 0.0
+
+
 def test_a_name_is_the_days_first_that_nobody_has(journal):
     assert journal.begin({}, "a", lambda name: name == "2026-11-20").name == "2026-11-20.2"
     assert journal.begin({}, "b").name == "2026-11-20"

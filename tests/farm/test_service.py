@@ -22,7 +22,7 @@ from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
 from farm.monitoring.service import Service
 from farm.ray_executor import ClusterSettings
 from farm.ray_nodes import NodeWatch
-from farm.work import work
+from farm.work import TimedStop, work
 from workers.worker import TaskSpec
 
 SPEC = TaskSpec(job_id="mlp-00000001", task_index=7, attempt=2, config="{}", settings="{}", seed=7)
@@ -223,6 +223,15 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
         assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(stop, NoLock())
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested and announced == ["stop"]
+
+
+def test_a_first_signal_after_the_time_is_up_still_lets_finish_what_runs():
+    with TimedStop(0.0).installed() as stop:
+        assert stop.requested and not stop.asked
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):

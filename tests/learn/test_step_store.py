@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -259,8 +260,9 @@ def test_rays_processes_compute_the_same(data, fresh):
             for batch in range(2, 2 + 2 * step_store.BATCH)
         ]
     )
-    heard = []
+    heard, before = [], signal.getsignal(signal.SIGTERM)
     assert prepare(many, data, workers=1, progress=lambda done, of: heard.append((done, of))) == len(many)
+    assert signal.getsignal(signal.SIGTERM) is before, "who waits for SIGTERM hears it, whatever Ray does"
     assert heard == [(done, len(many)) for done in range(len(many) + 1)]
     assert kept_keys(data) == sorted(case.key for case in many)
     for case in many[:: step_store.BATCH]:
