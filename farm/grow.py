@@ -34,6 +34,8 @@ def entry(cfg) -> int:
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(cfg, resolve=True)
+    if "arch" in values:  # as farm.submit has it
+        raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
     settings = GrowSettings.from_values(values)
     if settings.dry_run:
         return _dry_run(settings)
@@ -66,11 +68,12 @@ def _grow(folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapp
             if begun is not None:
                 unfinished, settings = cycles[-1], begun
                 machine, said = machine_of(settings.device, settings.cluster, cycles[:-1])
-                night = Night(folder, queue, journal, settings, machine, service, unfinished, told)
-                said += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, with {_budget(settings)}"
+                night = Night(folder, queue, journal, settings, machine, service, unfinished, told, told.say)
+                said += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
+                said += _budget(settings)
             else:
                 machine, said = machine_of(settings.device, settings.cluster, cycles)
-                night = Night.begin(folder, queue, journal, settings, machine, service, told)
+                night = Night.begin(folder, queue, journal, settings, machine, service, told, told.say)
                 said += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
         print(said)
         return _see_through(night, settings, told)
@@ -177,6 +180,10 @@ def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
     canaries, learnt = cycle.done("canaries"), cycle.done("learn")
     if canaries is not None and cycle.outcome != "sick":
         yield f"canaries: {canaries['said']}"
+        if drift := canaries.get("drift"):
+            moved = ", ".join(drift["operators"]) or "nothing"
+            stale, again = drift["stale_rows"], drift["remeasure"]
+            yield f"drift: {moved} moved; {stale:,} rows are stale, {again:,} bring them back"
     for result in (learnt or {}).get("results", ()):
         yield f"{result['target']}: {result['decision']}: {result['why'].strip().splitlines()[-1]}"
     landed = cycle.done("land")
@@ -207,6 +214,11 @@ class _Told:
                 self._status = self._console.status("")
                 self._status.start()
             self._status.update(said)
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.stop()
+        print(line)
 
     def stop(self) -> None:
         if self._status is not None:

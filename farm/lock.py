@@ -33,7 +33,8 @@ class DispatcherLock:
             self._file.seek(0)
             holder = _parse(self._file.read()).get("dispatcher", "?").partition("@")[0]
             self._file.close()
-            raise DispatcherBusy(f"a dispatcher (process {holder}) already works on {self._path.parent}") from error
+            folder = self._path.parent.parent
+            raise DispatcherBusy(f"a dispatcher (process {holder}) already works on data={folder}") from error
         self._file.seek(0)
         left = _parse(self._file.read())
         sweep_orphans(recorded=left.get("processes", ()))

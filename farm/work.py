@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
@@ -92,12 +92,13 @@ def run_job(
 ) -> bool:
     """Work off this one job alone, for a caller that has more to do: True, or False where `stop` asked to leave.
 
-    Stands by while another dispatcher has the folder. `shares` as in `Dispatcher`.
+    Stands by while another dispatcher has the folder, which may run the job itself. `shares` as in `Dispatcher`.
     """
     with stop.installed():
-        lock = _take_lock(folder, stop, service, wait=True)
+        lock = _take_lock(folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id))
         if lock is None:
-            return False
+            return not queue.pending(job_id)
+        service.pulse.patience_s = PATIENCE_S
         with _held(lock, service):
             _mend(folder, queue, service)
             job = queue.job(job_id)
@@ -112,13 +113,20 @@ def run_job(
                 return dispatcher.run(stop, lock)
 
 
-def _take_lock(folder: DataFolder, stop: StopRequest, service: Service, wait: bool) -> DispatcherLock | None:
-    """The lock, held. With `wait` it stands by until the other dispatcher has ended; None: asked to leave meanwhile.
+def _take_lock(
+    folder: DataFolder,
+    stop: StopRequest,
+    service: Service,
+    wait: bool,
+    unless: Callable[[], bool] = lambda: False,
+) -> DispatcherLock | None:
+    """The lock, held. With `wait` it stands by until the other dispatcher has ended; None: asked to leave meanwhile, or
+    `unless` holds.
 
     Raises `DispatcherBusy` where it need not wait.
     """
     said = False
-    while not stop.requested:
+    while not stop.requested and not (said and unless()):
         try:
             return DispatcherLock(folder.dispatcher_lock).__enter__()
         except DispatcherBusy as busy:

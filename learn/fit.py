@@ -100,6 +100,10 @@ def fit(
     notes = list(estimator.predict(rows.cases[:1]).warnings)
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     notes += remarks(settings.estimator, rows, bins)
+    if settings.snapshot is not None:
+        notes.append(
+            f"fitted on the snapshot {settings.snapshot}; as the newest of its target it is what answers from now on"
+        )
     meta = {**described(settings.estimator, rows, evaluation, bins, settings.seed, now), "warnings": notes}
     meta["snapshot"] = settings.snapshot
     meta["rows"] |= {

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from farm.choosing.forecast import Outlook
 
 POLICIES = ("uniform", "stratified", "coverage", "active")
-_LOOKING = ("coverage", "active")  # those that look at every candidate; the others take the first ones
+_LOOKING = ("coverage", "active")  # those that look at every candidate
+TAKES_FIRST = ("uniform", "stratified")  # those that take the first ones
 _UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is unsure of, as far as they are measured
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from conf.errors import UsageError
 from farm.growth.journal import Cycle, Journal
 from farm.growth.landing import land, snapshot_taken
-from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed
-from farm.growth.plan import Plan, make_plan, read_plan
+from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed, tasks_run
+from farm.growth.plan import Plan, make_plan, read_plan, skipped
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.monitoring.service import Service
@@ -28,6 +28,7 @@ from warehouse.folder import DataFolder
 
 _FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
+_PATIENCE_S = 3600.0  # for whoever asks for our health: a fit, a choice, a report beat no pulse
 
 
 class Left(Exception):
@@ -36,7 +37,7 @@ class Left(Exception):
 
 @dataclass
 class Night:
-    """One cycle at work on a data folder. `tell` takes what a person should see now."""
+    """One cycle at work on a data folder. `tell` takes what a person should see now, `say` a line that stays."""
 
     folder: DataFolder
     queue: Queue
@@ -46,13 +47,16 @@ class Night:
     service: Service
     cycle: Cycle
     tell: Callable[[str], None] = lambda _: None
+    say: Callable[[str], None] = print
 
     @classmethod
-    def begin(cls, folder, queue, journal: Journal, settings: GrowSettings, machine: Machine, service, tell) -> Night:
+    def begin(
+        cls, folder, queue, journal: Journal, settings: GrowSettings, machine: Machine, service, tell, say
+    ) -> Night:
         """Begin a cycle and write that down."""
         written = {**settings.written, "device": machine.choice.to_mapping()}
         cycle = journal.begin(written, secrets.token_hex(4), lambda name: snapshot_taken(folder, name))
-        return cls(folder, queue, journal, settings, machine, service, cycle, tell)
+        return cls(folder, queue, journal, settings, machine, service, cycle, tell, say)
 
     def work(self) -> Cycle:
         """Do the steps that are not done yet, and end the cycle; as it is then.
@@ -69,12 +73,16 @@ class Night:
         asked = ran["ended"] == "asked"
         self._step("learn", lambda: self._learn(skip=asked))
         if asked:
-            return self._close("cut short", f"asked to leave after {ran['runs']} runs; they are landed")
+            return self._close("cut short", f"asked to leave; {ran['runs']} runs are landed")
         return self._close("done", self._said())
 
     def _close(self, outcome: str, said: str) -> Cycle:
         self._step("report", lambda: self._report(outcome, said))
+        return self._end(outcome, said)
+
+    def _end(self, outcome: str, said: str) -> Cycle:
         self.cycle = self.journal.end(self.cycle.name, outcome, said)
+        self.service.events.emit("cycle_ended", cycle=self.cycle.name, outcome=outcome, message=said)
         return self.cycle
 
     def _step(self, name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -85,6 +93,8 @@ class Night:
         self.journal.start(self.cycle.name, name)
         self.cycle = self.journal.cycle(self.cycle.name)
         self.service.events.emit("step_started", cycle=self.cycle.name, step=name)
+        self.service.pulse.patience_s = _PATIENCE_S
+        self.service.pulse.beat("growing")
         self.tell(name)
         began = time.monotonic()
         try:
@@ -109,25 +119,32 @@ class Night:
             with contextlib.suppress(Exception):  # the step's own error is what is told
                 self._report("failed", said)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
-            self.cycle = self.journal.end(self.cycle.name, "failed", said)
+            with contextlib.suppress(UsageError):  # as above; there may be no such job
+                self.queue.cancel(self.job("grow"), time.time())
+            self._end("failed", said)
 
     # The steps
 
     def _canaries(self) -> dict[str, Any]:
         if self.settings.canaries == "skip":
             now = environment_now(self.folder, self.machine)
-            return {"verdict": "none", "said": "canaries were left out", "environment": now, "runs": 0}
+            return {"verdict": "none", "said": "left out", "environment": now, "runs": 0}
         from farm.growth.watch import watch
 
         return watch(self)
 
     def _choose(self) -> dict[str, Any]:
         plan = self._plan(self.earlier(), "choosing")
+        if plan.again:
+            self.say(f"measured again first, as stale: {plan.again:,}")
+        for line in () if plan.summary is None else plan.summary.lines():
+            self.say(line)
         return {**plan.payload(), "plan": plan.write(self.folder, self.cycle.name)}
 
     def _run(self) -> dict[str, Any]:
         job_id = self.job("grow")
-        configs = list(enumerate(read_plan(self.folder, self.cycle.done("choose")["plan"])))
+        planned = read_plan(self.folder, self.cycle.done("choose")["plan"])
+        configs = [(index, entry.config) for index, entry in enumerate(planned)]
         stop = self.stop()
         began = time.monotonic()
         all_done = not configs
@@ -138,7 +155,11 @@ class Night:
             self.queue.cancel(job_id, time.time())
         ended = "all" if all_done else "asked" if stop.asked else "time"
         figures = job_figures(self.folder, job_id)
-        return {"job_id": job_id, **figures, "ended": ended, "wall_s": round(time.monotonic() - began, 3)}
+        left = {} if all_done else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
+        return {
+            "job_id": job_id, **figures, "ended": ended, "next_index": left,
+            "wall_s": round(time.monotonic() - began, 3),
+        }  # fmt: skip
 
     def _learn(self, skip: bool) -> dict[str, Any]:
         from learn.promotion import refit
@@ -153,12 +174,16 @@ class Night:
                     now=datetime.datetime.now(datetime.UTC),
                     progress=lambda said, target=target: self.tell(f"learning {target}: {said}"),
                 )  # fmt: skip
-                results.append(promotion.to_mapping())
+                results.append({**promotion.to_mapping(), "why": promotion.why + self._of_simulated()})
             except UsageError as error:
                 results.append(self._no_result(target, "skipped", str(error)))
             except Exception:  # one estimator's mistake must cost neither the others nor the night
                 results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))
         return {"results": results}
+
+    def _of_simulated(self) -> str:
+        said = "; the labels are simulated, so this says nothing of real GPUs"
+        return said if self.machine.source == "simulated" else ""
 
     def _no_result(self, target: str, decision: str, why: str) -> dict[str, Any]:
         return {
@@ -224,8 +249,10 @@ class Night:
         ran, learnt = self.cycle.done("run"), self.cycle.done("learn")
         statuses = ", ".join(f"{status} {count}" for status, count in ran["by_status"].items()) or "none"
         decisions = ", ".join(f"{result['target']} {result['decision']}" for result in learnt["results"])
+        again = self.cycle.done("choose")["remeasured"]
+        stale = f", up to {again} of them of stale rows" if again else ""
         time_up = "; the time was up before all had run" if ran["ended"] == "time" else ""
-        return f"{ran['runs']} runs ({statuses}){time_up}; models: {decisions or 'none fitted'}"
+        return f"{ran['runs']} runs ({statuses}){stale}{time_up}; models: {decisions or 'none fitted'}"
 
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:

@@ -178,6 +178,11 @@ def job_figures(folder: DataFolder, job_id: str) -> dict[str, Any]:
     }
 
 
+def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
+    """Indices of a job's tasks that have a run."""
+    return {index for (index,) in _ask(folder, "SELECT task_index FROM runs WHERE job_id = ?", [job_id])}
+
+
 def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple]:
     from warehouse.connection import connect
 

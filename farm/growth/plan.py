@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from farm.choosing.forecast import Forecaster
 from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import Summary, expected_seconds, summary
-from farm.choosing.selection import Pool, candidates, choose, joined
+from farm.choosing.selection import TAKES_FIRST, Pool, candidates, choose, joined
 from farm.growth.journal import Cycle
 from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
@@ -36,6 +36,7 @@ _TRIED = 200  # candidates whose expected times say how many those are
 class Plan:
     """Tonight's configurations in the order in which they run.
 
+    places      of each: (what it is a sequence of, index in it); None for those of `again`
     again       of them, at the beginning: measured before, stale since
     summary     of those chosen by the policy, None where there are none
     next_index  of each sequence, by what it is a sequence of (`_key`)
@@ -43,6 +44,7 @@ class Plan:
 
     configs: tuple[TrialConfig, ...]
     why: tuple[str, ...]
+    places: tuple[tuple[str, int] | None, ...]
     again: int
     summary: Summary | None
     next_index: Mapping[str, int]
@@ -55,7 +57,8 @@ class Plan:
     def write(self, folder: DataFolder, cycle: str) -> str:
         """Write `growth/plans/CYCLE.json` and return its path in the folder."""
         entries = [
-            {"why": why, "config": config.to_mapping()} for why, config in zip(self.why, self.configs, strict=True)
+            {"why": why, "place": place, "config": config.to_mapping()}
+            for why, place, config in zip(self.why, self.places, self.configs, strict=True)
         ]
         path = folder.growth / "plans" / f"{cycle}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,9 +66,32 @@ class Plan:
         return str(path.relative_to(folder.root))
 
 
-def read_plan(folder: DataFolder, path: str) -> list[TrialConfig]:
-    """The configurations that `Plan.write` wrote."""
-    return [config_from_mapping(entry["config"]) for entry in json.loads((folder.root / path).read_text())]
+@dataclass(frozen=True)
+class Planned:
+    """One configuration of a plan that was written; `place` as in `Plan.places`."""
+
+    config: TrialConfig
+    place: tuple[str, int] | None
+
+
+def read_plan(folder: DataFolder, path: str) -> list[Planned]:
+    """What `Plan.write` wrote."""
+    entries = json.loads((folder.root / path).read_text())
+    return [Planned(config_from_mapping(e["config"]), tuple(e["place"]) if e["place"] else None) for e in entries]
+
+
+def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> dict[str, int]:
+    """Where sequences go on after a night that was cut off: at the first index that did not run.
+
+    Nothing for policies that have looked at all candidates: what they left is behind them.
+    """
+    found: dict[str, int] = {}
+    if policy in TAKES_FIRST:
+        for index, entry in enumerate(planned):
+            if index not in ran and entry.place is not None:
+                sequence, place = entry.place
+                found[sequence] = min(place, found.get(sequence, place))
+    return found
 
 
 def make_plan(
@@ -95,10 +121,12 @@ def make_plan(
         return _stale_only(again, _after(settings, cycles, pool.next_index))
     forecaster = Forecaster(device=machine.spec, data=folder)
     n = _affordable(settings, machine, pool, known, forecaster) if left is None else min(left, len(pool))
+    keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
     return Plan(
         configs=(*again, *(one.config for one in choice.chosen)),
         why=(*("stale",) * len(again), *(one.why for one in choice.chosen)),
+        places=(*(None,) * len(again), *((keys[one.config.family], one.index) for one in choice.chosen)),
         again=len(again),
         summary=summary(choice, known, machine.capacity_mib),
         next_index=_after(settings, cycles, choice.next_index),
@@ -107,7 +135,8 @@ def make_plan(
 
 def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -> Plan:
     return Plan(
-        configs=again, why=("stale",) * len(again), again=len(again), summary=None, next_index=next_index
+        configs=again, why=("stale",) * len(again), places=(None,) * len(again), again=len(again), summary=None,
+        next_index=next_index,
     )  # fmt: skip
 
 
@@ -153,7 +182,8 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
     """Where each sequence goes on, by all cycles that have chosen."""
     positions: dict[str, int] = {}
     for cycle in cycles:
-        positions.update((cycle.done("choose") or {}).get("next_index", {}))
+        for step in ("choose", "run"):  # a night that was cut off corrects what it had chosen
+            positions.update((cycle.done(step) or {}).get("next_index", {}))
     return positions
 
 

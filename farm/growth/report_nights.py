@@ -153,11 +153,12 @@ def _decisions(scores: Sequence[Score]) -> str:
             f"{_figure(key, (one.current or {}).get(key))} / {_figure(key, (one.candidate or {}).get(key))}"
             for key in keys
         )
-        rows.append((one.target, one.estimator, one.decision, gist(one.why), one.held_out, *compared))
-    heads = ("target", "estimator", "decision", "*why", "held out", *(_FIGURES.get(key, key) for key in keys))
+        rows.append((one.target, one.estimator, one.decision, one.held_out, *compared))
+    heads = ("target", "estimator", "decision", "held out", *(_FIGURES.get(key, key) for key in keys))
     failed = [k for k, one in enumerate(scores) if one.decision == "failed"]
     said = lead("Figures of the model so far / of the night's candidate, on the same held-out rows.") if keys else ""
-    return said + table(heads, rows, words=3, marked=failed)
+    why = "".join(f"<li>{clean(one.target)}: {clean(one.decision)}: {clean(gist(one.why))}</li>" for one in scores)
+    return f"{said}{table(heads, rows, words=3, marked=failed)}<ul>{why}</ul>"
 
 
 def _figure(key: str, value: Any) -> str:

@@ -38,7 +38,8 @@ def say(
     if rows is None:
         look.append("The rows could not be read: see the notes on this page.")
     calm = _calm(outcome, run)
-    level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or outcome == "cut short" else "good"
+    short = outcome == "cut short" or (run is not None and run.get("ended") == "time" and not run.get("runs"))
+    level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or short else "good"
     return Said(
         outcome=outcome,
         level=level,
@@ -165,6 +166,8 @@ def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
 def _calm(outcome: str, run: Mapping | None) -> str:
     if outcome == "cut short":
         return "Nothing to do: what was measured is kept, and the next night goes on from there."
+    if run is not None and run.get("ended") == "time" and not run.get("runs"):
+        return "Give it more time: the canaries took all there was."
     if run is not None and not run.get("runs"):
         return "Nothing was left to measure: widen the search spaces, or name more families."
     return "Nothing to do."

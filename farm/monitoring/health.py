@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PATIENCE_S = 180.0  # between two turns: a Ray that starts, a compaction of many runs
-_PHASES = ("starting", "standby", "working", "waiting", "compacting", "stopping")
+_PHASES = ("starting", "standby", "working", "waiting", "compacting", "growing", "stopping")
 
 
 @dataclass

@@ -22,11 +22,11 @@ case $root$data in
 esac
 case $data in /*) ;; *) data=$PWD/$data ;; esac
 id "$user" >/dev/null 2>&1 || { echo "error: no user $user" >&2; exit 2; }
-[ -x "$root/.venv/bin/python" ] || { echo "error: no $root/.venv; run make venv first" >&2; exit 2; }
+[ -n "$units" ] || [ -x "$root/.venv/bin/python" ] || { echo "error: no $root/.venv; run make venv first" >&2; exit 2; }
 
 target=${units:-/etc/systemd/system}
-mkdir -p "$target" "$data"
-[ -n "$units" ] || chown "$user" "$data"
+mkdir -p "$target"
+[ -n "$units" ] || { mkdir -p "$data"; chown "$user" "$data"; }
 names='gpufarm-grow.service gpufarm-grow.timer'
 [ "$work" = no ] || names="$names gpufarm-work.service"
 for name in $names; do

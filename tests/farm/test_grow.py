@@ -162,6 +162,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
         ("pool=0", "pool must be an integer >= 1"),
         ("device=tpu", "A100-SXM4-40GB"),
         ("nn=3", "n"),
+        ("+arch=cnn", "families=[cnn], not +arch=cnn"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, capsys, argument, told):
@@ -171,7 +172,7 @@ def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, cap
     assert told in error and error.count("\n") == 1 and not root.exists()
 
 
-def test_when_the_time_is_up_what_ran_is_landed_and_the_rest_is_taken_out(root):
+def test_when_the_time_is_up_what_ran_is_landed_and_the_rest_is_taken_out(root, capsys):
     assert grow(root, "hours=0.00000001", "n=5") == 0
     (cycle,) = cycles(root)
     assert cycle.done("run")["ended"] == "time" and "time was up" in cycle.said
@@ -179,6 +180,11 @@ def test_when_the_time_is_up_what_ran_is_landed_and_the_rest_is_taken_out(root):
         counts = queue.counts(cycle.done("run")["job_id"])
     assert counts.pending == 0 and counts.cancelled + counts.done == 5
     assert len(runs(root)) == counts.done == cycle.done("run")["runs"]
+    # The sequence goes on where the runs ended, not where the plan did.
+    assert grow(root, "n=5") == 0
+    plans = [json.loads((root / one.done("choose")["plan"]).read_text()) for one in cycles(root)]
+    assert [entry["place"][1] for entry in plans[1]] == list(range(counts.done, counts.done + 5))
+    assert "expected: " in capsys.readouterr().out
 
 
 def test_only_hours_plan_as_many_runs_as_may_fit(root):
@@ -210,6 +216,32 @@ def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
     assert grow(root, "n=2") == 0 and len(cycles(root)) == 2
 
 
+def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
+    from farm.growth.machine import machine_of, submit_listed
+    from farm.lock import DispatcherLock
+    from farm.monitoring.service import Service
+    from farm.ray_executor import ClusterSettings
+    from farm.settings import device_key
+    from farm.work import TimedStop, run_job
+    from featurize.families import get_family
+    from workers.devices import DeviceChoice
+    from workers.settings import TrialSettings, WindowSettings
+
+    folder, inline = DataFolder.resolve(root).create(), ClusterSettings(kind="inline")
+    machine, _ = machine_of(DeviceChoice(backend="simulated"), inline)
+    config = get_family("mlp").Config(batch_size=1, input_size=8, classes=4, depth=1)
+    trial = TrialSettings(window=WindowSettings(kind="adaptive"))
+    with Queue.open(folder.queue) as queue, DispatcherLock(folder.dispatcher_lock):
+        submit_listed(folder, queue, "grow-00000000", [(0, config)], machine, trial, "active", 0)
+
+        def the_other_one_works(_seconds):
+            (task,) = queue.lease("another", 1, 0.0, 60.0, device=device_key(machine.choice))
+            queue.finish(task, "ok", 1.0)
+
+        monkeypatch.setattr("farm.work.time.sleep", the_other_one_works)
+        assert run_job(folder, queue, inline, "grow-00000000", TimedStop(None), Service())
+
+
 def test_two_never_work_on_one_folder(root, capsys):
     assert grow(root, "n=2") == 0
     from farm.grow import _alone
@@ -224,7 +256,7 @@ def test_an_unfinished_cycle_goes_on_with_its_own_settings(root, capsys, monkeyp
         patched.setattr("farm.growth.cycle.run_job", lambda *_: (_ for _ in ()).throw(Killed))
         grow(root, "n=3")
     assert grow(root, "n=7", "families=[rnn]") == 0
-    assert "is unfinished; it goes on as it was begun, with 3 configurations" in capsys.readouterr().out
+    assert "is unfinished; it goes on as it was begun, not as asked now: 3 configurations" in capsys.readouterr().out
     assert len(runs(root)) == 3 and len(cycles(root)) == 1
 
 

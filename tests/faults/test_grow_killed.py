@@ -89,7 +89,7 @@ def test_killed_in_the_middle_of_its_runs_under_ray(tmp_path):
     found = outcome(root)
     (cycle,) = Journal.open(DataFolder.resolve(root)).cycles()
     planned = sorted(
-        config_hash(config) for config in read_plan(DataFolder.resolve(root), cycle.done("choose")["plan"])
+        config_hash(entry.config) for entry in read_plan(DataFolder.resolve(root), cycle.done("choose")["plan"])
     )
     assert [row[0] for row in found["runs"]] == planned and len(planned) == 40
     assert sum(found["jobs"]["canary"].values()) == 16 and found["snapshot"] == (56, 56)

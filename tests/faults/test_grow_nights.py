@@ -32,7 +32,7 @@ def verdicts(root):
     return [cycle.done("canaries")["verdict"] for cycle in cycles(root)]
 
 
-def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_word(tmp_path, monkeypatch):
+def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_word(tmp_path, monkeypatch, capsys):
     """The simulated GPU stands for a real one: slower memory with other settings is drift, without them a sickness."""
     root = tmp_path / "data"
 
@@ -51,6 +51,13 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
     with contextlib.closing(warehouse.connect(root)) as connection:
         marked = connection.execute("SELECT count(DISTINCT run_id) FROM stale").fetchone()[0]
     assert marked == drift["stale_rows"]
+
+    next_plan = json.loads((root / "reports" / "latest.json").read_text())["next_plan"]
+    capsys.readouterr()
+    assert night("device.bandwidth_gb_s=700", "dry_run=true") == 0
+    again = drift["remeasure"] - second.done("choose")["remeasured"]
+    assert next_plan["remeasured"] == min(again, 6)
+    assert (f"measured again first, as stale: {min(again, 6)}" in capsys.readouterr().out) == (again > 0)
 
     assert night("device.bandwidth_gb_s=300") == 1
     sick = cycles(root)[2]
