@@ -13,12 +13,12 @@ from typing import Any
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
 from farm.growth.cycle import Left, Night, message_of
-from farm.growth.journal import STEPS, Cycle, Journal
 from farm.growth.machine import environment_now, machine_of
 from farm.growth.notify import notify
 from farm.growth.plan import make_plan
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
+from farm.journal import STEPS, Cycle, Journal
 from farm.monitoring.service import Service, service_settings
 from warehouse.folder import DataFolder
 from workers.devices import DeviceChoice

@@ -13,18 +13,21 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from farm.growth.journal import Cycle, Journal
 from farm.growth.landing import land, snapshot_taken
 from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed, tasks_run
 from farm.growth.plan import Plan, make_plan, read_plan, skipped
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
+from farm.journal import Cycle, Journal
 from farm.monitoring.service import Service
 from farm.work import TimedStop, run_job
 from warehouse.folder import DataFolder
+
+if TYPE_CHECKING:
+    from featurize.trial import TrialConfig
 
 _FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
@@ -120,7 +123,7 @@ class Night:
                 self._report("failed", said)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
             with contextlib.suppress(UsageError):  # as above; there may be no such job
-                self.queue.cancel(self.job("grow"), time.time())
+                self.queue.cancel(self.cycle.job("grow"), time.time())
             self._end("failed", said)
 
     # The steps
@@ -131,7 +134,18 @@ class Night:
             return {"verdict": "none", "said": "left out", "environment": now, "runs": 0}
         from farm.growth.watch import watch
 
-        return watch(self)
+        return watch(self.folder, self.machine, self.cycle, self.earlier(), self._measure)
+
+    def _measure(self, kind: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> str | None:
+        """Run these as a job and give its id; None where the time was up. Raises `Left` where a signal asked to."""
+        job_id, stop = self.cycle.job(kind), self.stop()
+        self.submit(job_id, configs)
+        if run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares):
+            return job_id
+        if stop.asked:
+            raise Left
+        self.queue.cancel(job_id, time.time())
+        return None
 
     def _choose(self) -> dict[str, Any]:
         plan = self._plan(self.earlier(), "choosing")
@@ -142,7 +156,7 @@ class Night:
         return {**plan.payload(), "plan": plan.write(self.folder, self.cycle.name)}
 
     def _run(self) -> dict[str, Any]:
-        job_id = self.job("grow")
+        job_id = self.cycle.job("grow")
         planned = read_plan(self.folder, self.cycle.done("choose")["plan"])
         configs = [(index, entry.config) for index, entry in enumerate(planned)]
         stop = self.stop()
@@ -192,7 +206,7 @@ class Night:
         }  # fmt: skip
 
     def _report(self, outcome: str, said: str) -> dict[str, Any]:
-        from farm.growth.report import write_report
+        from farm.reports.write import write_report
 
         told = dataclasses.replace(self.cycle, outcome=outcome, said=said)
         others = self.earlier()
@@ -222,10 +236,6 @@ class Night:
             progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
         )  # fmt: skip
 
-    def job(self, kind: str) -> str:
-        """The id of a job of this cycle, which no other cycle has, here or elsewhere."""
-        return f"{kind}-{self.cycle.token}"
-
     def submit(self, job_id: str, configs) -> None:
         """Queue listed configs for this cycle's devices."""
         submit_listed(
@@ -237,7 +247,7 @@ class Night:
         """Asks to leave when this cycle's time is up, or on a signal."""
         if self.settings.hours is None:
             return TimedStop(None)
-        jobs = [job.job_id for job in self.queue.jobs() if job.job_id.partition("-")[2].startswith(self.cycle.token)]
+        jobs = [job.job_id for job in self.queue.jobs() if job.job_id.endswith(self.cycle.token)]
         return TimedStop(max(0.0, self.settings.hours * 3600 - measured_s(self.folder, self.cycle, jobs)))
 
     def earlier(self) -> list[Cycle]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conf.errors import UsageError
-from farm.growth.journal import Cycle
+from farm.journal import Cycle
 from warehouse.folder import DataFolder
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from farm.growth.journal import Cycle
 from farm.jobs import Job, Queue
+from farm.journal import Cycle
 from farm.ray_executor import ClusterSettings
 from farm.settings import device_key
 from featurize.device_spec import device_from_mapping, device_names, load_device, same_device

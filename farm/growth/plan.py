@@ -18,10 +18,10 @@ from farm.choosing.forecast import Forecaster
 from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import Summary, expected_seconds, summary
 from farm.choosing.selection import TAKES_FIRST, Pool, candidates, choose, joined
-from farm.growth.journal import Cycle
 from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
+from farm.journal import Cycle
 from farm.settings import device_key
 from farm.space import Space
 from featurize.trial import TrialConfig, config_from_mapping, config_hash, mapping_hash

@@ -1,70 +1,72 @@
 """Runs the canaries, and says what their labels mean for tonight: go on, stop, or measure again what is stale.
 
-Start reading at `watch`; `canaries` compares, `drift` finds what moved with the environment.
+Start reading at `watch`; `farm.canaries` compares, and finds what moved with the environment.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farm.growth.canaries import Verdict, canary_configs, compare, unconfirmed
-from farm.growth.drift import drift_of, remeasure
-from farm.growth.journal import Cycle
-from farm.growth.operators import operators_of
-from farm.work import run_job
+from farm.canaries.compare import Verdict, canary_configs, compare, unconfirmed
+from farm.canaries.drift import drift_of, remeasure
+from farm.canaries.operators import operators_of
+from farm.journal import Cycle
 from featurize.trial import TrialConfig, config_hash
 from warehouse.stale import Mark, write_marks
 
 if TYPE_CHECKING:
-    from farm.growth.cycle import Night
     from farm.growth.machine import Machine
     from warehouse.folder import DataFolder
 
-_CONFIRMING_RUNS = 2
 ACCEPT = "accept"
+FIRST, AGAIN = "canary", "canary-again"  # kinds of jobs
+_CONFIRMING_RUNS = 2
 
 
-def watch(night: Night) -> dict[str, Any]:
+def watch(
+    folder: DataFolder,
+    machine: Machine,
+    cycle: Cycle,
+    earlier: Sequence[Cycle],
+    measure: Callable[[str, Sequence[tuple[int, TrialConfig]], int], str | None],
+) -> dict[str, Any]:
     """Run the canaries on every GPU and compare them with the nights before; marks what drift has made stale.
 
     Once more what moved, where a canary ran only once: one odd run is no verdict. May be killed and called again.
+    `measure(kind, configs, shares)` runs a job of the cycle and gives its id, None where the time was up. What the
+    journal keeps is returned.
     """
-    machine, folder = night.machine, night.folder
     configs = canary_configs(machine.capacity_mib)
     if not configs:
-        said = f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device"
-        return {"verdict": "none", "said": said, "environment": None, "runs": 0}
+        return _none(f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
     place_of = {config_hash(config): place for place, config in enumerate(configs)}
     copies = machine.workers
-    jobs = [night.job("canary")]
     first = [(place * copies + copy, config) for place, config in enumerate(configs) for copy in range(copies)]
-    if not _measure(night, jobs[0], first, shares=copies):
-        return {
-            "verdict": "none",
-            "said": "the time was up before the canaries were done",
-            "environment": None,
-            "runs": 0,
-        }
-    forget = _no_history(night.earlier(), night.settings.canaries == ACCEPT)
+    jobs = [measure(FIRST, first, copies)]
+    if jobs[0] is None:
+        return _none("the time was up before the canaries were done")
+    forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
     how = {"forget": forget, "shared": machine.choice.backend == "cpu"}
     verdict = compare(*where, jobs, **how)
     if doubtful := unconfirmed(verdict):
-        jobs.append(f"{night.job('canary')}-again")
         more = _CONFIRMING_RUNS * copies
         again = [(place_of[config_hash(c)] * more + copy, c) for c in doubtful for copy in range(more)]
-        _measure(night, jobs[1], again, shares=copies)
-        verdict = compare(*where, jobs, **how)
-    marked_at = night.cycle.steps["canaries"].attempts[0]
+        if job_id := measure(AGAIN, again, copies):
+            verdict = compare(*where, [*jobs, job_id], **how)
+    marked_at = cycle.steps["canaries"].attempts[0]
     if verdict.verdict == "sick":  # what a sick machine measured is kept, and nothing learns from it
-        write_marks(folder, night.cycle.name, _of_moved(verdict), marked_at=marked_at)
+        write_marks(folder, cycle.name, _of_moved(verdict), marked_at=marked_at)
     drift = drift_of(folder, verdict, forget=forget)
     if drift is None:
         return verdict.to_mapping()
-    write_marks(folder, night.cycle.name, drift.marks, marked_at=marked_at)
+    write_marks(folder, cycle.name, drift.marks, marked_at=marked_at)
     return verdict.to_mapping(drift.to_mapping(len(remeasure(*where, verdict.environment))))
+
+
+def _none(said: str) -> dict[str, Any]:
+    return {"verdict": "none", "said": said, "environment": None, "runs": 0}
 
 
 def stale_first(
@@ -74,20 +76,6 @@ def stale_first(
     if environment is None:
         return ()
     return remeasure(folder, machine.device_name, machine.source, environment, at_most=at_most)
-
-
-def _measure(night: Night, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> bool:
-    """Run them all; False where the time was up. Raises `Left` where a signal asked to leave."""
-    from farm.growth.cycle import Left
-
-    stop = night.stop()
-    night.submit(job_id, configs)
-    if run_job(night.folder, night.queue, night.settings.cluster, job_id, stop, night.service, shares):
-        return True
-    if stop.asked:
-        raise Left
-    night.queue.cancel(job_id, time.time())
-    return False
 
 
 def _of_moved(verdict: Verdict) -> list[Mark]:
@@ -111,4 +99,4 @@ def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
         for place, cycle in enumerate(earlier)
         if place < from_here or (cycle.done("canaries") or {}).get("verdict") == "sick"
     ]
-    return {f"canary-{cycle.token}{suffix}" for cycle in forgotten for suffix in ("", "-again")}
+    return {cycle.job(kind) for cycle in forgotten for kind in (FIRST, AGAIN)}

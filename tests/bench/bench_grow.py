@@ -14,8 +14,8 @@ import tempfile
 
 import numpy as np
 
-from farm.growth.journal import Journal
 from farm.growth.settings import NEED_LIBRARIES
+from farm.journal import Journal
 from farm.sampling import sample_range
 from farm.space import default_space, parse_space
 from featurize.families import family_names, get_family

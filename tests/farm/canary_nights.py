@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 
-from farm.growth.canaries import Verdict, canary_configs, compare
-from farm.growth.operators import operators_of
+from farm.canaries.compare import Verdict, canary_configs, compare
+from farm.canaries.operators import operators_of
 from featurize.trial import TrialConfig, config_hash
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter

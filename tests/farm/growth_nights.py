@@ -11,7 +11,7 @@ import random
 
 import pyarrow as pa
 
-from farm.growth.journal import Journal
+from farm.journal import Journal
 from warehouse.checks import check
 from warehouse.connection import connect
 from warehouse.folder import DataFolder

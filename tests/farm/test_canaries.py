@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
-from farm.growth.canaries import canary_configs, compare, tolerance_of, unconfirmed
-from farm.growth.operators import OPERATORS, OTHER, operator_of_kind, operators_of
+from farm.canaries.compare import canary_configs, compare, tolerance_of, unconfirmed
+from farm.canaries.operators import OPERATORS, OTHER, operator_of_kind, operators_of
 from farm.growth.settings import NEED_LIBRARIES
 from farm.sampling import Limits, sample
 from farm.space import default_space, parse_space
@@ -58,7 +58,7 @@ def test_canaries_touch_every_operator_family_and_tell_them_apart():
 
 @pytest.mark.parametrize("family", [name for name in family_names() if name not in NEED_LIBRARIES])
 def test_every_layer_of_every_family_is_of_a_known_operator_family(family):
-    """Where this fails, a family's layer kind is new: put it into `farm.growth.operators`."""
+    """Where this fails, a family's layer kind is new: put it into `farm.canaries.operators`."""
     space = parse_space(family, default_space(family))
     configs = [sample(space, seed=0, index=index, limits=Limits(max_parameters=10**8)) for index in range(20)]
     kinds = {layer.kind for config in configs for layer in get_family(family).layers(config)}

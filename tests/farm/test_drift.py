@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
-from farm.growth.drift import EVERYTHING, drift_of, remeasure
-from farm.growth.operators import operators_of
+from farm.canaries.drift import EVERYTHING, drift_of, remeasure
+from farm.canaries.operators import operators_of
 from farm.sampling import sample
 from farm.space import default_space, parse_space
 from featurize.trial import config_hash

@@ -10,9 +10,9 @@ import re
 import pytest
 from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compared, learned, next_plan
 
-from farm.growth.report import write_report
-from farm.growth.report_charts import Curve, columns, curves, figure, heat_map
-from farm.growth.report_rows import GROUPS_SHOWN, LOG_CHARACTERS, Grid
+from farm.reports.charts import Curve, columns, curves, figure, heat_map
+from farm.reports.rows import GROUPS_SHOWN, LOG_CHARACTERS, Grid
+from farm.reports.write import write_report
 
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 

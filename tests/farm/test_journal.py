@@ -5,7 +5,7 @@ import datetime
 import pytest
 
 from conf.errors import UsageError
-from farm.growth.journal import Journal
+from farm.journal import Journal
 
 
 class Clock:

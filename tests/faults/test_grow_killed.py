@@ -6,9 +6,9 @@ import pytest
 from farm_process import Farm, await_, landed
 
 import warehouse
-from farm.growth.journal import STEPS, Journal
 from farm.growth.plan import read_plan
 from farm.jobs import Queue
+from farm.journal import STEPS, Journal
 from featurize.trial import config_hash
 from learn.artifacts import versions
 from warehouse.folder import DataFolder

@@ -8,7 +8,7 @@ import pytest
 import warehouse
 from conf.cli import run
 from farm.grow import TEXT, entry
-from farm.growth.journal import Journal
+from farm.journal import Journal
 from warehouse.folder import DataFolder
 
 pytestmark = pytest.mark.slow

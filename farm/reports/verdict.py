@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farm.growth.journal import STEPS, Cycle
-from farm.growth.report_rows import FAILED, Rows
+from farm.journal import STEPS, Cycle
+from farm.reports.rows import FAILED, Rows
 from warehouse.diff import Difference
 
 LEVELS = ("good", "look", "bad")

@@ -1,7 +1,7 @@
 """A cycle's report as one HTML page. Start reading at `report_page`.
 
 The page needs no network and no JavaScript, and every text in it is escaped: labels and errors come from other
-people's code. What is of the machine and of the cycles is in `farm.growth.report_nights`.
+people's code. What is of the machine and of the cycles is in `farm.reports.nights`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from farm.growth.report_charts import SHADES, heat_map
-from farm.growth.report_nights import canaries_section, next_section, scores_section, time_section
-from farm.growth.report_parts import (
+from farm.reports.charts import SHADES, heat_map
+from farm.reports.nights import canaries_section, next_section, scores_section, time_section
+from farm.reports.parts import (
     Html,
     chart,
     charts,
@@ -32,7 +32,7 @@ from warehouse.schema import STATUSES
 from warehouse.writer import RUN_RATIOS
 
 if TYPE_CHECKING:
-    from farm.growth.report import Report
+    from farm.reports.report import Report
     from warehouse.diff import Difference
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid
@@ -44,7 +44,7 @@ _SETTINGS = 400  # characters of one
 def report_page(report: Report) -> str:
     """The page's text."""
     title = f"Growth cycle {report.cycle}"
-    style = resources.files("farm.growth").joinpath("report.css").read_text(encoding="utf-8")
+    style = resources.files("farm.reports").joinpath("report.css").read_text(encoding="utf-8")
     sections = {
         "changed": ("Tonight", _changed(report)),
         "rows": ("Rows", _rows(report)),

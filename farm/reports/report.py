@@ -1,7 +1,7 @@
 """A cycle's report: what the night brought, what went wrong, and what is to be done, as a page and as JSON.
 
-Start reading at `write_report`; `Report` is all that is said. `farm.growth.report_rows` counts the rows,
-`farm.growth.report_verdict` says what the night came to, `farm.growth.report_page` draws the page.
+Start reading at `gather`; `Report` is all that is said. Beside it `rows` counts rows, `verdict` says what the night
+came to, `page` draws the page and `write` puts it into the data folder.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import duckdb
 
 import warehouse
 from conf.errors import UsageError
-from farm.growth.journal import STEPS, Cycle
-from farm.growth.report_rows import Rows, read_rows
-from farm.growth.report_verdict import Said, say
+from farm.journal import STEPS, Cycle
+from farm.reports.rows import Rows, read_rows
+from farm.reports.verdict import Said, say
 from warehouse.diff import NOW, Difference, diff
-from warehouse.folder import DataFolder, checked_name, write_bytes
+from warehouse.folder import DataFolder
 
-LATEST = "latest"
 LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
 
 
@@ -103,26 +101,6 @@ class Report:
 
     def as_json(self) -> str:
         return json.dumps(plain(dataclasses.asdict(self)), indent=1, allow_nan=False)
-
-
-def write_report(
-    folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None
-) -> Path:
-    """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
-
-    `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
-    `farm.choosing.plan_summary.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
-    cannot be written; what cannot be read is told in the report.
-    """
-    from farm.growth.report_page import report_page
-
-    report = gather(folder, cycle, cycles, next_plan)
-    page, text = report_page(report).encode("utf-8", errors="replace"), report.as_json().encode()
-    folder.reports.mkdir(parents=True, exist_ok=True)
-    for name in (checked_name("cycle", cycle.name), LATEST):
-        write_bytes(folder.reports / f"{name}.json", text)
-        write_bytes(folder.reports / f"{name}.html", page)
-    return folder.reports / f"{cycle.name}.html"
 
 
 def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None) -> Report:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from farm.growth.report_rows import Grid, short
+from farm.reports.rows import Grid, short
 
 SHADES = 6  # of a heat map, beside empty
 _CELL_WIDTH, _CELL_HEIGHT = 38.0, 31.0

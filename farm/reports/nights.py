@@ -1,6 +1,6 @@
 """The report's sections on the machine and on the cycles: canaries and drift, estimators, time, the night to come.
 
-Start reading at `canaries_section`; `farm.growth.report_page` puts them together.
+Start reading at `canaries_section`; `farm.reports.page` puts them together.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farm.growth.journal import STEPS
-from farm.growth.report_charts import Curve, columns, curves, figure
-from farm.growth.report_parts import (
+from farm.journal import STEPS
+from farm.reports.charts import Curve, columns, curves, figure
+from farm.reports.parts import (
     chart,
     charts,
     clean,
@@ -24,13 +24,13 @@ from farm.growth.report_parts import (
     section,
     table,
 )
-from farm.growth.report_rows import LOG_CHARACTERS
-from farm.growth.report_verdict import gist
+from farm.reports.rows import LOG_CHARACTERS
+from farm.reports.verdict import gist
 from learn.targets import TARGETS
 from warehouse.schema import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from farm.growth.report import Report, Score
+    from farm.reports.report import Report, Score
 
 SHOWN_CYCLES = 40  # of a curve: the newest
 OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting

@@ -63,6 +63,10 @@ class Cycle:
     def open(self) -> bool:
         return not self.outcome
 
+    def job(self, kind: str) -> str:
+        """The id of a job of this cycle, which no other cycle has, here or elsewhere."""
+        return f"{kind}-{self.token}"
+
     def done(self, step: str) -> Mapping[str, Any] | None:
         """What a step wrote down, None unless it is done."""
         found = self.steps.get(step)

@@ -19,10 +19,10 @@ import numpy as np
 
 import warehouse
 from conf.errors import UsageError
+from farm.canaries.compare import Compared, Verdict, compare_canaries, finals, history_of
+from farm.canaries.operators import OPERATORS, WEIGHT_UPDATES, operators_of
+from farm.canaries.runs import LABELS, read_nights
 from farm.choosing.coverage import Map
-from farm.growth.canaries import Compared, Verdict, compare_canaries, finals, history_of
-from farm.growth.canary_runs import LABELS, read_nights
-from farm.growth.operators import OPERATORS, WEIGHT_UPDATES, operators_of
 from featurize.device_spec import same_device
 from featurize.trial import TrialConfig, config_from_mapping, config_hash
 from warehouse.schema import ENVIRONMENT

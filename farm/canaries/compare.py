@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from farm.growth.canary_runs import LABELS, CanaryRun, Night, causes, read_nights
+from farm.canaries.runs import LABELS, CanaryRun, Night, causes, read_nights
 from featurize.families import get_family
 from featurize.layers import rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
@@ -21,7 +21,7 @@ from warehouse.writer import RUN_RATIOS
 MEMORY = "peak_memory_mib"
 
 # Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
-# small, and which operator families each has, and which not, tells later what moved (`farm.growth.drift`): batch norm
+# small, and which operator families each has, and which not, tells later what moved (`farm.canaries.drift`): batch norm
 # without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
 _CANARIES = (
     {"family": "mlp", "batch_size": 256, "optimizer": "sgd", "input_size": 1536, "classes": 100, "depth": 3,
@@ -137,7 +137,7 @@ class Verdict:
         return tuple(entry for entry in self.compared if entry.moved)
 
     def to_mapping(self, drift: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As the journal's step `canaries` holds it; `drift`: `farm.growth.drift.Drift.to_mapping`."""
+        """As the journal's step `canaries` holds it; `drift`: `farm.canaries.drift.Drift.to_mapping`."""
         return {
             "verdict": self.verdict,
             "said": self.said,
