@@ -35,6 +35,7 @@ Done. The runs are in $GPUFARM_DATA. What to try next:
   python -m farm.status
   python -m warehouse.query "SELECT config->>'topology' AS topology, status, count(*) FROM runs GROUP BY ALL ORDER BY ALL"
   python -m learn.fit target=memory
+  python -m farm.grow n=40 dry_run=true                 # what a night would measure; without dry_run: measures it
   python -m farm.doctor                                 # what this machine offers
 
 (in the environment that was made: source .venv/bin/activate)
