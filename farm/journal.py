@@ -8,11 +8,14 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from conf.errors import UsageError
 from warehouse.folder import DataFolder, sync
@@ -158,6 +161,21 @@ class Journal:
                 yield number, json.loads(line)
             except ValueError as error:
                 raise UsageError(f"{self.path}:{number} is damaged: {line[:80]!r}") from error
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON has it: no NaN, no infinity, no tuples, keys of text, times in UTC to the second."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, datetime.datetime):
+        return value.astimezone(datetime.UTC).isoformat(timespec="seconds")
+    return value
 
 
 def _cut_torn_line(file) -> None:

@@ -276,33 +276,20 @@ def _after(current: Artifact | None, now: datetime) -> datetime:
 def _write(folder, found: Promotion, candidate: _Candidate, cycle: str, *, now: datetime, in_doubt: int) -> Promotion:
     """The candidate as an artifact, like one of `learn.fit`, but never fitted on the rows that judge it."""
     from learn.artifacts import described, save_artifact
-    from learn.estimators import LEVEL
-    from learn.evaluation.evaluate import Evaluation, judged_classes, measure
+    from learn.evaluation.evaluate import judged
     from learn.evaluation.report import write_report
     from learn.fit import remarks
 
     known, judges, bins = candidate.known, candidate.judges, candidate.bins
-    metrics, prediction, predicted = measure(candidate.fitted, judges, bins)
-    notes = [*prediction.warnings, *remarks(candidate.name, known, bins)]
+    notes = remarks(candidate.name, known, bins)
     if candidate.refusals:
         notes.append(f"rows held out without an answer are in no figure: {'; '.join(candidate.refusals)}")
     if in_doubt:
         notes.append(f"{in_doubt} rows are in doubt (runs.error says why): neither fitted on nor judged")
-    evaluation = Evaluation(
-        cv=(),
-        test=metrics,
-        train_rows=known,
-        test_rows=judges,
-        point=prediction.point,
-        upper=prediction.upper(LEVEL),
-        true_class=judged_classes(judges, bins, predicted),
-        predicted_class=predicted,
-        bins=bins,
-        warnings=tuple(notes),
-    )
+    evaluation = judged(candidate.fitted, known, judges, bins, notes)
     meta = {
         **described(candidate.name, known, evaluation, bins, candidate.seed, now),
-        "warnings": notes,
+        "warnings": list(evaluation.warnings),
         "fitted": "on the training rows alone; the held-out ones, a fifth of all configurations, never are",
         "snapshot": candidate.snapshot,
         "cycle": cycle,
@@ -316,7 +303,7 @@ def _write(folder, found: Promotion, candidate: _Candidate, cycle: str, *, now: 
     }
     report = {
         "cv": [],
-        "test": metrics.to_mapping(),
+        "test": evaluation.test.to_mapping(),
         "test_run_ids": judges.run_ids.tolist(),
         "train_run_ids": known.run_ids.tolist(),
         "fitted_on": "train",

@@ -23,18 +23,15 @@ from conf.errors import UsageError, unknown_name
 from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.folder import DataFolder
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import ENVIRONMENT, JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 from warehouse.writer import RUN_RATIOS
 
 FORMATS = ("table", "json")
-ENVIRONMENT = (
-    "device_name", "torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings",
-    "memory_fraction", "mig_profile", "mps",
-)  # fmt: skip
+_WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")
-_KEY = ("config_hash", "source", *ENVIRONMENT)
+_KEY = ("config_hash", "source", *_WHERE)
 _SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 _LARGEST = 5
 

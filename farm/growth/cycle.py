@@ -138,14 +138,22 @@ class Night:
 
     def _measure(self, kind: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> str | None:
         """Run these as a job and give its id; None where the time was up. Raises `Left` where a signal asked to."""
-        job_id, stop = self.cycle.job(kind), self.stop()
+        job_id = self.cycle.job(kind)
+        ended = self._work_off(job_id, configs, shares)
+        if ended == "asked":
+            raise Left
+        if ended == "time":
+            self.queue.cancel(job_id, time.time())
+            return None
+        return job_id
+
+    def _work_off(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int = 1) -> str:
+        """Queue the configs as this job and run it: `all`, or why it ended before that, `asked` or `time`."""
+        stop = self.stop()
         self.submit(job_id, configs)
         if run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares):
-            return job_id
-        if stop.asked:
-            raise Left
-        self.queue.cancel(job_id, time.time())
-        return None
+            return "all"
+        return "asked" if stop.asked else "time"
 
     def _choose(self) -> dict[str, Any]:
         plan = self._plan(self.earlier(), "choosing")
@@ -159,17 +167,12 @@ class Night:
         job_id = self.cycle.job("grow")
         planned = read_plan(self.folder, self.cycle.done("choose")["plan"])
         configs = [(index, entry.config) for index, entry in enumerate(planned)]
-        stop = self.stop()
         began = time.monotonic()
-        all_done = not configs
-        if configs:
-            self.submit(job_id, configs)
-            all_done = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service)
-        if not all_done:
+        ended = self._work_off(job_id, configs) if configs else "all"
+        if ended != "all":
             self.queue.cancel(job_id, time.time())
-        ended = "all" if all_done else "asked" if stop.asked else "time"
         figures = job_figures(self.folder, job_id)
-        left = {} if all_done else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
+        left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
         return {
             "job_id": job_id, **figures, "ended": ended, "next_index": left,
             "wall_s": round(time.monotonic() - began, 3),

@@ -21,7 +21,7 @@ from farm.choosing.selection import TAKES_FIRST, Pool, candidates, choose, joine
 from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
-from farm.journal import Cycle
+from farm.journal import Cycle, plain
 from farm.settings import device_key
 from farm.space import Space
 from featurize.trial import TrialConfig, config_from_mapping, config_hash, mapping_hash
@@ -51,7 +51,7 @@ class Plan:
 
     def payload(self) -> dict[str, Any]:
         """For the journal, beside the file."""
-        told = {} if self.summary is None else _plain(self.summary.to_mapping())
+        told = {} if self.summary is None else plain(self.summary.to_mapping())
         return {**told, "runs": len(self.configs), "remeasured": self.again, "next_index": dict(self.next_index)}
 
     def write(self, folder: DataFolder, cycle: str) -> str:
@@ -191,16 +191,3 @@ def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[
     """`next_index`: family -> where its sequence goes on."""
     own = {_key(settings, space): next_index[space.family] for space in settings.spaces}
     return {**_positions(cycles), **own}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: no tuples, and no numbers that JSON does not know."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

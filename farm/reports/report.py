@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import duckdb
 
 import warehouse
 from conf.errors import UsageError
-from farm.journal import STEPS, Cycle
+from farm.journal import STEPS, Cycle, plain
 from farm.reports.rows import Rows, read_rows
 from farm.reports.verdict import Said, say
 from warehouse.diff import NOW, Difference, diff
@@ -142,19 +141,6 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         nights=tuple(map(_night, history)),
         next_plan=next_plan,
     )
-
-
-def plain(value: Any) -> Any:
-    """The value as strict JSON has it: no NaN, no infinity, keys of text."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, datetime.datetime):
-        return _time(value)
-    return value
 
 
 def _time(at: datetime.datetime) -> str:

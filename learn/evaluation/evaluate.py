@@ -5,7 +5,7 @@ Start reading at `evaluate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -113,12 +113,17 @@ def evaluate(
     reasons = "; ".join(dict.fromkeys(refused))
     if not len(test_rows):
         raise UsageError(f"estimator={estimator} has no answer for any of the {asked} held-out rows: {reasons}")
+    notes = [f"{len(refused)} of {asked} rows have no answer and are in no figure: {reasons}"] if refused else []
+    return judged(fitted, train_rows, test_rows, bins, notes, folds)
+
+
+def judged(
+    fitted: Estimator, train_rows: Rows, test_rows: Rows, bins: Bins, notes: Sequence[str], cv: Sequence[Metrics] = ()
+) -> Evaluation:
+    """A fitted model judged on rows that it all answers; `notes` follow its own warnings."""
     metrics, prediction, predicted = measure(fitted, test_rows, bins)
-    notes = list(prediction.warnings)
-    if refused:
-        notes.append(f"{len(refused)} of {asked} rows have no answer and are in no figure: {reasons}")
     return Evaluation(
-        cv=tuple(folds),
+        cv=tuple(cv),
         test=metrics,
         train_rows=train_rows,
         test_rows=test_rows,
@@ -127,7 +132,7 @@ def evaluate(
         true_class=judged_classes(test_rows, bins, predicted),
         predicted_class=predicted,
         bins=bins,
-        warnings=tuple(notes),
+        warnings=(*prediction.warnings, *notes),
     )
 
 
