@@ -47,6 +47,8 @@ class Course:
     period_s: float
     device_memory_mib: float | None = None
     clock_drift_s: float = 0.0
+    left_processes: int = 0  # that the trial left behind and that had to be killed
+    stayed_processes: int = 0  # that could not be
 
 
 def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
@@ -86,6 +88,8 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
             period_s=course.period_s,
             device_memory_mib=course.device_memory_mib,
             clock_drift_s=course.clock_drift_s,
+            left_processes=course.left_processes,
+            stayed_processes=course.stayed_processes,
             label_sensors=chosen,
             means=means,
             energy_j=columns.get("energy_j"),

@@ -9,6 +9,19 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.failure import is_device_fault
+from workers.reports import (
+    BrokenReport,
+    Built,
+    DeviceOpened,
+    Failure,
+    Reading,
+    Report,
+    Result,
+    WarmupBegun,
+    WindowBegun,
+)
+from workers.safe_text import safe_text
 from workers.server_client import TrialExit
 from workers.settings import TrialSettings
 from workers.telemetry.base import Sample
@@ -22,7 +35,8 @@ class Observed:
     missing: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     half_widths: dict[str, float] = field(default_factory=dict)  # label -> of its 95 % confidence interval
-    failure: dict[str, Any] | None = None
+    failure: Failure | None = None
+    broken: BrokenReport | None = None
     finished: bool = False
     prepared: bool = False
     warmup_ns: int | None = None
@@ -38,40 +52,49 @@ def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
     return (observed.warmup_ns - t0_ns) / 1e9
 
 
-def take(event: dict[str, Any], observed: Observed) -> None:
-    """Fold one event of the trial into what is known of it."""
-    match event["event"]:
-        case "built":
-            observed.values["parameters"] = event["parameters"]
-        case "environment":
-            observed.values["cudnn_version"] = event["cudnn_version"]
-        case "warmup":
-            observed.warmup_ns = event["t_ns"]
-        case "window":
-            observed.window_ns = event["t_ns"]
-        case "step":
-            observed.samples.append(("torch", Sample(event["t_ns"], event["values"])))
-        case "sample":
-            observed.samples.append((event["sensor"], Sample(event["t_ns"], event["values"])))
-        case "result":
+def take(report: Report, observed: Observed) -> None:
+    """Fold one report of the trial into what is known of it."""
+    match report:
+        case Built(parameters):
+            observed.values["parameters"] = parameters
+        case DeviceOpened(cudnn_version):
+            observed.values["cudnn_version"] = cudnn_version
+        case WarmupBegun(t_ns):
+            observed.warmup_ns = t_ns
+        case WindowBegun(t_ns):
+            observed.window_ns = t_ns
+        case Reading(sensor, t_ns, values):
+            observed.samples.append((sensor, Sample(t_ns, values)))
+        case Result():
             observed.finished = True
-            observed.window_end_ns = event["window_end_ns"]
-            values = dict(event["values"])
-            observed.half_widths |= values.pop("half_widths", {})
-            observed.values |= {"window_ended": event["window_ended"], **values}
-        case "failed":
-            observed.failure = event
-            observed.values |= event["values"]
+            observed.window_end_ns = report.window_end_ns
+            observed.half_widths |= report.half_widths
+            observed.values |= {"window_ended": report.window_ended, **report.values}
+        case Failure():
+            observed.failure = report
+            observed.values |= report.values
+        case BrokenReport():
+            observed.broken = report
 
 
 def outcome_of(
-    observed: Observed, settings: TrialSettings, lost: str | None, host_is_device: bool
+    observed: Observed, settings: TrialSettings, lost: str | None, backend: str
 ) -> tuple[dict[str, Any], bool]:
-    """(status, oom_kind, error_type, error) of a run, and whether another attempt may end otherwise."""
+    """(status, oom_kind, error_type, error) of a run, and whether another attempt may end otherwise.
 
-    def outcome(status, oom_kind=None, error_type=None, error=None, retryable=False):
-        tail = observed.exit.log_tail
-        text = f"{error}\n--- the trial's output ends:\n{tail}" if error and tail and tail not in error else error
+    `backend` is the device's: what a trial claims of a device that it did not have is not believed.
+    """
+
+    def outcome(
+        status: str,
+        oom_kind: str | None = None,
+        error_type: str | None = None,
+        error: str | None = None,
+        retryable: bool = False,
+    ) -> tuple[dict[str, Any], bool]:
+        text, output = None if error is None else safe_text(error), observed.exit.output
+        if text is not None and output and output not in text:
+            text = f"{text}\n--- the trial's output ends:\n{output}"
         return {"status": status, "oom_kind": oom_kind, "error_type": error_type, "error": text}, retryable
 
     ended = observed.exit
@@ -79,13 +102,14 @@ def outcome_of(
         return outcome("ok")
     if observed.failure is not None:
         failure = observed.failure
-        return outcome(
-            failure["status"], failure["oom_kind"], failure["error_type"], failure["error"], failure["device_fault"]
-        )
+        faulty = failure.device_fault and is_device_fault(backend, failure.error_type, failure.error)
+        return outcome(failure.status, failure.oom_kind, failure.error_type, failure.error, faulty)
+    if observed.broken is not None:
+        return outcome("crashed", error_type="BrokenReport", error=f"the trial reported {observed.broken.reason}")
     if lost is not None:
         return outcome("crashed", error_type="ServerLost", error=lost, retryable=True)
     if ended.killed_for is not None:
-        kind = "device" if host_is_device else "host"
+        kind = "device" if backend == "cpu" else "host"
         return outcome("oom", kind, "HostOutOfMemory", f"killed: {ended.killed_for}")
     if ended.timed_out:
         return outcome(
@@ -94,6 +118,14 @@ def outcome_of(
     if ended.signal == signal.SIGKILL:
         return outcome("crashed", error_type="SIGKILL", error="the trial was killed from outside", retryable=True)
     if ended.signal is not None:
-        name = signal.Signals(ended.signal).name
+        name = signal_name(ended.signal)
         return outcome("crashed", error_type=name, error=f"the trial died of {name}")
     return outcome("crashed", error_type="Exit", error=f"the trial exited with code {ended.code} and no result")
+
+
+def signal_name(number: int) -> str:
+    """`SIGSEGV`; `SIG40` for one that has no name, as those for real-time use."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"

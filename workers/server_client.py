@@ -1,4 +1,4 @@
-"""The worker's end of a trial server: start it, hand it a trial, read the trial's events, kill it.
+"""The worker's end of a trial server: start it, hand it a trial, read the trial's reports, kill it.
 
 Start reading at `TrialServer.start`. A server that dies or stops answering raises
 `ServerLost`; the caller starts another.
@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -21,11 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.trial_server import PACKET_BYTES, trial_log
+from conf.identity import identity
+from workers.reports import BrokenReport, Failure, Report, ReportReader, Result
+from workers.safe_text import quoted, safe_text
+from workers.trial_server import PACKET_BYTES
 
 _START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
+_GOODBYE_S = 30.0  # for a trial to end after its last report: giving back its memory may take long
+_CLOSE_TIMEOUT_S = 15.0  # the keeper gives the server ten seconds
 _LOG_TAIL_BYTES = 4000
+_RECEIVE_BYTES = 1 << 18
+_READS_AFTER_EXIT = 64  # more than a socket holds: then somebody writes who could not be killed
+_EXIT_KEYS = {"exited", "code", "signal", "output", "left", "stayed"}
+OWNER_FILE = "owner"  # in each temporary folder: the identity of the process that made it
 
 
 class ServerLost(RuntimeError):
@@ -40,17 +48,20 @@ class TrialExit:
     signal: int | None = None
     timed_out: bool = False
     killed_for: str | None = None  # why the worker killed it, other than the deadline
-    log_tail: str = ""
+    output: str = ""  # of its standard output and error: the beginning and the end
+    left: int = 0  # processes that it left behind and that had to be killed
+    stayed: int = 0  # those of them that could not be
 
 
 @dataclass
 class RunningTrial:
-    """A trial in flight: its process group leader and the socket on which it reports."""
+    """A trial in flight: its process group leader, and the socket on which it reports."""
 
     pid: int
     channel: socket.socket
-    buffer: bytearray = field(default_factory=bytearray)
-    kill_reason: str | None = None
+    reader: ReportReader = field(default_factory=ReportReader)
+    kill_reason: str | None = None  # memory that it may not have: set it, and the trial is killed
+    broken: bool = False  # it broke the rules of its socket, and is killed
 
 
 class TrialServer:
@@ -61,33 +72,42 @@ class TrialServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.TemporaryDirectory(prefix="gpufarm-trial-")
         self._exited: dict[int, dict[str, Any]] = {}  # pid -> its exit, told while another trial was looked at
+        Path(self._folder.name, OWNER_FILE).write_text(identity(os.getpid()))
         self._server_log_path = Path(self._folder.name) / "server.log"
         self._control = ours
         self._hello: dict[str, Any] | None = None
+        self._pid: int | None = None
+        line, self._line = os.pipe()  # its end tells the keeper that this process is gone
         with open(self._server_log_path, "wb") as log, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.trial_server", str(theirs.fileno()), self._folder.name],
+                [sys.executable, "-m", "workers.keeper", str(line), str(theirs.fileno())],
                 # NumPy's OpenBLAS would start threads at import, and a process that forks must have one only.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(line, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C in the terminal is the dispatcher's to handle
             )
+        os.close(line)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """The server's process; waits for it to be ready."""
+        self.hello()
+        return self._pid
 
     def hello(self) -> dict[str, Any]:
         """The software environment, once torch is imported. Raises `ServerLost` with the server's own words."""
         if self._hello is None:
-            self._hello = self._receive(_START_TIMEOUT_S)["hello"]
+            message = self._receive(_START_TIMEOUT_S)
+            if not {"hello", "pid"} <= message.keys():
+                raise ServerLost(f"the trial server said what it cannot: {quoted(json.dumps(message))}")
+            self._hello, self._pid = message["hello"], message["pid"]
         return self._hello
 
-    def start(self, trial: dict[str, Any]) -> RunningTrial:
-        """Fork a child for `trial` (a JSON-able mapping, see `workers.trial.run_trial`).
+    def start(self, trial: dict[str, Any], reader: ReportReader | None = None) -> RunningTrial:
+        """Fork a child for `trial` (a JSON-able mapping, see `workers.trial.run_trial`); `reader` reads its reports.
 
         With `trial["ahead"]` it gets itself ready and waits; `tell(trial, "go")` lets it run.
         """
@@ -99,8 +119,8 @@ class TrialServer:
             with theirs:
                 socket.send_fds(self._control, [packet], [theirs.fileno()])
             while "started" not in (message := self._receive(_ANSWER_TIMEOUT_S)):
-                self._exited[message["exited"]] = message  # of the other trial
-            return RunningTrial(message["started"], ours)
+                self._note_exit(message)  # of the other trial
+            return RunningTrial(message["started"], ours, reader or ReportReader())
         except OSError as error:
             ours.close()
             raise ServerLost(f"the trial server is gone: {error}{self._server_words()}") from error
@@ -108,24 +128,23 @@ class TrialServer:
             ours.close()
             raise
 
-    def events(
-        self, trial: RunningTrial, deadline_ns: int, tick_s: float
-    ) -> Iterator[dict[str, Any] | TrialExit | None]:
-        """Yield the trial's events as they come, None at least every `tick_s`, and last its `TrialExit`.
+    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[Report | TrialExit | None]:
+        """Yield the trial's reports as they come, None at least every `tick_s`, and last its `TrialExit`.
 
-        At `deadline_ns` (monotonic), or when `trial.kill_reason` has been set, its whole process group is killed.
+        At `deadline_ns` (monotonic), when `trial.kill_reason` has been set or a report was broken, its whole process
+        group is killed. So is what has not ended half a minute after its last report.
         """
-        channel_open, killed, timed_out = True, False, False
-        exited: dict[str, Any] | None = None
+        channel_open, killed, timed_out, reads_after_exit = True, False, False, 0
         next_tick_ns = time.monotonic_ns()
         while True:
-            exited = exited or self._exited.pop(trial.pid, None)  # told while the caller dealt with the other trial
+            exited = self._exited.get(trial.pid)  # it may have been told while the caller dealt with the other trial
             now_ns = time.monotonic_ns()
-            if not killed and (trial.kill_reason is not None or now_ns >= deadline_ns):
-                killed, timed_out = True, trial.kill_reason is None
+            overdue = now_ns >= deadline_ns
+            if not killed and (trial.kill_reason is not None or trial.broken or overdue):
+                killed, timed_out = True, overdue and trial.kill_reason is None
                 self._send({"kill": trial.pid})
                 deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
-            elif killed and now_ns >= deadline_ns:
+            elif killed and overdue and not exited:
                 raise ServerLost("a killed trial did not end")
             if now_ns >= next_tick_ns:  # also while the trial talks without a pause
                 next_tick_ns = now_ns + int(tick_s * 1e9)
@@ -134,23 +153,29 @@ class TrialServer:
             timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
             readable, _, _ = select.select(waiting, [], [], 0.0 if exited else timeout_s)
             if channel_open and trial.channel in readable:
-                events, channel_open = self._read_events(trial)
-                yield from events  # what the trial said comes before how it ended
+                reports, channel_open = self._read_reports(trial)
+                reads_after_exit += exited is not None
+                channel_open &= reads_after_exit < _READS_AFTER_EXIT
+                for report in reports:  # what the trial said comes before how it ended
+                    if isinstance(report, BrokenReport):
+                        trial.broken = True
+                    if isinstance(report, Result | Failure):
+                        deadline_ns = min(deadline_ns, time.monotonic_ns() + int(_GOODBYE_S * 1e9))
+                    yield report
             elif exited:
+                del self._exited[trial.pid]
                 yield TrialExit(
                     code=exited["code"],
                     signal=exited["signal"],
                     timed_out=timed_out,
                     killed_for=trial.kill_reason,
-                    log_tail=self._take_log(trial.pid),
+                    output=exited["output"],
+                    left=exited["left"],
+                    stayed=exited["stayed"],
                 )
                 return
             elif self._control in readable:
-                message = self._receive(_ANSWER_TIMEOUT_S)
-                if message["exited"] == trial.pid:
-                    exited = message
-                else:
-                    self._exited[message["exited"]] = message
+                self._note_exit(self._receive(_ANSWER_TIMEOUT_S))
 
     def tell(self, trial: RunningTrial, word: str) -> None:
         """Say `go`, `steady` or `bye` to a trial (see `workers.trial`); one that has ended does not hear it."""
@@ -162,31 +187,35 @@ class TrialServer:
         trial.channel.close()
         self._send({"kill": trial.pid})
         while trial.pid not in self._exited:
-            message = self._receive(_ANSWER_TIMEOUT_S)
-            self._exited[message["exited"]] = message
+            self._note_exit(self._receive(_ANSWER_TIMEOUT_S))
         del self._exited[trial.pid]
-        self._take_log(trial.pid)
 
     def close(self) -> None:
         """End the server and whatever runs under it."""
-        self._control.close()  # the server kills its trial when it reads the end of file
+        if self._line is None:
+            return
+        line, self._line = self._line, None
+        self._control.close()  # the server ends its trials when it reads the end of file, and then itself
+        os.close(line)
         try:
-            self._process.wait(timeout=2.0)
+            self._process.wait(timeout=_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # a trial dies with it (parent-death signal)
+                self._process.kill()  # the server sees it, and a trial dies with the server (parent-death signal)
             self._process.wait()
         self._folder.cleanup()
 
-    def _read_events(self, trial: RunningTrial) -> tuple[list[dict[str, Any]], bool]:
+    def _note_exit(self, message: dict[str, Any]) -> None:
+        if not message.keys() >= _EXIT_KEYS:
+            raise ServerLost(f"the trial server said what it cannot: {quoted(json.dumps(message))}")
+        self._exited[message["exited"]] = message
+
+    def _read_reports(self, trial: RunningTrial) -> tuple[list[Report], bool]:
         try:
-            data = trial.channel.recv(PACKET_BYTES)
+            data = trial.channel.recv(_RECEIVE_BYTES)
         except ConnectionResetError:
             data = b""
-        trial.buffer += data
-        *lines, rest = trial.buffer.split(b"\n")
-        trial.buffer = bytearray(rest)  # a killed trial may leave half a line: it is never an event
-        return [json.loads(line) for line in lines], bool(data)
+        return trial.reader.feed(data), bool(data)
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -206,18 +235,17 @@ class TrialServer:
             raise ServerLost(f"the trial server is gone: {error}{self._server_words()}") from error
         if not packet:
             raise ServerLost(f"the trial server died{self._server_words()}")
-        return json.loads(packet)
+        try:
+            message = json.loads(packet)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise ServerLost(f"the trial server said what it cannot: {quoted(packet)}")
+        return message
 
     def _server_words(self) -> str:
         tail = _tail(self._server_log_path)
         return f"; it said:\n{tail}" if tail else ""
-
-    def _take_log(self, pid: int) -> str:
-        """The end of a trial's output; the log goes."""
-        path = Path(trial_log(self._folder.name, pid))
-        tail = _tail(path)
-        path.unlink(missing_ok=True)
-        return tail
 
 
 def _tail(path: Path) -> str:
@@ -225,6 +253,6 @@ def _tail(path: Path) -> str:
         with open(path, "rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace").strip()
+            return safe_text(log.read().decode(errors="replace")).strip()
     except FileNotFoundError:
         return ""

@@ -1,7 +1,8 @@
 """The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
 
 Start reading at `run_trial`. Events: `built` (parameters), `warmup`, `window` (their monotonic times), `result`
-(labels, step times, telemetry), or `failed` (status, kind of memory, traceback). The worker answers in words, one a
+(labels, step times, telemetry), or `failed` (status, kind of memory, traceback); `workers.reports` reads them, and
+holds the trial to their order and types. The worker answers in words, one a
 line: `go` (to a trial that was made ready while another ran), `steady` (every sampled figure is, so the window may
 end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so that a last sample sees it.
 """
@@ -16,24 +17,13 @@ import time
 import traceback
 from typing import Any
 
-from conf.errors import UsageError
+from workers.failure import classify, is_device_fault
+from workers.safe_text import cut
+
+__all__ = ["TrialLink", "classify", "run_trial", "thread_budget"]
 
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _WORD_BYTES = 256
-
-# Messages that mean "no memory" where the exception's type does not say so.
-_DEVICE_OOM_MARKS = (
-    "out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY",
-)  # fmt: skip
-# What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
-_FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
-_FULL_CARD_FREE_MIB = 512.0
-# The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.
-_DEVICE_FAULT_MARKS = (
-    "No CUDA GPUs are available", "uncorrectable ECC", "unspecified launch failure",
-    "CUDA driver initialization failed", "device is busy or unavailable", "GPU is lost", "system not yet initialized",
-)  # fmt: skip
-_HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 class TrialLink:
@@ -42,12 +32,15 @@ class TrialLink:
     def __init__(self, channel: socket.socket, ahead: bool = False):
         self.ahead = ahead
         self._channel = channel
+        self._pid = os.getpid()
         self._buffer = b""
         self._words: set[str] = set()
         self._ended = False  # the worker has closed its end: nothing more will be said
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event."""
+        """Send one event. A copy of the trial that its model has forked ends here: it is no trial."""
+        if os.getpid() != self._pid:
+            os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
 
     def told(self, word: str) -> bool:
@@ -92,15 +85,17 @@ def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
     try:
         _measure(trial, link)
     except BaseException as error:
-        status, oom_kind = classify(error, trial["device"]["backend"] == "cpu", _free_device_mib(trial))
+        backend, error_type = trial["device"]["backend"], type(error).__name__
+        status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial))
+        text = cut(_traceback())
         link.report(
             "failed",
             status=status,
             oom_kind=oom_kind,
-            error_type=type(error).__name__,
-            error=traceback.format_exc(limit=-12),
-            device_fault=status == "crashed" and any(mark in str(error) for mark in _DEVICE_FAULT_MARKS),
-            values=_memory_at_failure(trial["device"]["backend"]),
+            error_type=error_type,
+            error=text,
+            device_fault=status == "crashed" and is_device_fault(backend, error_type, text),
+            values=_memory_at_failure(backend),
         )
     link.wait_for_go()  # one that failed while it was made ready is looked at when it is its turn
     link.wait("bye", _ACKNOWLEDGE_TIMEOUT_S)  # without it the worker is busy or gone: the labels have been sent
@@ -117,23 +112,11 @@ def _measure(trial: dict[str, Any], link: TrialLink) -> None:
     device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], link)
 
 
-def classify(
-    error: BaseException, host_is_device: bool, free_device_mib: float | None = None
-) -> tuple[str, str | None]:
-    """(status, oom_kind) of an exception: `oom` when memory ran out, `invalid` for a config that cannot be built."""
-    text = str(error)
-    if isinstance(error, MemoryError) or any(mark in text for mark in _HOST_OOM_MARKS):
-        return "oom", "device" if host_is_device else "host"
-    if type(error).__name__ in ("OutOfMemoryError", "SimulatedOutOfMemoryError") or (
-        isinstance(error, RuntimeError) and any(mark in text for mark in _DEVICE_OOM_MARKS)
-    ):
-        return "oom", "device"
-    card_is_full = free_device_mib is not None and free_device_mib < _FULL_CARD_FREE_MIB
-    if card_is_full and any(mark in text for mark in _FULL_CARD_MARKS):
-        return "oom", "device"
-    if isinstance(error, UsageError):
-        return "invalid", None
-    return "crashed", None
+def _traceback() -> str:
+    try:
+        return traceback.format_exc(limit=-12)
+    except BaseException as error:  # an exception whose own methods fail
+        return f"its traceback cannot be written: {type(error).__name__}"
 
 
 def _memory_at_failure(backend: str) -> dict[str, float]:

@@ -1,20 +1,22 @@
 """The trial server: a small single-threaded process that has torch imported and forks one child per trial.
 
-Executed by a worker (`python -m workers.trial_server`), never forked from it: a worker under Ray has many threads. It
+Executed by its keeper (`workers.keeper`) for a worker, never forked from one: a worker under Ray has many threads. It
 imports what the first training step needs and then runs no operator and touches no CUDA, so that a child starts
-within milliseconds with a clean context and allocator. Start reading at `serve`.
+within milliseconds with a clean context and allocator. Start reading at `Server.serve`.
 
 Wire: one SOCK_SEQPACKET socket, a JSON object a packet.
   worker -> server   {"run": TRIAL} + one file descriptor, the trial's own socket   |   {"kill": PID}
-  server -> worker   {"hello": ENVIRONMENT}, {"started": PID}, {"exited": PID, "code": N | null, "signal": N | null}
-A trial's output goes to a log of its own, `trial_log(folder, PID)`. Two trials at most live at a time: the one that is
-measured, and the next, which is made ready and waits. End of file on the socket means that the worker died: its trials
-are killed and the server exits.
+  server -> worker   {"hello": ENVIRONMENT, "pid": PID}   |   {"started": PID}
+                     {"exited": PID, "code": N | null, "signal": N | null, "output": TEXT, "left": N, "stayed": N}
+Two trials at most live at a time: the one that is measured, and the next, which is made ready and waits. A trial's
+output is read here, so that it never has to wait and never fills a disk; its beginning and end are kept. When a trial
+has ended, so does every process that it started (`workers.containment`): `left` says how many had to be killed,
+`stayed` how many could not be. End of file on the socket means that the worker died, on the keeper's pipe that the
+keeper did: everything is ended and the server exits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -22,95 +24,154 @@ import select
 import signal
 import socket
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from workers.containment import ControlGroup, become_subreaper, die_with_parent, end_below
+from workers.trial_output import TrialOutput
+
 PACKET_BYTES = 1 << 20
 
 
-def trial_log(folder: str, pid: int) -> str:
-    """Where a trial's standard output and error go."""
-    return os.path.join(folder, f"trial-{pid}.log")
+@dataclass(frozen=True)
+class _Child:
+    """A trial that lives: its output and, where there is one, its control group."""
+
+    output: TrialOutput
+    group: ControlGroup | None
 
 
-def serve(control: socket.socket, folder: str) -> None:
-    """Fork and reap trials until the control socket ends. Runs on the main thread, with one thread only."""
-    from workers.environment import software_environment
+class Server:
+    """Forks and reaps trials until its worker or its keeper is gone. On the main thread, with one thread only."""
 
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_write, False)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler must exist for the wake-up byte to be written
-    _send(control, {"hello": {**software_environment(), "threads": _thread_count()}})
-    gc.collect()
-    gc.freeze()  # what is here now is never collected: children do not copy its pages
-    children: set[int] = set()
-    while True:
-        readable, _, _ = select.select([control, wake_read], [], [])
-        if wake_read in readable:
-            os.read(wake_read, 512)
-            for child in tuple(children):
-                if (exited := _reap(child)) is not None:
-                    children.remove(child)
-                    _send(control, exited)
-        if control not in readable:
-            continue
-        packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 1)
-        if not packet:
-            break
-        message = json.loads(packet)
+    def __init__(self, control: socket.socket, kept: int, group: ControlGroup | None) -> None:
+        """`kept` ends with the keeper. Trials get control groups of their own below `group`, if there is one."""
+        self._control = control
+        self._kept = kept
+        self._group = group
+        self._wake_read, self._wake_write = os.pipe()
+        self._children: dict[int, _Child] = {}
+        self._forked = 0
+
+    def serve(self) -> None:
+        from workers.environment import software_environment
+
+        os.set_blocking(self._wake_write, False)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler must exist for the wake-up byte to be written
+        become_subreaper()
+        self._send({"hello": {**software_environment(), "threads": _thread_count()}, "pid": os.getpid()})
+        gc.collect()
+        gc.freeze()  # what is here now is never collected: children do not copy its pages
+        while self._turn():
+            pass
+        for pid in self._children:
+            _kill_group(pid)
+        end_below(os.getpid(), group=self._group)
+
+    def _turn(self) -> bool:
+        """Wait for something and deal with it; False at the end."""
+        outputs = [child.output for child in self._children.values() if child.output.open]
+        readable, _, _ = select.select([self._control, self._wake_read, self._kept, *outputs], [], [])
+        for output in outputs:
+            if output in readable:
+                output.drain()
+        if self._wake_read in readable:
+            os.read(self._wake_read, 512)
+        for pid in tuple(self._children):
+            self._reap(pid)
+        if self._kept in readable:
+            return False
+        if self._control in readable:
+            packet, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+            if not packet:
+                return False
+            self._obey(json.loads(packet), descriptors)
+        return True
+
+    def _obey(self, message: dict[str, Any], descriptors: list[int]) -> None:
         if "run" in message:
-            assert len(children) < 2, "one trial that runs, and one that is made ready"
-            child = _fork(message["run"], descriptors[0], control, (wake_read, wake_write), folder)
+            assert len(self._children) < 2, "one trial that runs, and one that is made ready"
+            os.set_inheritable(descriptors[0], False)
+            pid = self._fork(message["run"], descriptors[0])
             os.close(descriptors[0])
-            children.add(child)
-            _send(control, {"started": child})
-        elif message["kill"] in children:
+            self._send({"started": pid})
+        elif message["kill"] in self._children:
             _kill_group(message["kill"])
-    for child in children:
-        _kill_group(child)
-        os.waitpid(child, 0)
 
+    def _fork(self, trial: dict[str, Any], descriptor: int) -> int:
+        server = os.getpid()
+        self._forked += 1
+        child = _Child(TrialOutput(), ControlGroup.below(self._group, f"trial-{self._forked}"))
+        pid = os.fork()
+        if pid:
+            os.setpgid(pid, pid)  # here as well as in the child: a kill of the group may come before the child has run
+            child.output.close_writer()
+            self._children[pid] = child
+            return pid
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            die_with_parent(server)
+            become_subreaper()  # what it leaves while another trial lives stays with it, and is known as its own
+            if child.group is not None:
+                child.group.enter()
+            self._forget(child)
+            _be_the_first_to_go()
+            from workers.trial import run_trial
 
-def _fork(trial: dict, descriptor: int, control: socket.socket, wake: tuple[int, int], folder: str) -> int:
-    server = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.setpgid(pid, pid)  # here as well as in the child: a kill of the group may come before the child has run
-        return pid
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        _die_with_parent(server)
+            with socket.socket(fileno=descriptor) as channel:
+                run_trial(trial, channel)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)  # never run the server's own clean-up in a child
+
+    def _forget(self, child: _Child) -> None:
+        """In a trial: give up what is the server's, and write to the trial's own output."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        control.close()
-        for end in wake:
+        os.dup2(child.output.writer, 1)
+        os.dup2(child.output.writer, 2)
+        self._control.close()
+        for end in (self._wake_read, self._wake_write, self._kept, child.output.reader, child.output.writer):
             os.close(end)
-        _be_the_first_to_go()
-        log = os.open(trial_log(folder, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        from workers.trial import run_trial
+        for other in self._children.values():
+            other.output.close()
 
-        with socket.socket(fileno=descriptor) as channel:
-            run_trial(trial, channel)
-        code = 0
-    except BaseException:
-        import traceback
+    def _reap(self, pid: int) -> None:
+        """If the trial has ended: end what it left, and tell the worker."""
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        left, stayed = end_below(os.getpid(), spared=tuple(self._children), group=self._children[pid].group)
+        child = self._children.pop(pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        child.output.drain()
+        self._send(
+            {
+                "exited": pid,
+                "code": code if code >= 0 else None,
+                "signal": -code if code < 0 else None,
+                "output": child.output.text(),
+                "left": left,
+                "stayed": stayed,
+            }
+        )
+        child.output.close()
 
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # never run the server's own clean-up in a child
-
-
-def _die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent dies, whatever the reason (the parent has one thread only)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(message).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the worker is gone: the next receive sees the end of file
 
 
 def _be_the_first_to_go() -> None:
@@ -122,27 +183,13 @@ def _be_the_first_to_go() -> None:
         pass
 
 
-def _reap(child: int) -> dict | None:
-    pid, status = os.waitpid(child, os.WNOHANG)
-    if pid == 0:
-        return None
-    _kill_group(child)  # what the trial itself started
-    code = os.waitstatus_to_exitcode(status)
-    return {"exited": child, "code": code if code >= 0 else None, "signal": -code if code < 0 else None}
-
-
 def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # nobody is left; macOS and gVisor say EPERM for zombies
-        pass
-
-
-def _send(control: socket.socket, message: dict) -> None:
-    try:
-        control.send(json.dumps(message).encode())
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the worker is gone: the next receive sees the end of file
+    """Kill a trial that has not been reaped, and its group, which it may have left."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # nobody is left; macOS and gVisor say EPERM for zombies
+            pass
 
 
 def _thread_count() -> int | None:
@@ -153,13 +200,16 @@ def _thread_count() -> int | None:
 
 
 def main() -> None:
-    """`python -m workers.trial_server FD FOLDER`: the worker passes its socket's number and where logs of trials go."""
+    """`python -m workers.trial_server CONTROL KEPT GROUP`: two descriptors, and the control group's path or nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
     from featurize.training import preload
 
     preload()
+    for descriptor in map(int, sys.argv[1:3]):
+        os.set_inheritable(descriptor, False)
+    group = ControlGroup(Path(sys.argv[3])) if sys.argv[3] else None
     with socket.socket(fileno=int(sys.argv[1])) as control:
-        serve(control, sys.argv[2])
+        Server(control, int(sys.argv[2]), group).serve()
     os._exit(0)  # an orderly end of torch takes a second, and nothing is left to be written
 
 

@@ -50,6 +50,8 @@ class RunFacts:
     period_s: float = 0.1
     device_memory_mib: float | None = None
     clock_drift_s: float = 0.0  # by how much the wall clock ran ahead of the monotonic one over the run
+    left_processes: int = 0  # that the trial left behind and that had to be killed
+    stayed_processes: int = 0  # that could not be
     # metric of a label -> the sensor that it is from (None: no sensor has one); sensor -> its means, also of the rest
     label_sensors: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     means: Mapping[str, Mapping[str, WindowMean]] = dataclasses.field(default_factory=dict)
@@ -72,6 +74,9 @@ def judge_run(samples: Samples, facts: RunFacts) -> Verdict:
     out-of-memory untrusted, one that computes a timeout; errors of the memory make anything untrusted.
     """
     judged = _Judged(facts)
+    if facts.left_processes:
+        stayed = f", {facts.stayed_processes} could not be killed" if facts.stayed_processes else ""
+        judged.add("processes_left", f"{facts.left_processes} had to be killed after the trial had ended{stayed}")
     if facts.backend == "simulated" or facts.status == "invalid":
         return judged.verdict()
     by_sensor = split_by_sensor(samples)

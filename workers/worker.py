@@ -22,6 +22,8 @@ from workers.environment import core_count, host_memory_share_mib
 from workers.host_memory import HostMemoryGuard, kernel_oom_kills
 from workers.labels import Course, label_run
 from workers.outcome import Observed, outcome_of, startup_s, take
+from workers.reports import READINGS_KEPT, Failure, Reading, ReportReader, Result, WindowBegun
+from workers.safe_text import safe_text
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
 from workers.telemetry.base import SensorUnavailable, Target
@@ -134,7 +136,7 @@ class Worker:
         except BaseException:
             self._discard_server()  # a trial may still run on it
             raise
-        outcome, retryable = outcome_of(observed, settings, lost, host_is_device=self._choice.backend == "cpu")
+        outcome, retryable = outcome_of(observed, settings, lost, self._device.backend)
         finished_at, wall_s = datetime.datetime.now(datetime.UTC), (time.monotonic_ns() - t0_ns) / 1e9
         origin_ns = t0_ns if self._device.sampled else 0  # virtual time begins at 0
         labels, samples = label_run(
@@ -151,6 +153,8 @@ class Worker:
                 period_s=settings.telemetry.period_s,
                 device_memory_mib=self._slot.device_memory_mib,
                 clock_drift_s=(finished_at - started_at).total_seconds() - wall_s,
+                left_processes=observed.exit.left,
+                stayed_processes=observed.exit.stayed,
             )
         )
         run = {
@@ -162,7 +166,7 @@ class Worker:
             "startup_s": startup_s(observed, t0_ns if self._device.sampled else None),
             "prepared": observed.prepared,
             "telemetry_rows": len(observed.samples),
-            "telemetry_missing": json.dumps(observed.missing, sort_keys=True) if observed.missing else None,
+            "telemetry_missing": _as_json(observed.missing),
             "started_at": started_at,
             "finished_at": finished_at,
             "wall_s": wall_s,
@@ -202,7 +206,10 @@ class Worker:
                 observed.prepared = True
                 return trial
             self._server.discard(trial)
-        return self._server.start(self._described(task))
+        return self._server.start(self._described(task), self._reader())
+
+    def _reader(self) -> ReportReader:
+        return ReportReader(since_ns=time.monotonic_ns(), virtual=not self._device.sampled)
 
     def _prepare(self, task: TaskSpec | None) -> None:
         """Have the next trial's process build what it can on the host, and wait."""
@@ -211,7 +218,7 @@ class Worker:
         settings = TrialSettings.from_mapping(json.loads(task.settings))
         if settings.prepare_ahead == "never" or (settings.prepare_ahead == "auto" and not self.prepares):
             return
-        self._prepared = task, self._server.start({**self._described(task), "ahead": True})
+        self._prepared = task, self._server.start({**self._described(task), "ahead": True}, self._reader())
 
     def _described(self, task: TaskSpec) -> dict[str, Any]:
         """What the trial's process is told."""
@@ -260,15 +267,15 @@ class Worker:
                         observed.exit.killed_for = observed.exit.killed_for or "the kernel's out-of-memory killer"
                 else:
                     take(event, observed)
-                    if event["event"] == "window":
-                        follower.begin(event["t_ns"], observed.warmup_ns)
+                    if isinstance(event, WindowBegun):
+                        follower.begin(event.t_ns, observed.warmup_ns)
                         follow()
                         self._prepare(upcoming)
                         if self._prepared is not None:
                             next_guard = HostMemoryGuard(self._prepared[1].pid, memory_limit_mib)
-                    elif event["event"] == "step":
-                        follower.mark_step(event["t_ns"])
-                    elif event["event"] in ("result", "failed"):
+                    elif isinstance(event, Reading) and event.sensor == "torch":
+                        follower.mark_step(event.t_ns)
+                    elif isinstance(event, Result | Failure):
                         follow()
                         observed.half_widths |= follower.half_widths()
                         sampler.wind_up(observed.window_end_ns)  # the last sample still sees the trial's memory
@@ -276,6 +283,9 @@ class Worker:
         finally:
             self._stop(sampler, observed)
             trial.channel.close()
+            if trial.reader.readings_left_out:
+                source = "torch" if self._device.sampled else "simulated"
+                observed.missing[source] = f"kept {READINGS_KEPT:,} of {trial.reader.readings:,} readings of the trial"
 
     def _sampler(self, settings: TrialSettings, pid: int, observed: Observed) -> TelemetrySampler:
         sensors, observed.missing = [], {}
@@ -323,3 +333,10 @@ class Worker:
             "precision": config["precision"],
             "optimizer": config["optimizer"],
         }
+
+
+def _as_json(reasons: dict[str, str]) -> str | None:
+    """A column that holds reasons by name, in words which may come from anywhere."""
+    return (
+        json.dumps({name: safe_text(why, 1000) for name, why in reasons.items()}, sort_keys=True) if reasons else None
+    )

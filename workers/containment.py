@@ -1,0 +1,213 @@
+"""Keeps a trial's processes together, so that all of them can be ended: subreapers, and a control group where allowed.
+
+Start reading at `end_below`. A process below a subreaper cannot leave: when its parent ends it becomes the subreaper's
+child, whatever session, group, environment or descriptors it gave up (prctl(2), PR_SET_CHILD_SUBREAPER). Linux only;
+imports little, since the keeper of a trial server needs no more than this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from conf.identity import alive
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GROUP_PREFIX = "gpufarm-"
+_END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
+_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+
+
+def become_subreaper() -> None:
+    """Become the parent of every process below that loses its own. Whoever calls this must reap them."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when its parent dies, whatever the reason (the parent has one thread only)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process, zombies among them; none for one that is gone.
+
+    The kernel lists them by thread (CONFIG_PROC_CHILDREN); without that list the whole process table is read.
+    """
+    children: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as listed:
+                children += map(int, listed.read().split())
+    except OSError:
+        if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+            return [child for child, parent in _parents().items() if parent == pid]
+    return children
+
+
+def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
+    """Every process below one, without `spared` and what is below these."""
+    below, todo = [], [pid]
+    while todo:
+        for child in children_of(todo.pop()):
+            if child not in spared and child not in below:
+                below.append(child)
+                todo.append(child)
+    return below
+
+
+def end_below(pid: int, spared: Collection[int] = (), group: ControlGroup | None = None) -> tuple[int, int]:
+    """Kill and reap what is below this process (`pid` is its own), without `spared` and what is below these.
+
+    Returns how many living processes had to be killed, and how many are still there after ten seconds.
+    """
+    killed: set[int] = set()
+    give_up = time.monotonic() + _END_S
+    pause_s = _PAUSE_S
+    while True:
+        if group is not None:
+            killed |= group.kill()  # all at once: one that forks for ever cannot run ahead
+        remaining = 0
+        for process in descendants_of(pid, spared):
+            if _reap(process):
+                continue
+            remaining += 1
+            if kill(process):
+                killed.add(process)
+        if not remaining and (group is None or group.remove()):
+            return len(killed), 0
+        if time.monotonic() >= give_up:
+            return len(killed), remaining
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def kill(pid: int) -> bool:
+    """SIGKILL for one process. False when it has ended, or is none of ours."""
+    try:
+        if _is_zombie(pid):
+            return False
+        os.kill(pid, signal.SIGKILL)
+    except (OSError, ValueError, IndexError):
+        return False
+    return True
+
+
+def _reap(pid: int) -> bool:
+    """Whether the process was a child of ours that has ended; it is gone then."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return False
+
+
+def _is_zombie(pid: int) -> bool:
+    return _stat(pid)[0] == b"Z"
+
+
+def _stat(pid: int | str) -> list[bytes]:
+    """The fields of /proc/PID/stat after the name, which may hold anything: state, parent, ..."""
+    with open(f"/proc/{pid}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()
+
+
+def _parents() -> dict[int, int]:
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                parents[int(name)] = int(_stat(name)[1])
+            except (OSError, IndexError):
+                continue
+    return parents
+
+
+class ControlGroup:
+    """A control group (version 2) of a trial's own, below that of its server. All of it ends with one write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def below(cls, parent: ControlGroup | None, name: str) -> ControlGroup | None:
+        """Make one; None where it cannot be had."""
+        if parent is None:
+            return None
+        try:
+            (parent.path / name).mkdir()
+        except OSError:
+            return None
+        return cls(parent.path / name)
+
+    @classmethod
+    def of_owner(cls, owner: str) -> ControlGroup | None:
+        """Make the group under which the trials of one server get theirs, and end those whose owner is dead.
+
+        `owner` is a process's `conf.identity.identity`. None where no control group of ours may be written to.
+        """
+        own = _own_group()
+        if own is None or not os.access(own, os.W_OK):
+            return None
+        for left in own.glob(f"{_GROUP_PREFIX}*@*"):
+            if not alive(left.name.removeprefix(_GROUP_PREFIX)):
+                group = cls(left)
+                group.kill()
+                group.remove()
+        made = cls.below(cls(own), _GROUP_PREFIX + owner)
+        if made is not None and not (made.path / "cgroup.kill").exists():  # Linux before 5.14
+            made.remove()
+            return None
+        return made
+
+    def enter(self) -> None:
+        """Move this process in; what it starts from now on is inside as well."""
+        try:
+            (self.path / "cgroup.procs").write_text("0")
+        except OSError:
+            pass  # without the group there is still the subreaper
+
+    def kill(self) -> set[int]:
+        """SIGKILL for everything inside; the ids of the processes that were there (zombies are none)."""
+        inside: set[int] = set()
+        try:
+            for listed in (self.path / "cgroup.procs", *self.path.glob("**/cgroup.procs")):
+                inside |= set(map(int, listed.read_text().split()))
+            if inside:
+                (self.path / "cgroup.kill").write_text("1")
+        except OSError:
+            pass
+        return inside
+
+    def remove(self) -> bool:
+        """Whether it is gone; one that still holds a process stays."""
+        try:
+            for inner in sorted(self.path.glob("**/"), reverse=True):
+                inner.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return not self.path.exists()
+        return not self.path.exists()
+
+
+def _own_group() -> Path | None:
+    """The control group of version 2 that this process is in, where such a file system is mounted."""
+    try:
+        with open("/proc/self/cgroup") as lines:
+            inside = next(line[3:].rstrip("\n") for line in lines if line.startswith("0::"))
+        with open("/proc/self/mountinfo") as lines:
+            for line in lines:
+                fields, _, kind = line.partition(" - ")
+                if kind.startswith("cgroup2 "):
+                    root, mounted_on = fields.split()[3:5]
+                    relative = os.path.relpath(inside, root)
+                    if not relative.startswith(".."):
+                        return Path(mounted_on, relative)
+    except (OSError, StopIteration):
+        pass
+    return None

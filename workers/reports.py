@@ -1,0 +1,282 @@
+"""Where what a trial says becomes typed values: everything that arrives on its socket is parsed and checked here.
+
+Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is taken on trust: whatever
+breaks the rules becomes one `BrokenReport`, after which nothing of that trial is read any more.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from warehouse.schema import METRICS, OOM_KINDS
+from workers.safe_text import ERROR_CHARACTERS, quoted, safe_text
+
+LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
+READINGS_KEPT = 100_000  # of steps and samples: three hours at the usual ten a second
+_NAME_CHARACTERS = 200
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST_NUMBER = 1e18
+_LATEST_VIRTUAL_NS = 2**62
+
+_FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
+_WINDOW_ENDS = ("steady", "max_seconds", "fixed")
+_STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
+# Columns of `runs` that a trial gives itself.
+_LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOpened:
+    cudnn_version: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupBegun:
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBegun:
+    t_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of a training step (sensor `torch`), or of a modelled device (sensor `simulated`)."""
+
+    sensor: str
+    t_ns: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    window_end_ns: int
+    window_ended: str
+    values: dict[str, float]
+    half_widths: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    status: str
+    oom_kind: str | None
+    error_type: str
+    error: str
+    device_fault: bool
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenReport:
+    """The first thing that a trial said against the rules; `reason` quotes it, bounded and printable."""
+
+    reason: str
+
+
+Report = Built | DeviceOpened | WarmupBegun | WindowBegun | Reading | Result | Failure | BrokenReport
+
+
+class _Broken(ValueError):
+    pass
+
+
+class ReportReader:
+    """Turns the bytes that a trial sends into reports; holds `LINE_BYTES` at most. Used from one thread.
+
+    Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
+    `Result`, a `Failure` or a `BrokenReport` everything is ignored. Beyond `READINGS_KEPT` readings are only counted.
+    """
+
+    def __init__(
+        self, since_ns: int = 0, virtual: bool = False, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self.since_ns = since_ns
+        self.virtual = virtual
+        self.readings = 0
+        self._clock_ns = clock_ns
+        self._buffer = bytearray()
+        self._said: dict[str, int] = {}  # events that come once -> their time, or 0
+        self._over = False
+
+    @property
+    def readings_left_out(self) -> int:
+        """How many readings were counted and not given."""
+        return max(0, self.readings - READINGS_KEPT)
+
+    def feed(self, data: bytes) -> list[Report]:
+        """The reports that `data` completes. A rest without a line's end waits for more, and is never a report."""
+        if self._over:
+            return []
+        self._buffer += data
+        lines = []
+        if b"\n" in data:
+            *whole, rest = self._buffer.split(b"\n")
+            lines, self._buffer = [bytes(line) for line in whole], rest
+        reports: list[Report] = []
+        try:
+            for line in lines:
+                report = self._read(line)
+                if report is not None:
+                    reports.append(report)
+                if self._over:
+                    return reports
+            if len(self._buffer) > LINE_BYTES:
+                raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(bytes(self._buffer))}")
+        except _Broken as broken:
+            self._over = True
+            self._buffer.clear()
+            reports.append(BrokenReport(str(broken)))
+        return reports
+
+    def _read(self, line: bytes) -> Report | None:
+        if len(line) > LINE_BYTES:
+            raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(line)}")
+        try:
+            message = json.loads(line)
+            event = message.pop("event")
+            read, keys = _EVENTS[event]
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+            raise _Broken(f"no report that is known: {quoted(line)}") from None
+        if message.keys() != keys:
+            raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {quoted(line)}")
+        try:
+            return read(self, **message)
+        except _Broken as broken:
+            raise _Broken(f"{broken}: {quoted(line)}") from None
+
+    def _built(self, parameters: Any) -> Report:
+        self._once("built")
+        return Built(_integer("parameters", parameters))
+
+    def _environment(self, cudnn_version: Any) -> Report:
+        self._once("environment")
+        return DeviceOpened(None if cudnn_version is None else _name("cudnn_version", cudnn_version))
+
+    def _warmup(self, t_ns: Any) -> Report:
+        return WarmupBegun(self._once("warmup", self._time("t_ns", t_ns)))
+
+    def _window(self, t_ns: Any) -> Report:
+        return WindowBegun(self._once("window", self._time("t_ns", t_ns, after="warmup")))
+
+    def _step(self, t_ns: Any, values: Any) -> Report | None:
+        t_ns = self._time("t_ns", t_ns, after="warmup")
+        return self._kept(Reading("torch", t_ns, _numbers(values, _STEP_METRICS)))
+
+    def _sample(self, sensor: Any, t_ns: Any, values: Any) -> Report | None:
+        if not self.virtual or sensor != "simulated":
+            raise _Broken("only a simulated device reports samples of its own")
+        return self._kept(Reading(sensor, self._time("t_ns", t_ns, after="warmup"), _numbers(values, METRICS.keys())))
+
+    def _result(self, window_end_ns: Any, window_ended: Any, values: Any) -> Report:
+        end_ns = self._time("window_end_ns", window_end_ns, after="window")
+        if window_ended not in _WINDOW_ENDS:
+            raise _Broken(f"window_ended must be one of {', '.join(_WINDOW_ENDS)}")
+        values = dict(_mapping("values", values))
+        half_widths = _numbers(values.pop("half_widths", {}), _STEP_METRICS)
+        labels = _labels(values)
+        self._over = True
+        return Result(end_ns, window_ended, labels, half_widths)
+
+    def _failed(
+        self, status: Any, oom_kind: Any, error_type: Any, error: Any, device_fault: Any, values: Any
+    ) -> Report:
+        if status not in _FAILURES:
+            raise _Broken(f"status must be one of {', '.join(_FAILURES)}")
+        if oom_kind not in (OOM_KINDS if status == "oom" else (None,)):
+            raise _Broken(f"oom_kind of {status} cannot be this")
+        if not isinstance(error, str) or not isinstance(device_fault, bool):
+            raise _Broken("error must be text and device_fault a truth value")
+        failure = Failure(
+            status=status,
+            oom_kind=oom_kind,
+            error_type=_name("error_type", error_type),
+            error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut where it was sent, and says so
+            device_fault=device_fault,
+            values=_labels(values),
+        )
+        self._over = True
+        return failure
+
+    def _once(self, event: str, t_ns: int = 0) -> int:
+        if event in self._said:
+            raise _Broken(f"a second {event!r}")
+        self._said[event] = t_ns
+        return t_ns
+
+    def _time(self, key: str, t_ns: Any, after: str | None = None) -> int:
+        """A time that can be: not before the trial or the event `after`, not in the future."""
+        if after is not None and after not in self._said:
+            raise _Broken(f"nothing like this comes before {after!r}")
+        earliest_ns = self._said.get(after, 0) if after is not None else 0 if self.virtual else self.since_ns
+        latest_ns = _LATEST_VIRTUAL_NS if self.virtual else self._clock_ns()
+        if not earliest_ns <= _integer(key, t_ns) <= latest_ns:
+            raise _Broken(f"{key} must lie between {earliest_ns} and {latest_ns}")
+        return t_ns
+
+    def _kept(self, reading: Reading) -> Reading | None:
+        self.readings += 1
+        return reading if self.readings <= READINGS_KEPT else None
+
+
+# event -> (its parser, the keys that it must have)
+_EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
+    "built": (ReportReader._built, frozenset({"parameters"})),
+    "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
+    "warmup": (ReportReader._warmup, frozenset({"t_ns"})),
+    "window": (ReportReader._window, frozenset({"t_ns"})),
+    "step": (ReportReader._step, frozenset({"t_ns", "values"})),
+    "sample": (ReportReader._sample, frozenset({"sensor", "t_ns", "values"})),
+    "result": (ReportReader._result, frozenset({"window_end_ns", "window_ended", "values"})),
+    "failed": (
+        ReportReader._failed,
+        frozenset({"status", "oom_kind", "error_type", "error", "device_fault", "values"}),
+    ),
+}
+
+
+def _integer(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_INTEGER:
+        raise _Broken(f"{key} must be an integer >= 0 that fits into 64 bits")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST_NUMBER:
+        raise _Broken(f"{key} must be a finite number >= 0")  # nan compares with nothing
+    return float(value)
+
+
+def _numbers(values: Any, known: Any) -> dict[str, float]:
+    for key in _mapping("values", values):
+        if key not in known:
+            raise _Broken(f"{key!a} is no figure that this event has"[:_NAME_CHARACTERS])
+    return {key: _number(key, value) for key, value in values.items()}
+
+
+def _labels(values: Any) -> dict[str, float]:
+    labels: dict[str, float] = _numbers(values, _LABELS)
+    if "steps" in labels:
+        labels["steps"] = _integer("steps", values["steps"])
+    return labels
+
+
+def _mapping(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _Broken(f"{key} must be a mapping")
+    return value
+
+
+def _name(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Broken(f"{key} must be text")
+    return safe_text(value, _NAME_CHARACTERS).replace("\n", " ")
