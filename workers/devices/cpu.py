@@ -11,7 +11,8 @@ class CpuDevice:
     """`count` workers (default 1) that share the cores and the memory evenly.
 
     The labels are the process's: `peak_memory_mib` is its peak resident set, which like a GPU process's memory holds
-    the runtime as well as the tensors. There is no SM, so `smact`, `smocc` and `drama` stay NULL.
+    the runtime as well as the tensors; of a trial that starts processes, the peak of what they use together, as it was
+    sampled (`workers.telemetry.process`), where that is more. There is no SM: `smact`, `smocc` and `drama` stay NULL.
     """
 
     backend = "cpu"

@@ -1,0 +1,289 @@
+"""Models that misbehave in a trial's process, for tests: `hostile_models:act` with `arguments={"name": ...}`.
+
+Each act runs once, when the model is built, in the trial's own process, and with all that it may do there.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from torch import nn
+
+_DONE = []
+FOR_EVER = "import time; time.sleep(3600)"
+
+
+def act(name: str, path: str = "") -> nn.Module:
+    """Do what `name` says (a function of this module) the first time, then be a plain model."""
+    if not _DONE:
+        _DONE.append(name)
+        globals()[name](path)
+    return nn.Linear(4, 3)
+
+
+# What it may report.
+
+
+def say(data: bytes) -> None:
+    channel = own_socket()
+    with contextlib.suppress(OSError):
+        channel.sendall(data)
+    channel.detach()
+
+
+def own_socket() -> socket.socket:
+    (number,) = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd)]
+    return socket.socket(fileno=number)
+
+
+def _is_socket(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    return False
+
+
+def say_event(event: str, **values) -> None:
+    say(json.dumps({"event": event, **values}).encode() + b"\n")
+
+
+def failed(**values) -> None:
+    usual = {
+        "status": "crashed", "oom_kind": None, "error_type": "RuntimeError", "error": "E", "device_fault": False,
+        "values": {},
+    }  # fmt: skip
+    say_event("failed", **usual | values)
+
+
+def says_file(path: str) -> None:
+    with open(path, "rb") as data:
+        say(data.read())
+    time.sleep(3600)
+
+
+def line_without_end(path: str) -> None:
+    for _ in range(64):
+        say(b"x" * (1 << 20))
+    time.sleep(3600)
+
+
+def flood_of_steps(path: str) -> None:
+    say_event("warmup", t_ns=time.monotonic_ns())
+    line = json.dumps({"event": "step", "t_ns": time.monotonic_ns(), "values": {"step_time_ms": 1.0}}).encode() + b"\n"
+    for _ in range(int(path) // 1000):
+        say(line * 1000)
+    now_ns = time.monotonic_ns()
+    say_event("window", t_ns=now_ns)
+    values = {"step_time_ms": 1.0, "steps": 1, "half_widths": {}}
+    say_event("result", window_end_ns=time.monotonic_ns(), window_ended="fixed", values=values)
+    time.sleep(3600)
+
+
+# How it may fail.
+
+
+def huge_error(path: str) -> None:
+    raise RuntimeError("begin " + "x" * (50 << 20) + " end of it")
+
+
+def surrogate_error(path: str) -> None:
+    raise RuntimeError("lone \ud800 and NUL \x00 and \x1b[2Jescape; No CUDA GPUs are available")
+
+
+def device_fault(path: str) -> None:
+    raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def unspeakable_error(path: str) -> None:
+    raise Unspeakable
+
+
+def keyboard_interrupt(path: str) -> None:
+    raise KeyboardInterrupt
+
+
+def system_exit(path: str) -> None:
+    sys.exit(0)
+
+
+def base_exception(path: str) -> None:
+    raise BaseException("of the worst kind")
+
+
+def generator_exit(path: str) -> None:
+    raise GeneratorExit
+
+
+def recursion(path: str) -> None:
+    recursion(path)
+
+
+def os_exit(path: str) -> None:
+    os._exit(0)
+
+
+def closes_descriptors(path: str) -> None:
+    os.closerange(0, 4096)
+
+
+def changes_folder(path: str) -> None:
+    os.chdir(tempfile.mkdtemp())
+    os.rmdir(os.getcwd())
+
+
+def changes_folder_and_fails(path: str) -> None:
+    changes_folder(path)
+    raise RuntimeError("nowhere")
+
+
+def real_time_signal(path: str) -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 5)
+
+
+def joins_another_group_and_hangs(path: str) -> None:
+    os.setpgid(0, os.getpgid(os.getppid()))
+    while True:
+        time.sleep(3600)
+
+
+def forks_and_both_go_on(path: str) -> None:
+    os.fork()
+
+
+def notes_descriptors(path: str) -> None:
+    open_now = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
+    with open(path, "w") as note:
+        json.dump({fd: os.readlink(f"/proc/self/fd/{fd}") for fd in open_now}, note)
+
+
+def _is_open(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(descriptor)
+        return True
+    return False
+
+
+def writes_for_ever(path: str) -> None:
+    threading.Thread(target=_write_for_ever, daemon=True).start()
+
+
+def _write_for_ever() -> None:
+    os.write(1, b"first words\n")
+    while True:
+        os.write(1, b"y" * (1 << 16))
+
+
+def writes_much_and_fails(path: str) -> None:
+    os.write(1, b"first words\n")
+    for _ in range(64):
+        _write_all(b"y" * (1 << 20))
+    _write_all(b"\nlast words\n")
+    raise RuntimeError("after much output")
+
+
+def _write_all(data: bytes) -> None:
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def closes_its_output(path: str) -> None:
+    os.close(1)
+    os.close(2)
+
+
+# What it may leave behind. Each process writes its id into the folder `path`.
+
+
+def _note(path: str) -> None:
+    with open(os.path.join(path, str(os.getpid())), "w"):
+        pass
+
+
+def _become_daemon(path: str) -> None:
+    """In a child: leave the session, drop every descriptor, ignore signals, and stay."""
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.closerange(0, 4096)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    _note(path)
+    while True:
+        time.sleep(3600)
+
+
+def _await(path: str, count: int) -> None:
+    while len(os.listdir(path)) < count:
+        time.sleep(0.002)
+
+
+def daemonizes(path: str) -> None:
+    child = os.fork()
+    if not child:
+        _become_daemon(path)
+    os.waitpid(child, 0)
+    _await(path, 1)
+
+
+def leaves_exec_without_environment(path: str) -> None:
+    """Executed from nothing: no environment, no session, no descriptors, and its parent gone."""
+    code = f"import os; open(os.path.join({path!r}, str(os.getpid())), 'w').close(); {FOR_EVER}"
+    child = os.fork()
+    if not child:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.execve(sys.executable, [sys.executable, "-S", "-E", "-c", code], {})
+    os.waitpid(child, 0)
+    _await(path, 1)
+
+
+def shell_that_starts_more(path: str) -> None:
+    line = "for i in 1 2 3; do setsid nohup sh -c 'touch $$; exec sleep 3600' >/dev/null 2>&1 & done; wait"
+    subprocess.Popen(["sh", "-c", f"({line}) &"], start_new_session=True, cwd=path)
+    _await(path, 3)
+
+
+def daemonizes_and_hangs(path: str) -> None:
+    daemonizes(path)
+    time.sleep(3600)
+
+
+def daemonizes_undoing_the_subreaper(path: str) -> None:
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+    daemonizes(path)
+
+
+def forks_for_ever(path: str) -> None:
+    """A process that is never there when it is looked for: each ends at once and leaves a copy."""
+    if not os.fork():
+        os.setsid()
+        for _ in range(100_000):
+            if os.fork():
+                os._exit(0)
+        os._exit(0)
+
+
+def kills_its_server(path: str) -> None:
+    daemonizes(path)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+
+
+def stops_its_server(path: str) -> None:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(3600)

@@ -1,0 +1,303 @@
+"""What a trial may do: whatever it reports, raises, writes or leaves behind, it ends as exactly one run."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from featurize.trial import canonical_json
+from workers.devices import DeviceChoice
+from workers.reports import READINGS_KEPT
+from workers.settings import TrialSettings, WindowSettings
+from workers.worker import TaskSpec, Worker
+
+SHORT = WindowSettings(kind="fixed", seconds=0.0, warmup_steps=0, warmup_max_seconds=0, min_steps=1)
+HERE = str(Path(__file__).parent)
+
+
+def hostile(name, path="", timeout_s=30.0, **settings):
+    config = {
+        "family": "zoo", "model": "hostile_models:act", "inputs": "float32[4]", "batch_size": 2,
+        "arguments": json.dumps({"name": name, "path": str(path)}), "target": "int64[1]<3",
+        "optimizer": "sgd", "precision": "fp32",
+    }  # fmt: skip
+    return TaskSpec(
+        job_id="zoo-00000000",
+        task_index=0,
+        attempt=1,
+        config=canonical_json(_complete(config)),
+        settings=canonical_json(TrialSettings(window=SHORT, timeout_s=timeout_s, **settings).to_mapping()),
+        seed=0,
+    )
+
+
+def _complete(config):
+    from featurize.trial import config_from_mapping
+
+    return config_from_mapping({key: value for key, value in config.items() if key != "target"}).to_mapping()
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker", {"PYTHONPATH": _search_path()})
+    yield worker
+    worker.close()
+
+
+def _search_path():
+    return os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))
+
+
+@pytest.fixture
+def notes(tmp_path):
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    yield folder
+    for pid in pids_in(folder):
+        if psutil.pid_exists(pid):
+            psutil.Process(pid).kill()
+
+
+def pids_in(folder):
+    return [int(name) for name in os.listdir(folder) if name.isdigit()]
+
+
+def await_gone(pids):
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(alive, timeout=20)[1]
+
+
+def ends_well(worker, spec):
+    """The run, after which the worker still runs trials on the same server, and nothing is left below it."""
+    server = worker._server.pid if worker._server else None
+    result = worker.run(spec)
+    assert server is None or worker._server.pid == server, result.run["error"]
+    assert not psutil.Process(worker._server.pid).children()
+    json.dumps(result.run, default=str).encode()  # no surrogate is left
+    assert "\x00" not in (result.run["error"] or "") and len(result.run["error"] or "") < 50_000
+    return result
+
+
+def test_a_trial_that_closes_its_output_trains(worker):
+    run = ends_well(worker, hostile("closes_its_output")).run
+    assert run["status"] == "ok", run["error"]
+    assert run["quality_reasons"] is None or "processes_left" not in run["quality_reasons"]
+
+
+STEP = b'{"event":"step","t_ns":1,"values":{}}\n'
+BROKEN = {
+    "junk": b"\x00\xff\xfe not a report\n",
+    "binary without an end": bytes(range(256)) * 5000,
+    "a number": b"17\n",
+    "a list": b"[]\n",
+    "nothing": b"\n",
+    "deep nesting": b"[" * 100_000 + b"\n",
+    "many digits": b'{"event":"built","parameters":' + b"9" * 5000 + b"}\n",
+    "no event": b'{"t_ns":1}\n',
+    "an unknown event": b'{"event":"dance"}\n',
+    "an event that is no text": b'{"event":["built"]}\n',
+    "a missing key": b'{"event":"built"}\n',
+    "a further key": b'{"event":"built","parameters":1,"status":"ok"}\n',
+    "a wrong type": b'{"event":"built","parameters":"many"}\n',
+    "a truth value": b'{"event":"built","parameters":true}\n',
+    "a negative count": b'{"event":"built","parameters":-1}\n',
+    "a step before its warm-up": STEP,
+    "a time that is no number": b'{"event":"warmup","t_ns":NaN}\n',
+    "a time before the trial": b'{"event":"warmup","t_ns":1}\n',
+    "a time in the future": b'{"event":"warmup","t_ns":9000000000000000000}\n',
+    "a window without a warm-up": b'{"event":"window","t_ns":1}\n',
+    "a result without a window": b'{"event":"result","window_end_ns":1,"window_ended":"fixed","values":{}}\n',
+    "a failure that is none": b'{"event":"failed","status":"ok","oom_kind":null,"error_type":"E","error":"",'
+    b'"device_fault":false,"values":{}}\n',
+    "a failure with another's columns": b'{"event":"failed","status":"crashed","oom_kind":null,"error_type":"E",'
+    b'"error":"","device_fault":false,"values":{"run_id":1}}\n',
+    "a failure with infinite labels": b'{"event":"failed","status":"crashed","oom_kind":null,"error_type":"E",'
+    b'"error":"","device_fault":false,"values":{"peak_memory_mib":Infinity}}\n',
+    "a sample of a sensor": b'{"event":"sample","sensor":"nvml","t_ns":1,"values":{"power_w":1}}\n',
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, case):
+    said = tmp_path / "said"
+    said.write_bytes(BROKEN[case])
+    result = ends_well(worker, hostile("says_file", said))
+    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "BrokenReport", False)
+    assert result.run["error"].isprintable()
+
+
+def test_a_line_without_an_end_is_not_waited_for(worker):
+    run = ends_well(worker, hostile("line_without_end")).run
+    assert (run["status"], run["error_type"]) == ("crashed", "BrokenReport")
+    assert "more than 1,048,576 bytes" in run["error"] and "xxx" in run["error"]
+
+
+def test_of_a_flood_of_readings_a_part_is_kept_and_the_run_says_so(worker, monkeypatch):
+    monkeypatch.setattr("workers.server_client._GOODBYE_S", 0.5)
+    monkeypatch.setattr("workers.reports.READINGS_KEPT", 2000)
+    monkeypatch.setattr("workers.worker.READINGS_KEPT", 2000)
+    assert READINGS_KEPT >= 36_000, "an hour of steps is no flood"
+    result = ends_well(worker, hostile("flood_of_steps", 20_000))
+    assert result.run["status"] == "ok", result.run["error"]
+    assert result.telemetry["sensor"].to_pylist().count("torch") == 2000
+    assert json.loads(result.run["telemetry_missing"])["torch"] == "kept 2,000 of 20,000 readings of the trial"
+
+
+def test_an_error_of_50_mib_lands_as_what_it_is(worker):
+    run = ends_well(worker, hostile("huge_error")).run
+    assert (run["status"], run["error_type"]) == ("crashed", "RuntimeError")
+    assert "characters left out" in run["error"] and "end of it" in run["error"] and "Traceback" in run["error"]
+
+
+def test_an_error_text_that_nothing_can_store_lands_escaped_and_claims_no_device(worker):
+    result = ends_well(worker, hostile("surrogate_error"))
+    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "RuntimeError", False)
+    assert r"lone \ud800 and NUL \x00 and \x1b[2Jescape" in result.run["error"]
+
+
+def test_a_device_fault_on_a_device_that_has_none_is_not_tried_again(worker):
+    result = ends_well(worker, hostile("device_fault"))
+    assert (result.run["status"], result.retryable) == ("crashed", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "error_type"),
+    [
+        ("keyboard_interrupt", "KeyboardInterrupt"), ("system_exit", "SystemExit"), ("base_exception", "BaseException"),
+        ("generator_exit", "GeneratorExit"), ("recursion", "RecursionError"), ("unspeakable_error", "Unspeakable"),
+        ("os_exit", "Exit"), ("closes_descriptors", "Exit"), ("changes_folder_and_fails", "RuntimeError"),
+        ("real_time_signal", "SIG39"),
+    ],
+)  # fmt: skip
+def test_however_a_trial_fails_it_is_one_crashed_run(worker, name, error_type):
+    result = ends_well(worker, hostile(name))
+    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", error_type, False)
+
+
+def test_a_trial_in_a_folder_that_is_gone_trains(worker):
+    assert ends_well(worker, hostile("changes_folder")).run["status"] == "ok"
+
+
+def test_a_trial_that_left_its_group_is_killed_at_its_deadline(worker):
+    assert ends_well(worker, hostile("joins_another_group_and_hangs", timeout_s=2.0)).run["status"] == "timeout"
+
+
+def test_of_a_trial_that_forks_one_copy_reports(worker):
+    run = ends_well(worker, hostile("forks_and_both_go_on")).run
+    assert run["status"] == "ok", run["error"]
+
+
+def test_a_trial_inherits_its_own_socket_and_nothing_else(worker, tmp_path):
+    note = tmp_path / "descriptors"
+    assert ends_well(worker, hostile("notes_descriptors", note)).run["status"] == "ok"
+    opened = json.loads(note.read_text())
+    sockets = [target for target in opened.values() if target.startswith("socket:")]
+    pipes = {target for fd, target in opened.items() if target.startswith("pipe:") and int(fd) > 2}
+    assert len(sockets) == 1 and not pipes, opened
+    assert opened["1"] == opened["2"] and opened["0"] == "/dev/null"
+
+
+def test_output_without_end_neither_stops_a_trial_nor_fills_a_disk(worker):
+    run = ends_well(worker, hostile("writes_for_ever")).run
+    assert run["status"] == "ok", run["error"]
+    folder = Path(worker._server._folder.name)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
+
+
+def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
+    run = ends_well(worker, hostile("writes_much_and_fails")).run
+    assert run["error_type"] == "RuntimeError"
+    assert "first words" in run["error"] and "last words" in run["error"] and "bytes left out" in run["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("daemonizes", 1),
+        ("leaves_exec_without_environment", 1),
+        ("shell_that_starts_more", 3),
+        ("daemonizes_undoing_the_subreaper", 1),
+    ],
+)
+@pytest.mark.parametrize("with_group", [True, False])
+def test_what_a_trial_leaves_behind_is_killed_and_counted(worker_with_or_without_group, notes, name, count):
+    worker = worker_with_or_without_group
+    run = ends_well(worker, hostile(name, notes)).run
+    assert run["status"] == "ok", run["error"]
+    assert len(pids_in(notes)) >= count
+    assert await_gone(pids_in(notes)), "a process outlived its trial"
+    killed = int(json.loads(run["quality_reasons"])["processes_left"].split()[0])
+    assert killed >= count and run["quality"] == "suspect"
+
+
+@pytest.fixture(scope="module")
+def groupless_worker(tmp_path_factory):
+    """Its keeper finds no control group that it may write to, as in most containers."""
+    folder = tmp_path_factory.mktemp("groupless")
+    (folder / "sitecustomize.py").write_text(
+        "import workers.containment\nworkers.containment._own_group = lambda: None\n"
+    )
+    environment = {"PYTHONPATH": os.pathsep.join((str(folder), _search_path()))}
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "groupless", environment)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def worker_with_or_without_group(with_group, worker, groupless_worker):
+    return worker if with_group else groupless_worker
+
+
+def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
+    run = ends_well(worker, hostile("daemonizes_and_hangs", notes, timeout_s=3.0)).run
+    assert run["status"] == "timeout"
+    assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
+    assert "processes_left" in run["quality_reasons"]
+
+
+def test_a_process_that_forks_for_ever_is_ended(worker):
+    run = ends_well(worker, hostile("forks_for_ever")).run
+    assert run["status"] == "ok", run["error"]
+
+
+def test_another_trial_that_is_made_ready_is_not_touched(worker, notes):
+    spec = hostile("daemonizes", notes, prepare_ahead="always")
+    upcoming = hostile("changes_folder", prepare_ahead="always")
+    upcoming = TaskSpec(**{**upcoming.__dict__, "task_index": 1})
+    window = {**json.loads(spec.settings)["window"], "seconds": 0.5, "min_seconds": 0.5, "max_seconds": 0.5}
+    spec = TaskSpec(**{**spec.__dict__, "settings": canonical_json({**json.loads(spec.settings), "window": window})})
+    first = worker.run(spec, upcoming).run
+    second = worker.run(upcoming).run
+    assert await_gone(pids_in(notes))
+    assert (first["status"], second["status"], second["prepared"]) == ("ok", "ok", True), second["error"]
+    assert "processes_left" not in (second["quality_reasons"] or "")
+
+
+def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(notes):
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
+    try:
+        result = doomed.run(hostile("kills_its_server", notes))
+        assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+        assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
+        assert doomed.run(hostile("changes_folder")).run["status"] == "ok"
+    finally:
+        doomed.close()
+
+
+def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
+    monkeypatch.setattr("workers.server_client._ANSWER_TIMEOUT_S", 1.0)
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
+    try:
+        doomed.ready()
+        keeper = psutil.Process(doomed._server.pid).parent()
+        below = []
+        thread = threading.Thread(target=lambda: below.append(doomed.run(hostile("stops_its_server", timeout_s=1.0))))
+        thread.start()
+        thread.join(timeout=90)
+        assert below[0].run["error_type"] == "ServerLost"
+        assert not keeper.is_running() and not psutil.pid_exists(keeper.pid)
+    finally:
+        doomed.close()
