@@ -2,7 +2,7 @@
 
 Start reading at `HostMemoryGuard`. The memory of several processes is less than the sum of their resident sets: what a
 fork shares with its parent is there once. The kernel's proportional set size (PSS, proc_pid_smaps_rollup(5)) gives each
-process its part of a shared page. It walks the page tables, some milliseconds a GiB, so it is asked for seldom.
+process its part of a shared page; asking walks the page tables, some milliseconds a GiB, so that is done seldom.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import psutil
+
+_SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 class HostMemoryGuard:
@@ -59,29 +61,31 @@ def resident_bytes(processes: Iterable[psutil.Process]) -> dict[int, int]:
 def tree_memory_bytes(resident: Mapping[int, int]) -> int:
     """Return the memory of a tree of processes in bytes, shared pages counted once. `resident` is by process id.
 
-    One process: its resident set. Several: the sum of their proportional sets, or the largest resident set where that
-    is more, since what the tree shares with processes outside of it counts in part only. Both are at most what the
-    tree uses. Where the kernel does not tell (before Linux 4.14, another user's process) the resident set counts.
+    One process: its resident set. Several: the sum of their proportional sets, or the resident set of one of them with
+    the private pages of the others, whichever is most. Each of these is at most what the tree uses: the former counts
+    what is shared with processes outside of the tree in part, the latter leaves out what only the others share. Where
+    the kernel does not tell (before Linux 4.14, another user's process) a resident set counts as private.
     """
     if len(resident) < 2:
         return sum(resident.values())
-    proportional = 0
+    proportional = private = most_shared = 0
     for pid, resident_set in resident.items():
-        own = proportional_bytes(pid)
-        proportional += resident_set if own is None else own
-    return max(proportional, *resident.values())
+        own_share, own = shares_bytes(pid) or (resident_set, resident_set)
+        proportional += own_share
+        private += own
+        most_shared = max(most_shared, resident_set - own)
+    return max(proportional, private + most_shared)
 
 
-def proportional_bytes(pid: int) -> int | None:
-    """A process's proportional set size in bytes; None where the kernel does not say."""
+def shares_bytes(pid: int) -> tuple[int, int] | None:
+    """(proportional set size, private pages) of a process in bytes; None where the kernel does not say."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as lines:
-            for line in lines:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+            sizes = {name: int(size.split()[0]) * 1024 for name, _, size in (line.partition(b":") for line in lines)
+                     if name in _SHARES}  # fmt: skip
+        return sizes[b"Pss"], sizes[b"Private_Clean"] + sizes[b"Private_Dirty"]
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 def kernel_oom_kills() -> int:

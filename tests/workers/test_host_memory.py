@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 
-from workers.host_memory import HostMemoryGuard, proportional_bytes, resident_bytes, tree_memory_bytes
+from workers.host_memory import HostMemoryGuard, resident_bytes, shares_bytes, tree_memory_bytes
 from workers.labels import Course, label_run
 from workers.telemetry.base import Sample, Target
 from workers.telemetry.process import ProcessSensor
@@ -85,7 +85,7 @@ def test_of_a_single_process_the_resident_set_counts(tree):
 
 def test_where_the_kernel_does_not_tell_the_resident_sets_count():
     gone = 2**22 + 1
-    assert proportional_bytes(gone) is None
+    assert shares_bytes(gone) is None
     assert tree_memory_bytes({gone: 5, gone + 1: 7}) == 12
 
 
