@@ -28,6 +28,7 @@ from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServ
 from workers.settings import TrialSettings
 from workers.telemetry.base import SensorUnavailable, Target
 from workers.telemetry.nvml import memory_before, open_nvml
+from workers.telemetry.patience import call_within
 from workers.telemetry.sampler import TelemetrySampler, make_sensors, to_table
 from workers.telemetry.steadiness import TargetFollower
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _TICK_S = 0.1  # how often the deadline, the host memory and the new samples are looked at while a trial runs
+_NVML_S = 5.0  # for a reading before the trial
 _CORES_TO_PREPARE = 4  # for each worker: the trial that is measured, its sampling, and the next trial side by side
 
 
@@ -235,7 +237,9 @@ class Worker:
     ) -> None:
         oom_kills = kernel_oom_kills()
         if self._nvml is not None and "nvml" in settings.telemetry.sources:
-            observed.samples += [("nvml", sample) for sample in memory_before(self._nvml, self._slot.device_uuid)]
+            with contextlib.suppress(SensorUnavailable):
+                before = call_within("nvml", _NVML_S, memory_before, self._nvml, self._slot.device_uuid)
+                observed.samples += [("nvml", sample) for sample in before]
         trial = self._trial_of(task, observed)
         sampler = self._sampler(settings, trial.pid, observed)
         follower = TargetFollower(settings.window, sampler.sensor_names, settings.telemetry.period_s)

@@ -20,9 +20,11 @@ class DcgmServer:
         self.page = page.read_text()
         self.status = 200
         self.hang_up = False
+        self.ended = threading.Event()
         self.connections = 0
         self.speaking = threading.Event()
         self.speaking.set()
+        self.dripping = False  # the page comes a byte at a time, for ever
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -43,6 +45,11 @@ class DcgmServer:
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
+                while owner.dripping and not owner.ended.wait(0.05):
+                    try:
+                        self.wfile.write(b"#")
+                    except OSError:
+                        return
                 self.wfile.write(body)
 
             def log_message(self, *arguments) -> None:
@@ -62,6 +69,7 @@ class DcgmServer:
 
     def __exit__(self, *_exception) -> None:
         self.speaking.set()
+        self.ended.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

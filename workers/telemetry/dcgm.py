@@ -6,7 +6,9 @@ Start reading at `DcgmSensor`; `dcgm_page` reads a page of the exporter. infra/d
 from __future__ import annotations
 
 import http.client
+import io
 import re
+import socket
 import time
 import urllib.parse
 from collections import deque
@@ -21,7 +23,8 @@ from workers.telemetry.nvml import Nvml, as_text, find_gpu, initialise, open_nvm
 DEFAULT_URL = "http://localhost:9400/metrics"
 EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
 LAG_S = 0.3  # how old DCGM's figures are when they are served, as NVIDIA's issue tracker and users measured it
-_TIMEOUT_S = 0.5
+_TIMEOUT_S = 0.5  # without a byte
+_PAGE_TIMEOUT_S = 1.0  # for a whole page, however its bytes come
 _PAGE_LIMIT_BYTES = 16 * 1024**2
 _FAILURES_ALLOWED, _GONE_AFTER_S = 3, 3.0  # in a row, and for how long: then the exporter counts as gone
 _BUSY = 0.9
@@ -240,6 +243,10 @@ class DcgmSensor:
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             raise ScrapeFailed(f"no dcgm-exporter answers at {self._url}: {error}") from error
+        if len(body) > _PAGE_LIMIT_BYTES:
+            raise ScrapeFailed(
+                f"{self._url} answers with more than {_PAGE_LIMIT_BYTES // 2**20} MiB: no page of metrics"
+            )
         if status != 200:
             raise ScrapeFailed(f"{self._url} answers {status} {said}")
         return body.decode("utf-8", "replace")
@@ -250,7 +257,7 @@ class DcgmSensor:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._connection.request("GET", path, headers={"Accept": "text/plain"})
         answer = self._connection.getresponse()
-        body = answer.read(_PAGE_LIMIT_BYTES)
+        body = answer.read(_PAGE_LIMIT_BYTES + 1)
         if not answer.isclosed():  # longer than any page: what is left must not be taken for the next answer
             self._connection.close()
         return answer.status, answer.reason, body
@@ -264,7 +271,38 @@ def _connection(url: str) -> http.client.HTTPConnection:
     # no proxy: the exporter is on this machine or next to it
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    connection.response_class = _TimedResponse
+    return connection
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """An answer whose head and body must be there in time together: a timeout of the socket is for each byte anew."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_TimedReader(self.fp.detach(), sock))
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+        self._raw = raw
+        self._sock = sock
+        self._give_up_ns = time.monotonic_ns() + int(_PAGE_TIMEOUT_S * 1e9)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = (self._give_up_ns - time.monotonic_ns()) / 1e9
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(min(left_s, _TIMEOUT_S))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def checked_url(url: str) -> str:

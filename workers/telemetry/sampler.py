@@ -5,6 +5,7 @@ Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a ma
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import math
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from conf.errors import UsageError, unknown_name
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, Target
+from workers.telemetry.patience import call_within
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,6 +33,7 @@ SENSORS = {
 }
 SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
 _JOIN_S = 2.0
+_START_S = 5.0  # for a driver or an exporter to be opened, or to be pointed at a trial
 _READ_ON_S = 1.0  # at most, for a source that lags
 
 
@@ -70,7 +73,8 @@ def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[
             continue
         module, _, name = SENSORS[source].partition(":")
         try:
-            sensors.append(getattr(importlib.import_module(module), name).create(settings, device_uuid))
+            create = getattr(importlib.import_module(module), name).create
+            sensors.append(call_within(source, _START_S, create, settings, device_uuid))
         except SensorUnavailable as reason:
             missing[source] = str(reason)
     return tuple(sensors), missing
@@ -104,7 +108,7 @@ class TelemetrySampler:
         assert not self._threads and not self._stopped, "a sampler serves one trial"
         for sensor in self._sensors:
             try:
-                sensor.watch(target)
+                call_within(sensor.name, _START_S, sensor.watch, target)
                 self._watching.append(sensor)
             except SensorUnavailable as reason:
                 self.missing[sensor.name] = str(reason)
@@ -217,11 +221,21 @@ class TelemetrySampler:
             self.missing[sensor.name] = f"failed with {type(error).__name__}: {error}"
             return False
         if found:
+            found = [_numbers_only(sample) for sample in found]
             with self._lock:
                 self._samples += [(sensor.name, sample) for sample in found]
             if readings := [sample for sample in found if sample.quality in ("measured", "suspect")]:
                 self._last[sensor.name] = readings[-1]
         return True
+
+
+def _numbers_only(sample: Sample) -> Sample:
+    """The sample without what is no finite number: a mean of it would be none either."""
+    if all(map(math.isfinite, sample.values.values())):
+        return sample
+    return dataclasses.replace(
+        sample, values={name: value for name, value in sample.values.items() if math.isfinite(value)}
+    )
 
 
 def to_table(
