@@ -348,6 +348,28 @@ def test_exporter_that_does_not_answer_in_time_is_told_from_one_that_refuses(ser
     assert qualities(sensor.sample()) == ["repeated"]  # and the late answer is not taken for this one's
 
 
+def test_a_page_that_drips_is_given_up_although_bytes_come(server, clock, monkeypatch):
+    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 0.3)
+    sensor = watched(server, clock)
+    server.dripping = True
+    (sample,) = sensor.sample()
+    assert (sample.quality, sample.reasons) == ("unavailable", ("exporter_timeout",))
+    server.dripping = False
+    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 30.0)
+    assert qualities(sensor.sample()) == ["repeated"]
+
+
+def test_a_page_beyond_all_measure_is_refused_and_not_read_to_its_end(server, clock, monkeypatch):
+    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_LIMIT_BYTES", 100_000)
+    sensor = watched(server, clock)
+    page = server.page
+    server.page += "# a'; echo foo\n" * 10_000
+    (sample,) = sensor.sample()
+    assert (sample.quality, sample.reasons) == ("unavailable", ("exporter_error",))
+    server.page = page
+    assert qualities(sensor.sample()) == ["repeated"]
+
+
 def test_one_connection_serves_all_scrapes_and_is_opened_again_when_the_exporter_hung_up(server, clock):
     sensor = watched(server, clock)
     for _ in range(5):

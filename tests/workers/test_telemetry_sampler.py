@@ -307,3 +307,55 @@ def test_phase_of_a_trial_that_died_early_is_the_last_it_reached(marks, phases):
 def test_no_samples_make_an_empty_table_of_the_same_schema():
     table = to_table("run", [], 0, None, None, None)
     assert table.num_rows == 0 and table.schema.equals(TELEMETRY_SCHEMA)
+
+
+@pytest.fixture
+def wedged(monkeypatch):
+    """A driver that does not come back until the test is over."""
+    monkeypatch.setattr("workers.telemetry.sampler._START_S", 0.2)
+    released = threading.Event()
+    yield released
+    released.set()
+
+
+def test_a_driver_that_hangs_when_it_is_opened_is_missing_and_asked_once(wedged, monkeypatch):
+    calls, late = [], Scripted("wedged", reading)
+
+    def create(settings, device_uuid):
+        calls.append(device_uuid)
+        wedged.wait(60)
+        return late
+
+    monkeypatch.setattr(Scripted, "create", staticmethod(create), raising=False)
+    monkeypatch.setattr("workers.telemetry.sampler.SENSORS", {"nvml": f"{__name__}:Scripted"})
+    settings = TelemetrySettings(sources=("nvml",))
+    assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml does not answer within 0.2 s"})
+    assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml has not come back from an earlier call"})
+    assert calls == [A100_UUID]
+    hanging = [thread for thread in threading.enumerate() if thread.name == "telemetry-call-nvml"]
+    wedged.set()
+    for thread in hanging:
+        thread.join(10)
+    assert late.closed == 1, "what comes too late is closed"
+
+
+def test_a_sensor_that_hangs_when_it_is_pointed_at_a_trial_is_missing(wedged):
+    class Hangs(Scripted):
+        def watch(self, target):
+            wedged.wait(60)
+
+    hangs, works = Hangs("hangs-at-watch", reading), Scripted("process", reading)
+    sampler = TelemetrySampler([hangs, works], period_s=0.001)
+    sampler.start(TARGET)
+    assert works.sampled.wait(10)
+    samples = sampler.stop()
+    assert {name for name, _ in samples} == {"process"}
+    assert sampler.missing == {"hangs-at-watch": "hangs-at-watch does not answer within 0.2 s"}
+
+
+def test_readings_that_are_no_numbers_are_left_out():
+    sensor = Scripted("nvml", lambda call: [Sample(call, {"gpu_util": float("nan"), "power_w": 5.0})])
+    sampler = TelemetrySampler([sensor], period_s=0.001)
+    sampler.start(TARGET)
+    assert sensor.sampled.wait(10)
+    assert all(sample.values == {"power_w": 5.0} for _, sample in sampler.stop())
