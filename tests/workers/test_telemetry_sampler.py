@@ -319,7 +319,13 @@ def wedged(monkeypatch):
 
 
 def test_a_driver_that_hangs_when_it_is_opened_is_missing_and_asked_once(wedged, monkeypatch):
-    calls, late = [], Scripted("wedged", reading)
+    class Late(Scripted):
+        was_closed = threading.Event()
+
+        def close(self):
+            self.was_closed.set()
+
+    calls, late = [], Late("wedged", reading)
 
     def create(settings, device_uuid):
         calls.append(device_uuid)
@@ -332,11 +338,8 @@ def test_a_driver_that_hangs_when_it_is_opened_is_missing_and_asked_once(wedged,
     assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml does not answer within 0.2 s"})
     assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml has not come back from an earlier call"})
     assert calls == [A100_UUID]
-    hanging = [thread for thread in threading.enumerate() if thread.name == "telemetry-call-nvml"]
     wedged.set()
-    for thread in hanging:
-        thread.join(10)
-    assert late.closed == 1, "what comes too late is closed"
+    assert late.was_closed.wait(10), "what comes too late is closed"
 
 
 def test_a_sensor_that_hangs_when_it_is_pointed_at_a_trial_is_missing(wedged):
