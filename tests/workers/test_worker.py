@@ -1,18 +1,24 @@
 """A worker on the CPU: whatever happens to a trial becomes one run with a status, and the worker goes on."""
 
 import dataclasses
+import datetime
 import json
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
 from recorded_nvml import A100_UUID, RecordedNvml
 
+import workers
+from conf.identity import identity
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
+from workers.failure import is_device_fault
 from workers.settings import TrialSettings, WindowSettings
 from workers.telemetry.sampler import TelemetrySettings
 from workers.trial import classify
@@ -190,6 +196,73 @@ def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):
         worker.run(task(mlp(), index=index))
     assert len(os.listdir("/proc/self/fd")) == before
     assert not psutil.Process(worker._server.pid).children()
+
+
+class JumpingTime(datetime.datetime):
+    """A wall clock that is set by a day at each look."""
+
+    jumps_h = 0.0
+    looks = 0
+
+    @classmethod
+    def now(cls, tz=None):
+        cls.looks += 1
+        return super().now(tz) + datetime.timedelta(hours=cls.jumps_h * cls.looks)
+
+
+@pytest.mark.parametrize("jumps_h", [24.0, -24.0])
+def test_a_clock_that_is_set_changes_no_status_and_no_duration(worker, monkeypatch, jumps_h):
+    monkeypatch.setattr(JumpingTime, "jumps_h", jumps_h)
+    monkeypatch.setattr("workers.worker.datetime.datetime", JumpingTime)
+    run = worker.run(task(mlp(), timeout_s=60.0)).run
+    assert (run["status"], run["error"]) == ("ok", None)
+    assert 0 < run["wall_s"] < 60 and run["startup_s"] < 60
+    assert "host_clock" in run["quality_reasons"] and run["quality"] == "suspect"
+
+
+def test_only_the_wall_times_of_a_run_are_read_from_the_wall_clock():
+    """Durations and deadlines are monotonic: no module but the worker's looks at the date, none calls `time.time`."""
+    sources = {path.name: path.read_text() for path in Path(workers.__file__).parent.rglob("*.py")}
+    assert [name for name, text in sources.items() if "datetime" in text] == ["worker.py"]
+    assert not [name for name, text in sources.items() if re.search(r"\btime\.time(_ns)?\(", text)]
+
+
+def test_the_temporary_folder_of_a_server_names_its_owner_and_goes_with_it():
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
+    doomed.start()
+    folder = Path(doomed._server._folder.name)
+    assert folder.name.startswith("gpufarm-trial-")
+    assert (folder / "owner").read_text() == identity(os.getpid())
+    doomed.close()
+    assert not folder.exists()
+
+
+def test_a_killed_keeper_takes_its_server_and_its_trial_along():
+    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
+    try:
+        doomed.ready()
+        running = InBackground(doomed, task(mlp(), window=LONG))
+        running.server.parent().kill()
+        result = running.join()
+        assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+        assert not psutil.wait_procs([running.server, running.trial], timeout=20)[1]
+    finally:
+        doomed.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "error_type", "error", "expected"),
+    [
+        ("cuda", "AcceleratorError", "torch.AcceleratorError: CUDA error: unspecified launch failure", True),
+        ("cuda", "RuntimeError", "RuntimeError: No CUDA GPUs are available", True),
+        ("cpu", "RuntimeError", "RuntimeError: No CUDA GPUs are available", False),
+        ("simulated", "RuntimeError", "RuntimeError: No CUDA GPUs are available", False),
+        ("cuda", "ValueError", "ValueError: GPU is lost", False),
+        ("cuda", "RuntimeError", 'in x\n  raise E("GPU is lost")\nRuntimeError: another matter', False),
+    ],
+)
+def test_a_device_fault_is_torchs_word_on_a_real_device(backend, error_type, error, expected):
+    assert is_device_fault(backend, error_type, error) == expected
 
 
 @pytest.mark.parametrize(
