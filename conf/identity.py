@@ -1,13 +1,15 @@
-"""By what a mapping is known, wherever in the project it is made, and by what version a package.
+"""By what a mapping is known, wherever in the project it is made, by what version a package, and by what a process.
 
-Start reading at `mapping_hash`: the identity of a trial config.
+Start reading at `mapping_hash`, the identity of a trial config, or at `identity`, that of a process.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,3 +30,36 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def identity(pid: int) -> str:
+    """`PID@START@WHERE`: a process number, when its process started in the kernel's own ticks since boot, and in which
+    boot and namespace: a container's processes are not ours to judge.
+
+    Not psutil's `create_time`, which moves when the system's clock is set. Raises `ProcessLookupError`.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as stat:  # a process may have any name
+            return f"{pid}@{stat.read().rpartition(')')[2].split()[19]}@{_where()}"
+    except FileNotFoundError as error:
+        raise ProcessLookupError(pid) from error
+
+
+@functools.cache
+def _where() -> str:
+    """This boot of this machine, and this process namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()[:8]}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def alive(marker: str) -> bool:
+    """Whether the process with this identity runs (a zombie does not). One of elsewhere counts as alive."""
+    if not marker.endswith(f"@{_where()}"):
+        return True
+    try:
+        pid = int(marker.partition("@")[0])
+        with open(f"/proc/{pid}/stat", errors="replace") as stat:  # a process may have any name
+            state = stat.read().rpartition(")")[2].split()[0]
+        return state != "Z" and identity(pid) == marker
+    except (OSError, ValueError):
+        return False

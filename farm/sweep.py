@@ -7,9 +7,12 @@ dispatcher by process id and start time, so that a process number that was used 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterable
+
+from conf.identity import alive, identity
+
+__all__ = ["SESSION_VARIABLE", "alive", "descendants", "identity", "session_marker", "sweep_orphans"]
 
 SESSION_VARIABLE = "GPUFARM_SESSION"
 
@@ -17,26 +20,6 @@ SESSION_VARIABLE = "GPUFARM_SESSION"
 def session_marker() -> str:
     """`PID@START@WHERE` of this process: the value for `SESSION_VARIABLE`."""
     return identity(os.getpid())
-
-
-def identity(pid: int) -> str:
-    """`PID@START@WHERE`: a process number, when its process started in the kernel's own ticks since boot, and in which
-    boot and namespace: a container's processes are not ours to judge.
-
-    Not psutil's `create_time`, which moves when the system's clock is set. Raises `ProcessLookupError`.
-    """
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return f"{pid}@{stat.read().rpartition(')')[2].split()[19]}@{_where()}"
-    except FileNotFoundError as error:
-        raise ProcessLookupError(pid) from error
-
-
-@functools.cache
-def _where() -> str:
-    """This boot of this machine, and this process namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()[:8]}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def descendants() -> list[str]:
@@ -75,16 +58,3 @@ def sweep_orphans(recorded: Iterable[str] = ()) -> list[int]:
             continue
     psutil.wait_procs(killed, timeout=5.0)
     return [process.pid for process in killed]
-
-
-def alive(marker: str) -> bool:
-    """Whether the process with this identity runs (a zombie does not). One of elsewhere counts as alive."""
-    if not marker.endswith(f"@{_where()}"):
-        return True
-    try:
-        pid = int(marker.partition("@")[0])
-        with open(f"/proc/{pid}/stat") as stat:
-            state = stat.read().rpartition(")")[2].split()[0]
-        return state != "Z" and identity(pid) == marker
-    except (OSError, ValueError):
-        return False
