@@ -18,9 +18,10 @@ from farm.executors import Completion, Executor, InlineExecutor
 from farm.jobs import Doubt, Queue, Task
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
+from farm.process_marker import session_marker
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings, RayExecutor
-from farm.sweep import SESSION_VARIABLE, descendants, session_marker
+from farm.sweep import SESSION_VARIABLE, descendants
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice

@@ -21,6 +21,7 @@ from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
 from farm.monitoring.service import Service, service_settings
 from warehouse.folder import DataFolder
+from warehouse.lock_file import open_lock
 from workers.devices import DeviceChoice
 
 EXIT_FAILED = 1
@@ -235,7 +236,7 @@ class _Told:
 @contextlib.contextmanager
 def _alone(folder: DataFolder) -> Iterator[None]:
     """One cycle at a time for a data folder; the kernel drops the lock with the process. Raises `BlockingIOError`."""
-    with open(folder.growth_lock, "a") as file:
+    with open_lock(folder.growth_lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 

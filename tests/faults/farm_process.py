@@ -40,7 +40,7 @@ class Farm:
 
     @property
     def marker(self):
-        from farm.sweep import identity
+        from conf.identity import identity
 
         return identity(self.process.pid)
 
