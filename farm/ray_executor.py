@@ -330,6 +330,9 @@ class RayExecutor:
         except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
             self._await_ready(worker)
             return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
+        except Exception as error:  # what it sent cannot be read: again one task's business
+            self._idle.append(worker)
+            return Completion(worker=worker, task=task, lost=f"worker's answer cannot be read: {error!r}")
         self._idle.append(worker)
         return Completion(worker=worker, task=task, result=result)
 

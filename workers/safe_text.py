@@ -1,0 +1,47 @@
+"""Texts from a trial, as they may be stored and printed. Start reading at `safe_text`."""
+
+from __future__ import annotations
+
+import re
+
+ERROR_CHARACTERS = 32_000  # of an error's text that are kept
+_HEAD_SHARE = 0.25  # of what is kept: the end of a traceback says what happened
+_QUOTED_CHARACTERS = 200
+# Control characters (newline and tab excepted) and surrogates, which neither SQLite nor Parquet can store.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_LINE_END = re.compile("\r\n?")
+
+
+def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
+    """Return `text` with its unsafe characters escaped, cut to about `limit` characters.
+
+    The beginning and the end are kept; a line between them says how many characters were left out.
+    """
+    return _UNSAFE.sub(_escaped, _LINE_END.sub("\n", cut(text, limit)))
+
+
+def cut(text: str, limit: int = ERROR_CHARACTERS) -> str:
+    """Return the beginning and the end of `text`, with a line that says how many characters were left out."""
+    if len(text) <= limit:
+        return text
+    head = int(limit * _HEAD_SHARE)
+    tail = limit - head
+    return f"{text[:head]}{left_out(len(text) - limit, 'characters')}{text[-tail:]}"
+
+
+def left_out(count: int, unit: str) -> str:
+    """Return the line that stands for what was cut."""
+    return f"\n[... {count:,} {unit} left out ...]\n"
+
+
+def quoted(data: bytes | str) -> str:
+    """Return the beginning of `data` in quotes and plain ASCII, with the full length where that is more."""
+    shown = data[:_QUOTED_CHARACTERS]
+    text = ascii(shown.decode("utf-8", "backslashreplace") if isinstance(shown, bytes) else shown)
+    unit = "bytes" if isinstance(data, bytes) else "characters"
+    return text if len(shown) == len(data) else f"{text}... ({len(data):,} {unit})"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
