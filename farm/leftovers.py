@@ -22,6 +22,8 @@ from farm.process_marker import has_ended, parse_marker, session_marker
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-")
 OWNER = "owner"  # the file in each of them
 _OWNER_BYTES = 256
+_SOCKET_PATH_BYTES = 107  # the kernel's limit
+_SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
 _UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
 
 
@@ -31,6 +33,17 @@ def make_folder(prefix: str, base: str | os.PathLike | None = None) -> Path:
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     (path / OWNER).write_text(session_marker())
     return path
+
+
+def make_ray_folder() -> Path | None:
+    """Make a folder for the session of a Ray of our own, in the first place where its sockets' paths are short enough.
+
+    None where there is no such place: the session then stands where Ray chooses, and is not swept.
+    """
+    for base in temporary_folders():
+        if len(os.fsencode(base)) + _SOCKET_BYTES <= _SOCKET_PATH_BYTES and os.access(base, os.W_OK | os.X_OK):
+            return make_folder("gpufarm-ray-", base)
+    return None
 
 
 def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float | None = None) -> list[Path]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conf.identity import identity
-from farm.leftovers import OWNER, delete_folder, make_folder, sweep_folders
+from farm.leftovers import OWNER, delete_folder, make_folder, make_ray_folder, sweep_folders
 
 DAY_S = 86_400.0
 LATER = 4e9  # seconds since the epoch: long after any folder of this test was made
@@ -108,3 +108,13 @@ def test_the_folder_of_another_user_stays(base, dead):
 
 def test_a_base_that_is_not_there_is_no_error(base):
     assert sweep_folders([base / "nowhere"]) == []
+
+
+def test_a_rays_folder_stands_where_its_sockets_paths_are_short_enough(base, monkeypatch):
+    deep = base / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(deep))
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    path = make_ray_folder()
+    assert path.parent.as_posix() == "/tmp"
+    assert delete_folder(path)
