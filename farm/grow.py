@@ -20,6 +20,7 @@ from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
 from farm.monitoring.service import Service, service_settings
+from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
 from warehouse.lock_file import open_lock
 from workers.devices import DeviceChoice
@@ -151,7 +152,7 @@ def _dry_run(settings: GrowSettings) -> int:
     environment = environment_now(folder, machine) if there else None
     again = stale_first(folder, machine, environment, settings.n)
     with contextlib.ExitStack() as held:
-        queue = held.enter_context(Queue.open(folder.queue)) if folder.queue.exists() else None
+        queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
         with _Told(False) as told:
             plan = make_plan(
                 folder, queue, cycles, settings, machine, environment, again,
