@@ -19,6 +19,7 @@ from conf.errors import UsageError, unknown_name
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, goes on
 
 # What the user's machine, not our code, is to blame for: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
@@ -35,7 +36,10 @@ def command(name: str, entry: Callable, positional: str | None = None, text: Seq
     Exit codes: 0, what `entry` returns, 2 for anything the user can mend, 130 after Ctrl-C.
     """
     code = run(name, entry, sys.argv[1:], positional, text)
-    if code == EXIT_INTERRUPTED:  # at once, and with this code: Ray's clean-up at exit would put its own in its place
+    if code in (
+        EXIT_INTERRUPTED,
+        EXIT_TEMPORARY,
+    ):  # at once, and with this code: Ray's clean-up at exit would put its own in its place
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -11,16 +11,17 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.jobs import Doubt, Queue, Task
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
+from farm.process_marker import session_marker
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings, RayExecutor
-from farm.sweep import SESSION_VARIABLE, descendants, session_marker
+from farm.sweep import SESSION_VARIABLE, descendants
+from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reasons_of, task_spec
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
@@ -43,7 +44,10 @@ def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
 
 
 class Dispatcher:
-    """Works off the tasks of one device, or of one job of it. `clock` gives seconds since the epoch.
+    """Works off the tasks of one device, or of one job of it.
+
+    `clock` gives seconds since the epoch and may jump; `steady` gives seconds and never does. Deadlines, leases and
+    backoffs follow `steady`, from the epoch as it was at the start; what is written down of a run follows `clock`.
 
     `shares`: so many workers have a share each, the tasks whose index leaves the same rest; a worker takes another's
     only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
@@ -57,6 +61,7 @@ class Dispatcher:
         device_key: str,
         progress: Progress,
         clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
         service: Service | None = None,
         job_id: str | None = None,
         shares: int = 1,
@@ -70,11 +75,13 @@ class Dispatcher:
         self._device_key = device_key
         self._progress = progress
         self._clock = clock
+        self._steady = steady
+        self._epoch_s = clock() - steady()  # leases of this dispatcher do not end because the system's clock is set
         self._writer = RunWriter(folder)
         self._leased: dict[str, Task] = {}  # run_id -> task
         self._upcoming: dict[str, Task] = {}  # worker -> what it gets next, leased already so that it can prepare
-        self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back
-        self._renewed_at = clock()
+        self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
+        self._renewed_at = steady()
 
     def run(self, stop: StopRequest, lock: DispatcherLock) -> bool:
         """Work until this device's tasks are done (True) or `stop` asks to leave (False).
@@ -83,6 +90,7 @@ class Dispatcher:
         """
         events = self._service.events
         try:
+            self._queue.bound_waits(self._now())
             self._executor.start()
             events.emit("device_started", device=json.loads(self._device_key))
             stop.install()  # again: Ray has put its own handlers in their place
@@ -128,41 +136,46 @@ class Dispatcher:
             self._expect_back(spec)
             self._service.events.emit("handed_out", spec, worker=worker)
             self._executor.submit(worker, spec, None if upcoming is None else task_spec(upcoming))
-        for task in self._queue.expired(self._clock(), device=self._device_key):
+        for task in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
             self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
 
     def _lease(self, worker: str) -> Task | None:
-        only = {"job_id": self._job_id, "device": self._device_key}
+        only = {"job_id": self._job_id, "device": self._device_key, "held": self._leased.values()}
         tasks: list[Task] = []
         if self._shares > 1:
             share = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
-            tasks = self._queue.lease(worker, 1, self._clock(), LEASE_S, **only, share=(share, self._shares))
-        tasks = tasks or self._queue.lease(worker, 1, self._clock(), LEASE_S, **only)
+            tasks = self._queue.lease(worker, 1, self._now(), LEASE_S, **only, share=(share, self._shares))
+        tasks = tasks or self._queue.lease(worker, 1, self._now(), LEASE_S, **only)
         for task in tasks:
             self._leased[task_spec(task).run_id] = task
         return tasks[0] if tasks else None
 
     def _expect_back(self, spec: TaskSpec) -> None:
         timeout_s = json.loads(spec.settings).get("timeout_s", 0.0)
-        self._stuck_at[spec.run_id] = self._clock() + timeout_s + _STUCK_AFTER_S
+        self._stuck_at[spec.run_id] = self._steady() + timeout_s + _STUCK_AFTER_S
 
     def _waits_for_work(self) -> bool:
         """Whether tasks of this device are left that become due later (backoff)."""
         return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
 
     def _land(self, completion: Completion) -> None:
-        task, result = self._leased[completion.task.run_id], completion.result
+        task = self._leased.get(completion.task.run_id)
+        if task is None:  # nothing of ours: its task was landed or given back before
+            self._service.events.emit("unexpected", completion.task, worker=completion.worker)
+            return
+        completion = accepted(completion, task)
+        result = completion.result
         again = False
         if completion.lost is not None or result.retryable:
-            error = completion.lost or result.run["error"]
-            again = self._queue.retry(task, self._clock(), error)
+            error = completion.lost or result.run.get("error") or "no reason was given"
+            again = self._queue.retry(task, self._now(), error)
             if again:
                 self._service.events.emit("retried", completion.task, worker=completion.worker, error=error)
             result = result or lost_run(task, error)
         elif result.repeat:
             again = self._land_for_repeat(task, result)
             if again:
-                reasons = sorted(_reasons_of(result.run))
+                reasons = sorted(reasons_of(result.run))
                 self._service.events.emit("repeated", completion.task, worker=completion.worker, reasons=reasons)
         if not again:
             self._land_run(task, result, completion.worker)
@@ -187,11 +200,13 @@ class Dispatcher:
             telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
         try:
             self._writer.write({**run, "run_id": name, "final": False}, telemetry)
-        except ValueError:
+        except (OSError, MemoryError):
+            raise
+        except Exception:
             return False  # a mistake of ours: `_land_run` says what of it
-        reasons = _reasons_of(run)
+        reasons = reasons_of(run)
         why = "; ".join(f"{name} ({words})" for name, words in reasons.items())
-        return self._queue.repeat(task, self._clock(), f"labels not trusted: {why}", tuple(reasons))
+        return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", tuple(reasons))
 
     def _land_run(self, task: Task, result: RunResult, worker: str | None = None) -> None:
         """Durable first, done second: a kill in between is mended by `reconcile`."""
@@ -199,11 +214,13 @@ class Dispatcher:
             return  # another dispatcher was quicker, after this one's lease had run out
         try:
             self._writer.write({**result.run, "final": True}, result.telemetry)
-        except ValueError as error:  # a mistake of ours: one task's business, not the job's
+        except (OSError, MemoryError):  # the machine's, not the run's
+            raise
+        except Exception as error:  # whatever a worker sent: one task's business, not the job's
             result = lost_run(task, f"its run was refused by the warehouse: {error}")
             self._writer.write({**result.run, "final": True}, result.telemetry)
         run = result.run
-        self._queue.finish(task, run["status"], self._clock(), error=run.get("error"), doubt=_doubt_of(run))
+        self._queue.finish(task, run["status"], self._clock(), error=run.get("error"), doubt=doubt_of(run))
         self._progress.landed(run)
         self._service.samples(run, result.telemetry)
         self._service.events.emit(
@@ -219,7 +236,7 @@ class Dispatcher:
 
     def _restart_stuck_workers(self) -> None:
         """A worker kills its trial at the deadline; one that is long past it hangs itself (a driver that is wedged)."""
-        now = self._clock()
+        now = self._steady()
         for worker, task in self._executor.running().items():
             if now > self._stuck_at[task.run_id]:
                 self._service.events.emit("stuck", task, worker=worker)
@@ -228,10 +245,14 @@ class Dispatcher:
                 self._executor.restart(worker)
 
     def _renew(self) -> None:
-        now = self._clock()
+        now = self._steady()
         if now - self._renewed_at >= _RENEW_EVERY_S and self._leased:
-            self._queue.renew(list(self._leased.values()), now, LEASE_S)
+            self._queue.renew(list(self._leased.values()), self._now(), LEASE_S)
             self._renewed_at = now
+
+    def _now(self) -> float:
+        """Seconds since the epoch as this dispatcher counts them, whatever becomes of the system's clock."""
+        return self._epoch_s + self._steady()
 
 
 def _looks_ahead(task: Task) -> bool:
@@ -274,64 +295,6 @@ class StopRequest:
         self._announce()
 
 
-def task_spec(task: Task) -> TaskSpec:
-    """A queued task as its worker needs it; the trial's seed is the task's index, so that repeats are alike."""
-    return TaskSpec(
-        job_id=task.job_id,
-        task_index=task.task_index,
-        attempt=task.attempt,
-        config=task.config_json,
-        settings=task.settings_json,
-        seed=task.task_index,
-    )
-
-
-def attempt_run_id(run_id: str, attempt: int) -> str:
-    """The id of an attempt that was not the task's last: it never takes the place of the task's run."""
-    return f"{run_id}-a{attempt}"
-
-
-def _reasons_of(run: Mapping[str, Any]) -> dict[str, str]:
-    return json.loads(run.get("quality_reasons") or "{}")
-
-
-def _doubt_of(run: Mapping[str, Any]) -> Doubt | None:
-    """None for a run that is trusted, or that nobody judged."""
-    if run.get("quality") in (None, "trusted"):
-        return None
-    return Doubt(quality=run["quality"], reasons=tuple(_reasons_of(run)))
-
-
-def lost_run(task: Task, error: str) -> RunResult:
-    """The run of a task that no worker ever brought back: `crashed`, with what is known."""
-    import datetime
-
-    from featurize.trial import mapping_hash
-    from warehouse.schema import SCHEMA_VERSION, TELEMETRY_SCHEMA
-
-    config = json.loads(task.config_json)
-    device = json.loads(task.device)
-    run = {
-        "run_id": task_spec(task).run_id,
-        "job_id": task.job_id,
-        "task_index": task.task_index,
-        "attempt": task.attempt,
-        "family": config["family"],
-        "config": task.config_json,
-        "config_hash": mapping_hash(config),
-        "status": "crashed",
-        "error_type": "WorkerLost",
-        "error": error,
-        "source": "simulated" if device["backend"] == "simulated" else "measured",
-        "schema_version": SCHEMA_VERSION,
-        "batch_size": config["batch_size"],
-        "precision": config["precision"],
-        "optimizer": config["optimizer"],
-        "finished_at": datetime.datetime.now(datetime.UTC),
-    }
-    return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table())
-
-
 def reconcile(folder: DataFolder, queue: Queue) -> int:
     """Mend what a killed dispatcher left: runs that are durable are done, other leases are void. Call with the lock.
 
@@ -354,7 +317,7 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     for run_id, status, quality, reasons in rows:
         task = run_ids[run_id]
         landed.setdefault(task.job_id, {})[task.task_index] = status
-        if (doubt := _doubt_of({"quality": quality, "quality_reasons": reasons})) is not None:
+        if (doubt := doubt_of({"quality": quality, "quality_reasons": reasons})) is not None:
             doubts.setdefault(task.job_id, {})[task.task_index] = doubt
     for job_id, statuses in landed.items():
         queue.mark_done(job_id, statuses, doubts.get(job_id))

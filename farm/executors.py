@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from conf.errors import UsageError
-from workers.devices import DeviceChoice
+from workers.devices import DeviceChoice, make_device
 from workers.server_client import ServerLost
 from workers.worker import RunResult, TaskSpec, Worker
 
@@ -68,7 +68,8 @@ class InlineExecutor:
     """One worker in this very process, without Ray: trials still run in children of a trial server."""
 
     def __init__(self, choice: DeviceChoice, environment: dict[str, str]):
-        self._worker = Worker(choice, "0", "inline-0", environment)
+        slot = make_device(choice).slots()[0]  # the first that can be used: the first of all may be a display's
+        self._worker = Worker(choice, str(slot.index), "inline-0", environment)
         self._task: TaskSpec | None = None
         self._upcoming: TaskSpec | None = None
 

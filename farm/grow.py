@@ -20,7 +20,9 @@ from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
 from farm.monitoring.service import Service, service_settings
+from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
+from warehouse.lock_file import open_lock
 from workers.devices import DeviceChoice
 
 EXIT_FAILED = 1
@@ -150,7 +152,7 @@ def _dry_run(settings: GrowSettings) -> int:
     environment = environment_now(folder, machine) if there else None
     again = stale_first(folder, machine, environment, settings.n)
     with contextlib.ExitStack() as held:
-        queue = held.enter_context(Queue.open(folder.queue)) if folder.queue.exists() else None
+        queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
         with _Told(False) as told:
             plan = make_plan(
                 folder, queue, cycles, settings, machine, environment, again,
@@ -235,7 +237,7 @@ class _Told:
 @contextlib.contextmanager
 def _alone(folder: DataFolder) -> Iterator[None]:
     """One cycle at a time for a data folder; the kernel drops the lock with the process. Raises `BlockingIOError`."""
-    with open(folder.growth_lock, "a") as file:
+    with open_lock(folder.growth_lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 

@@ -7,7 +7,7 @@ seconds since the epoch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -187,17 +187,19 @@ class Queue:
         job_id: str | None = None,
         device: str | None = None,
         share: tuple[int, int] | None = None,
+        held: Collection[Task] = (),
     ) -> list[Task]:
         """Up to `limit` tasks for `worker`, held until now + lease_s: highest priority, oldest job, lowest index.
 
         Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
-        rest r when it is divided by k.
+        rest r when it is divided by k. `held`: tasks that the caller still works on. They stay its own where their
+        lease has run out, because a clock was set or the caller was slow.
         """
         rest, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
         tasks: list[Task] = []
         with self._file.transaction():
-            self._queue_what_is_due(now)
+            self._queue_what_is_due(now, held)
             ready = self._file.all(
                 f"SELECT seq FROM jobs INDEXED BY jobs_ready WHERE ready = 1 AND {_OF} "
                 "ORDER BY priority DESC, submitted_at, seq", (only, device),
@@ -310,10 +312,13 @@ class Queue:
     def _backoff_s(self, task: Task) -> float:
         return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
 
-    def expired(self, now: float, device: str | None = None) -> list[Task]:
-        """Tasks whose lease ran out on their last attempt, again at each call until `finish`: land them as crashed."""
+    def expired(self, now: float, device: str | None = None, held: Collection[Task] = ()) -> list[Task]:
+        """Tasks whose lease ran out on their last attempt, again at each call until `finish`: land them as crashed.
+
+        `held` as in `lease`.
+        """
         with self._file.transaction():
-            self._queue_what_is_due(now)
+            self._queue_what_is_due(now, held)
             rows = self._file.all(
                 _TASKS.format("tasks_exhausted") + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
                 (None, device),
@@ -346,15 +351,28 @@ class Queue:
                 done += changed
         return done
 
-    def _queue_what_is_due(self, now: float) -> None:
+    def bound_waits(self, now: float) -> int:
+        """Queue what waits for longer than any backoff lasts, as it does after the clock was put back; how many."""
+        return self._file.change(
+            "UPDATE tasks INDEXED BY tasks_due SET due = ? "
+            "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",
+            (now, now + MAX_BACKOFF_S),
+        )
+
+    def _queue_what_is_due(self, now: float, held: Collection[Task]) -> None:
         """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""
         rows = self._file.all(
             "SELECT job_seq, task_index, state, attempt, cancelled_at FROM tasks INDEXED BY tasks_due "
             "JOIN jobs ON seq = job_seq WHERE state IN ('waiting', 'leased') AND due <= ?",
             (now,),
         )
+        if not rows:
+            return
+        ours = {self._held(task) for task in held}
         for seq, index, state, attempt, cancelled_at in rows:
             lost = state == "leased"
+            if lost and (seq, index, attempt) in ours:
+                continue
             to = "queued" if cancelled_at is None else "cancelled"
             if lost and attempt >= self.max_attempts:
                 to = "exhausted"

@@ -5,9 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 from pathlib import Path
+from typing import BinaryIO
 
 from conf.errors import UsageError
-from farm.sweep import alive, session_marker, sweep_orphans
+from conf.identity import alive
+from farm.leftovers import sweep_folders
+from farm.process_marker import parse_marker, session_marker
+from farm.session_record import SessionRecord
+from farm.sweep import sweep_orphans
+from warehouse.lock_file import open_lock, read_lock
+
+_LIMIT_BYTES = 4096  # of a lock that is read: one line
 
 
 class DispatcherBusy(UsageError):
@@ -17,52 +25,62 @@ class DispatcherBusy(UsageError):
 class DispatcherLock:
     """One dispatcher for a data folder: an advisory lock that the kernel drops with the process, however it ends.
 
-    The file also says who holds it and what processes it started, for the sweep of a later dispatcher.
+    The file says who holds it, for messages only: whoever may write to the folder may write anything there. What is to
+    be swept after a kill stands in the user's own `SessionRecord`.
     """
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = None
+        self._file: BinaryIO | None = None
+        self._session: SessionRecord | None = None
 
     def __enter__(self) -> DispatcherLock:
-        """Raises `DispatcherBusy` naming the holder; sweeps what a killed holder left behind."""
-        self._file = open(self._path, "a+")
+        """Take the lock, then sweep what killed dispatchers of this user left behind.
+
+        Raises `DispatcherBusy` naming the holder; `UsageError` where the lock is a link or no plain file.
+        """
+        self._file = open_lock(self._path, written=True)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self._file.seek(0)
-            holder = _parse(self._file.read()).get("dispatcher", "?").partition("@")[0]
             self._file.close()
+            holder = _holder_of(self._path)
             folder = self._path.parent.parent
-            raise DispatcherBusy(f"a dispatcher (process {holder}) already works on data={folder}") from error
-        self._file.seek(0)
-        left = _parse(self._file.read())
-        sweep_orphans(recorded=left.get("processes", ()))
-        self.record([])
+            named = f"process {parse_marker(holder).pid}" if holder else "its process is not known"
+            raise DispatcherBusy(f"a dispatcher ({named}) already works on data={folder}") from error
+        try:
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(json.dumps({"dispatcher": session_marker()}).encode())
+            self._file.flush()
+            sweep_orphans()
+            sweep_folders()
+            self._session = SessionRecord.open()
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def record(self, processes: list[str]) -> None:
         """Write down the processes that are to be swept should this one be killed."""
-        self._file.seek(0)
-        self._file.truncate()
-        json.dump({"dispatcher": session_marker(), "processes": processes}, self._file)
-        self._file.flush()
+        self._session.write(processes)
 
     def __exit__(self, *_: object) -> None:
+        self._session.close()
         self._file.close()
 
 
 def dispatcher_of(path: Path) -> int | None:
-    """The process id of the dispatcher that works on this folder, None when there is none."""
+    """Return the process id of the dispatcher that works on this folder, None when there is none."""
+    marker = _holder_of(path)
+    return parse_marker(marker).pid if marker and alive(marker) else None
+
+
+def _holder_of(path: Path) -> str | None:
+    """The marker in the lock; None for whatever no dispatcher has written, or was killed while it wrote."""
     try:
-        marker = _parse(path.read_text()).get("dispatcher")
-    except FileNotFoundError:
+        content = json.loads(read_lock(path, _LIMIT_BYTES))
+    except (ValueError, RecursionError):  # ValueError: also of bytes that are no UTF-8
         return None
-    return int(marker.partition("@")[0]) if marker and alive(marker) else None
-
-
-def _parse(text: str) -> dict:
-    try:
-        return json.loads(text) if text else {}
-    except json.JSONDecodeError:  # the holder was killed while it wrote
-        return {}
+    marker = content.get("dispatcher") if isinstance(content, dict) else None
+    return marker if isinstance(marker, str) and parse_marker(marker) else None

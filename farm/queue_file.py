@@ -6,6 +6,8 @@ Start reading at `SCHEMA`; `farm.jobs` says what is done with the tables.
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from pathlib import Path
 from conf.errors import UsageError
 
 QUEUE_VERSION = 1
+_FULL_BYTES = 1 << 20  # a disk with less room than this is full for SQLite
 
 # The life of a task:
 #
@@ -221,4 +224,13 @@ def queue_error(error: sqlite3.Error, path: Path) -> Exception:
     for words, known in (("full", errno.ENOSPC), ("readonly", errno.EROFS), ("unable to open", errno.EACCES)):
         if words in text:
             code = known
-    return QueueError(code, text, str(path))
+    if code == errno.EIO and _is_full(path):  # without room for its shared memory SQLite says "disk I/O error"
+        code = errno.ENOSPC
+    return QueueError(code, os.strerror(code) if code == errno.ENOSPC else text, str(path))
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        return shutil.disk_usage(path.parent).free < _FULL_BYTES
+    except OSError:
+        return False

@@ -8,21 +8,29 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from conf.errors import UsageError
 from conf.ray_session import own_session_environment
 from farm.executors import Completion
+from farm.leftovers import delete_folder, make_ray_folder
+from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import Node, NodeWatch
+from farm.sweep import end_processes
 from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
 
 _CONNECT_TIMEOUT_S = 5.0
+_END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
+_SHUTDOWN_S = 10.0  # of a Ray that has lost its head
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
 
 
@@ -47,8 +55,11 @@ class ClusterSettings:
 
     def check_address(self) -> None:
         """`UsageError` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
-        if self.address is None:
-            return
+        if self.address is not None:
+            self.place()
+
+    def place(self) -> tuple[str, int]:
+        """Return host and port of the cluster at `address`, where somebody answers; `UsageError` as `check_address`."""
         address = str(self.address)
         if address == "auto":
             address = os.environ.get("RAY_ADDRESS") or _running_cluster()
@@ -59,6 +70,7 @@ class ClusterSettings:
             socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except (OSError, OverflowError) as error:
             raise self.nobody_answers(error) from error
+        return host, int(port)
 
     def nobody_answers(self, error: Exception) -> UsageError:
         return UsageError(
@@ -127,6 +139,9 @@ class RayExecutor:
         self._ray = None
         self._joined = cluster.address is not None
         self._idle: list[str] = []
+        self._head: HeadWatch | None = None
+        self._folder: Path | None = None  # of our own Ray: its session
+        self._before: set[int] = set()  # child processes of ours that are not Ray's
 
     def start(self) -> None:
         if not self._joined:
@@ -148,17 +163,20 @@ class RayExecutor:
             self._join()
         else:
             self._start_own(pinned)
-        self._watch = NodeWatch(ray.nodes)
+        self._head.started()
+        self._own_node = ray.get_runtime_context().get_node_id()
+        self._watch = NodeWatch(lambda: self._head.call(ray.nodes))
         self._follow_nodes()
         if not self._seats:
             raise UsageError(f"cluster.address={self._cluster.address}: the cluster has no GPU")
         self._start_servers()
 
     def _join(self) -> None:
-        self._cluster.check_address()
+        self._head = HeadWatch(JoinedHead(*self._cluster.place()))
         try:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except Exception as error:  # of many kinds, and none is a bug of ours
+            self._head.check()
             raise self._cluster.nobody_answers(error) from error
 
     def _start_own(self, pinned: bool) -> None:
@@ -167,6 +185,9 @@ class RayExecutor:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if pinned:  # by UUID, before Ray counts: a display GPU is never a worker
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid for slot in slots)
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._folder = make_ray_folder()
+        self._head = HeadWatch(OwnHead(), self._end_own)
         try:
             ray.init(
                 address="local",
@@ -177,8 +198,10 @@ class RayExecutor:
                 object_store_memory=self._cluster.object_store_mib * 2**20,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
+                _temp_dir=None if self._folder is None else str(self._folder),
             )
-        except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except Exception as error:  # of many kinds, and none is a bug of ours
+            self._head.check()
             raise UsageError(
                 f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
             ) from error
@@ -191,6 +214,8 @@ class RayExecutor:
     def _follow_nodes(self) -> list[Completion]:
         """Actors for the nodes that joined; what ran on those that left is lost."""
         joined, left = self._watch.look()
+        if any(node.node_id == self._own_node for node in left):
+            raise ClusterLost("the Ray node on this machine, which ties us to the cluster, has ended")
         lost = [completion for node in left for completion in self._drop_node(node)]
         for node in joined:
             count = self._add_node(node)
@@ -245,6 +270,7 @@ class RayExecutor:
     def wait(self, timeout_s: float) -> list[Completion]:
         import ray
 
+        self._head.check()
         completions = []
         refs = [*self._running, *self._starting]
         if refs:
@@ -258,7 +284,7 @@ class RayExecutor:
                     completions.append(self._take_run(ref))
         else:  # every task that is left waits for its next attempt
             time.sleep(timeout_s)
-        if self._watch.due:
+        if self._joined and self._watch.due:
             completions += self._follow_nodes()
             unreached, self._unreached = self._unreached, []
             for worker in unreached:
@@ -277,10 +303,43 @@ class RayExecutor:
         return said
 
     def close(self) -> None:
+        if self._head is not None:
+            self._head.stop()
+        lost = self._head is not None and self._head.reason is not None
+        started = self._own_processes()
+        if lost:
+            end_processes(started)  # first: the end of what is left of a Ray waits for what is gone
         if self._ray is not None and self._ray.is_initialized():
-            for seat in self._seats.values():
-                self._ray.kill(seat.actor, no_restart=True)
+            self._shut_down(lost)
+        psutil.wait_procs(started, timeout=_END_WITHIN_S)
+        self._end_own(started)
+
+    def _shut_down(self, lost: bool) -> None:
+        def shut_down() -> None:
+            if not lost:
+                for seat in self._seats.values():
+                    self._ray.kill(seat.actor, no_restart=True)
             self._ray.shutdown()
+
+        if not lost:
+            shut_down()
+            return
+        thread = threading.Thread(target=shut_down, daemon=True)
+        thread.start()
+        thread.join(_SHUTDOWN_S)
+
+    def _end_own(self, processes: Sequence[psutil.Process] | None = None) -> None:
+        """End what is left of our own Ray, and delete its session."""
+        end_processes(self._own_processes() if processes is None else processes)
+        if self._folder is not None:
+            delete_folder(self._folder)
+            self._folder = None
+
+    def _own_processes(self) -> list[psutil.Process]:
+        """What our own Ray has started, its actors and their trials included."""
+        if self._folder is None:
+            return []
+        return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
 
     def _start_servers(self) -> None:
         """Importing torch keeps a core busy for seconds: a few at a time on a node, so that one is ready early."""
@@ -304,6 +363,7 @@ class RayExecutor:
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorUnschedulableError):
             self._unreached.append(worker)  # its process or its node is gone, or the network for a moment
         except ray.exceptions.RayError as error:
+            self._head.check()
             self._failures[worker] = self._failures.get(worker, 0) + 1
             if self._failures[worker] < _READY_TRIES:
                 self._await_ready(worker)
@@ -330,6 +390,9 @@ class RayExecutor:
         except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
             self._await_ready(worker)
             return Completion(worker=worker, task=task, lost=f"worker lost: {_plain(error)}")
+        except Exception as error:  # what it sent cannot be read: again one task's business
+            self._idle.append(worker)
+            return Completion(worker=worker, task=task, lost=f"worker's answer cannot be read: {error!r}")
         self._idle.append(worker)
         return Completion(worker=worker, task=task, result=result)
 

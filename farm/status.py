@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
-from farm.jobs import JobProgress, Queue
+from farm.jobs import JobProgress
 from farm.lock import dispatcher_of
+from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def read(folder: DataFolder, job_id: str | None, now: float) -> dict[str, Any]:
     if job_id is None and not folder.queue.is_file():
         return report
     report["dispatcher"] = dispatcher_of(folder.dispatcher_lock)
-    with Queue.open(existing_queue(folder, job_id)) as queue:
+    with queue_to_read(existing_queue(folder, job_id)) as queue:
         worked_on = report["dispatcher"] is not None
         doubts = queue.doubts()
         report["jobs"] = [

@@ -1,60 +1,65 @@
 """Finds and ends processes that a killed dispatcher left behind: trial servers, trials, Ray's helpers.
 
-Start reading at `sweep_orphans`. Every process that a dispatcher starts inherits `SESSION_VARIABLE`, which names the
-dispatcher by process id and start time, so that a process number that was used again is not mistaken for it.
+Start reading at `sweep_orphans`. A process is ended only with proof that it is ours: it runs as this user, and either
+its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote
+its identity into a record that only this user can write (`farm.session_record`). What a data folder says is no proof.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from conf.identity import alive, identity
+import psutil
 
-__all__ = ["SESSION_VARIABLE", "alive", "descendants", "identity", "session_marker", "sweep_orphans"]
+from conf.identity import identity
+from farm.process_marker import has_ended, parse_marker
+from farm.session_record import dead_sessions
 
-SESSION_VARIABLE = "GPUFARM_SESSION"
-
-
-def session_marker() -> str:
-    """`PID@START@WHERE` of this process: the value for `SESSION_VARIABLE`."""
-    return identity(os.getpid())
+SESSION_VARIABLE = "GPUFARM_SESSION"  # its value: the identity of the dispatcher, as `conf.identity` makes it
+_END_WITHIN_S = 5.0
 
 
 def descendants() -> list[str]:
-    """Identities of every process below this one, for `sweep_orphans` of a later dispatcher: Ray's agents lose the
-    variable (they overwrite their environment with their title) and outlive a killed Ray by up to a minute."""
-    import psutil
-
-    found = []
+    """Return the identities of every process below this one, for `SessionRecord.write`."""
+    identities = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(ProcessLookupError):
-            found.append(identity(process.pid))
-    return found
+            identities.append(identity(process.pid))
+    return identities
 
 
-def sweep_orphans(recorded: Iterable[str] = ()) -> list[int]:
-    """Kill what dead dispatchers left: marked processes whose dispatcher is gone, and `recorded` identities.
+def sweep_orphans() -> list[int]:
+    """Kill what dead dispatchers of this user left, see above; return the ids of the killed."""
+    recorded = {text for processes in dead_sessions() for text in processes}
+    return end_processes(
+        [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_orphan(process, recorded)]
+    )
 
-    Returns the ids of the killed.
-    """
-    import psutil
 
-    recorded, killed = set(recorded), []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        try:
-            marker = process.environ().get(SESSION_VARIABLE)
-        except (psutil.Error, OSError):  # gone, or another user's
-            marker = None
-        orphan = marker is not None and not alive(marker)
-        try:
-            if orphan or identity(process.pid) in recorded:
-                process.kill()
-                killed.append(process)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
-    psutil.wait_procs(killed, timeout=5.0)
+def end_processes(processes: Sequence[psutil.Process]) -> list[int]:
+    """SIGKILL each, wait until they are gone, and return their ids. psutil sees to it that no number is used again."""
+    killed = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+            killed.append(process)
+    psutil.wait_procs(killed, timeout=_END_WITHIN_S)
     return [process.pid for process in killed]
+
+
+def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
+    try:
+        if set(process.uids()) != {os.geteuid()}:
+            return False
+        own = identity(process.pid)
+        marker = process.environ().get(SESSION_VARIABLE)
+    except (psutil.Error, OSError):  # gone, or not ours to look at
+        return False
+    return own in recorded or (has_ended(marker) and _began_after(own, marker))
+
+
+def _began_after(own: str, dispatcher: str | None) -> bool:
+    process, begun = parse_marker(own), parse_marker(dispatcher)
+    return process is not None and begun is not None and process.start_ticks >= begun.start_ticks

@@ -18,6 +18,7 @@ from farm.monitoring.health import PATIENCE_S
 from farm.monitoring.service import Service, service_settings
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings
+from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
 from farm.settings import device_from_key
 from warehouse.folder import DataFolder
 
@@ -67,6 +68,10 @@ def work(
             if lock is not None:
                 held.enter_context(_held(lock, service))
                 _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service)
+        except ClusterLost as lost:
+            service.events.emit("left", how="the cluster was lost")
+            print(f"error: {lost_words(lost)}", file=sys.stderr)
+            return EXIT_CLUSTER_LOST
         except KeyboardInterrupt:
             service.events.emit("left", how="stopped")
             print("stopped; the same command goes on where it was", file=sys.stderr)

@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 from conf.cli import command
 from conf.errors import UsageError
 from warehouse.folder import COMPRESSION, KINDS, TEMPORARY_SUFFIX, DataFolder, replacing, sync
+from warehouse.lock_file import open_lock
 from warehouse.merged import (
     Listing,
     counting_files,
@@ -323,7 +324,7 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 @contextlib.contextmanager
 def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]:
     """Whether this process may merge and delete files, or rely on nobody doing so; `wait` until it may."""
-    with open(folder.compaction_lock, "a") as file:
+    with open_lock(folder.compaction_lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

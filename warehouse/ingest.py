@@ -34,6 +34,7 @@ from warehouse.dataset import (
 )
 from warehouse.folder import DataFolder
 from warehouse.imported_rows import DOUBT, ImportedFile, published_file
+from warehouse.lock_file import open_lock
 from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
 from warehouse.writer import RunWriter
@@ -253,7 +254,7 @@ def _known_ids(folder: DataFolder) -> set[str]:
 @contextlib.contextmanager
 def _lock(folder: DataFolder) -> Iterator[None]:
     """Two at a time would both land what neither has seen; the kernel drops the lock however this one ends."""
-    with open(folder.ingest_lock, "a") as file:
+    with open_lock(folder.ingest_lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

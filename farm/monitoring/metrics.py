@@ -21,6 +21,7 @@ import pyarrow as pa
 from conf.errors import UsageError
 from farm.jobs import Queue, QueueError
 from farm.monitoring.health import Pulse
+from farm.monitoring.http_server import CONNECTION_S, BoundedServer
 
 _RATE_WINDOW_S = 300.0
 _RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate
@@ -196,10 +197,9 @@ class MetricsServer:
 
         Handler.registry, Handler.pulse = registry, pulse
         try:
-            self._server = http.server.ThreadingHTTPServer((settings.address, settings.port), Handler)
+            self._server = BoundedServer((settings.address, settings.port), Handler)
         except OSError as error:
             raise UsageError(f"metrics.port={settings.port} at {settings.address}: {error.strerror}") from error
-        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
 
     @property
@@ -207,6 +207,10 @@ class MetricsServer:
         """Where it answers."""
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}"
+
+    def connections(self) -> int:
+        """Return how many clients are connected."""
+        return self._server.connections()
 
     def __enter__(self) -> MetricsServer:
         self._thread.start()
@@ -221,7 +225,7 @@ class MetricsServer:
 class _Handler(http.server.BaseHTTPRequestHandler):
     registry: Any
     pulse: Pulse
-    timeout = 10.0  # a client that says nothing holds no thread for longer
+    timeout = CONNECTION_S  # of each read and write
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]

@@ -44,7 +44,7 @@ class Judging(ScriptedExecutor):
 
 def dispatcher(folder, queue, outcomes=None):
     executor = Judging(Clock(), outcomes)
-    return executor, Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock)
+    return executor, Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock)
 
 
 def work(folder, queue, outcomes=None):
@@ -182,7 +182,9 @@ def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, q
             patch.setattr(Queue, "release", lambda *_: 0)
             try:
                 executor._task = None
-                done = Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(Stop(), NoLock())
+                done = Dispatcher(
+                    folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock
+                ).run(Stop(), NoLock())
             except KeyboardInterrupt:
                 pass
         reconcile(folder, queue)

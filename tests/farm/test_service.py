@@ -46,9 +46,9 @@ def samples_of(collector):
 
 def dispatch(folder, queue, service, outcomes=None):
     executor = ScriptedExecutor(Clock(), outcomes)
-    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, service=service).run(
-        Stop(), NoLock()
-    )
+    return Dispatcher(
+        folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock, service=service
+    ).run(Stop(), NoLock())
 
 
 def ask(url):
@@ -220,7 +220,9 @@ def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
 
     executor, announced = LikeRay(Clock()), []
     with StopRequest(lambda: announced.append("stop")).installed() as stop:
-        assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock).run(stop, NoLock())
+        assert Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.clock, steady=executor.clock).run(
+            stop, NoLock()
+        )
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested and announced == ["stop"]
 

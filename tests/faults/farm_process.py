@@ -27,11 +27,12 @@ SUBMIT = (
 class Farm:
     """`python -m farm.submit ...` on a data folder; `kill` and `wait` as for any process."""
 
-    def __init__(self, data, *arguments):
+    def __init__(self, data, *arguments, temporary=None):
         self.data = str(data)
+        folder = {} if temporary is None else {"TMPDIR": str(temporary)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
-            env={**os.environ, "GPUFARM_DATA": self.data},
+            env={**os.environ, "GPUFARM_DATA": self.data, **folder},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -40,7 +41,7 @@ class Farm:
 
     @property
     def marker(self):
-        from farm.sweep import identity
+        from conf.identity import identity
 
         return identity(self.process.pid)
 
@@ -122,6 +123,16 @@ def kill(processes):
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             process.send_signal(signal.SIGKILL)
+
+
+def check_jobs(data, tasks):
+    """Every task of every job has exactly one visible run; `tasks`: of each job, in any order. Runs by status."""
+    with contextlib.closing(connect(data)) as connection:
+        rows = connection.execute(
+            "SELECT count(*), count(DISTINCT run_id), count(DISTINCT task_index) FROM runs GROUP BY job_id"
+        ).fetchall()
+        assert sorted(rows) == sorted((count, count, count) for count in tasks)
+        return dict(connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall())
 
 
 def check_complete(data, tasks):

@@ -1,0 +1,148 @@
+"""Temporary folders of our processes: made with their owner's name in them, and deleted once the owner is dead.
+
+Start reading at `sweep_folders`. A folder `gpufarm-trial-*` or `gpufarm-ray-*` holds a file `owner` with the identity
+of the process that made it (`conf.identity`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from farm.process_marker import has_ended, parse_marker, session_marker
+
+PREFIXES = ("gpufarm-trial-", "gpufarm-ray-")
+OWNER = "owner"  # the file in each of them
+_OWNER_BYTES = 256
+_SOCKET_PATH_BYTES = 107  # the kernel's limit
+_SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
+_UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for so long
+
+
+def make_folder(prefix: str, base: str | os.PathLike | None = None) -> Path:
+    """Make a temporary folder (mode 0700) that `sweep_folders` deletes once this process is dead."""
+    assert prefix in PREFIXES, prefix
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    (path / OWNER).write_text(session_marker())
+    return path
+
+
+def make_ray_folder() -> Path | None:
+    """Make a folder for the session of a Ray of our own, in the first place where its sockets' paths are short enough.
+
+    None where there is no such place: the session then stands where Ray chooses, and is not swept.
+    """
+    for base in temporary_folders():
+        if len(os.fsencode(base)) + _SOCKET_BYTES <= _SOCKET_PATH_BYTES and os.access(base, os.W_OK | os.X_OK):
+            return make_folder("gpufarm-ray-", base)
+    return None
+
+
+def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float | None = None) -> list[Path]:
+    """Delete the folders of processes that run no more, in every temporary folder; return their paths.
+
+    Only folders of this user go, never a link or what a link leads to. One without an `owner`, or whose owner ran
+    before the machine was started again, goes when it is older than a day and no process of this user uses it.
+    `now` is in seconds since the epoch.
+    """
+    now = time.time() if now is None else now
+    deleted = []
+    for base in dict.fromkeys(map(os.path.realpath, temporary_folders() if bases is None else bases)):
+        try:
+            names = sorted(name for name in os.listdir(base) if name.startswith(PREFIXES))
+        except OSError:
+            continue
+        deleted += [Path(base, name) for name in names if _delete_if_abandoned(Path(base, name), now)]
+    return deleted
+
+
+def temporary_folders() -> list[str]:
+    """Where our processes make their temporary folders."""
+    ray = os.environ.get("RAY_TMPDIR")
+    return [*([ray] if ray else []), tempfile.gettempdir(), "/tmp"]
+
+
+def delete_folder(path: Path) -> bool:
+    """Delete a folder of this user and what is in it, following no link; whether it is gone."""
+    descriptor = _own_folder(path)
+    if descriptor is None:
+        return False
+    try:
+        _empty(descriptor)
+    finally:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.rmdir(path)  # never a folder that was put in its place: that one is not empty, or not worth keeping
+        return True
+    return False
+
+
+def _delete_if_abandoned(path: Path, now: float) -> bool:
+    descriptor = _own_folder(path)
+    if descriptor is None:
+        return False
+    try:
+        owner, age_s = _owner_of(descriptor), now - os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+    marker = parse_marker(owner)
+    if marker is not None and marker.of_this_boot:
+        abandoned = has_ended(owner)
+    else:
+        abandoned = age_s > _UNOWNED_AFTER_S and not _is_used(path)
+    return abandoned and delete_folder(path)
+
+
+def _own_folder(path: Path) -> int | None:
+    """A descriptor of a real folder of this user, None for anything else."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if os.fstat(descriptor).st_uid == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _owner_of(folder: int) -> str | None:
+    try:
+        descriptor = os.open(OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                return None
+            return file.read(_OWNER_BYTES).decode("ascii").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _is_used(path: Path) -> bool:
+    """Whether a process of this user has a file of the folder open, or works in it."""
+    for process in psutil.process_iter():
+        names = [f"/proc/{process.pid}/cwd"]
+        with contextlib.suppress(OSError):
+            names += [f"/proc/{process.pid}/fd/{number}" for number in os.listdir(f"/proc/{process.pid}/fd")]
+        for name in names:
+            with contextlib.suppress(OSError):
+                if Path(os.readlink(name)).is_relative_to(path):
+                    return True
+    return False
+
+
+def _empty(folder: int) -> None:
+    """Delete everything in a folder by its descriptor, so that nobody can lead us elsewhere by a link."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER):  # the proof goes last
+        with contextlib.suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.name, ignore_errors=True, dir_fd=folder)
+            else:
+                os.unlink(entry.name, dir_fd=folder)

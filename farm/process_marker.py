@@ -1,0 +1,61 @@
+"""The text by which a process is known, `PID@START@BOOT.NAMESPACE`, taken apart and judged.
+
+Start reading at `parse_marker`; `conf.identity.identity` makes the text. It is read from files and environments that
+anybody may have written, so only what has exactly this form counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from conf.identity import alive, identity
+
+_MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.([0-9]{1,20})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """A process: its number, its start in the kernel's ticks since boot, the boot, and its process namespace."""
+
+    pid: int
+    start_ticks: int
+    boot: str
+    namespace: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process was started in this boot and this namespace, so that it can be judged."""
+        return (self.boot, self.namespace) == (_ours().boot, _ours().namespace)
+
+    @property
+    def of_this_boot(self) -> bool:
+        """Whether the machine has not been started again since."""
+        return self.boot == _ours().boot
+
+
+def parse_marker(text: object) -> Marker | None:
+    """Take a process's identity apart; None for any other text."""
+    match = _MARKER.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return None
+    pid, start_ticks, boot, namespace = match.groups()
+    return Marker(pid=int(pid), start_ticks=int(start_ticks), boot=boot, namespace=namespace)
+
+
+def session_marker() -> str:
+    """Return the identity of this process."""
+    return identity(os.getpid())
+
+
+def has_ended(text: object) -> bool:
+    """Whether this is the identity of a process of this boot and namespace, and that process runs no more."""
+    marker = parse_marker(text)
+    return marker is not None and marker.is_here and not alive(str(text))
+
+
+def _ours() -> Marker:
+    marker = parse_marker(session_marker())
+    assert marker is not None
+    return marker

@@ -1,0 +1,262 @@
+"""The dispatcher's lock in a hostile or copied data folder: no process is ended, no other file is written."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import farm.grow
+import farm.work
+import warehouse.compact
+import warehouse.ingest
+from conf.cli import run
+from conf.errors import UsageError
+from conf.identity import alive, identity
+from farm import status
+from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.session_record import SessionRecord, state_folders
+from farm.sweep import SESSION_VARIABLE, sweep_orphans
+from warehouse.compact import compaction_lock
+from warehouse.folder import DataFolder
+
+WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """A runtime folder of the user, for this test alone."""
+    path = tmp_path / "runtime"
+    path.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+    return path
+
+
+@contextlib.contextmanager
+def waiting_process(**environment):
+    """A process that waits until it is ended."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environment},
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == b"up\n"
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def dead():
+    """The identity of a process that has ended."""
+    with waiting_process() as process:
+        marker = identity(process.pid)
+    assert not alive(marker)
+    return marker
+
+
+def record_of(runtime, dispatcher, processes):
+    folder = runtime / "gpufarm"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / f"{dispatcher}.json").write_text(json.dumps({"processes": processes}))
+    return folder
+
+
+def test_processes_that_a_hostile_lock_names_are_left_alone(folder, runtime, dead):
+    with waiting_process() as innocent:
+        named = [identity(innocent.pid)]
+        folder.dispatcher_lock.write_text(json.dumps({"dispatcher": dead, "processes": named}))
+        with DispatcherLock(folder.dispatcher_lock):
+            assert innocent.poll() is None
+    assert innocent.returncode == 0, "it ended by itself"
+
+
+def test_what_the_users_own_record_names_is_ended_and_the_record_goes(runtime, dead):
+    with waiting_process() as left:
+        records = record_of(runtime, dead, [identity(left.pid), "1@1@00000000.1", "junk", 7, None])
+        marker = identity(left.pid)
+        assert left.pid in sweep_orphans()
+        assert not alive(marker)
+    assert not list(records.iterdir())
+
+
+def test_the_record_of_a_dispatcher_that_runs_is_left_alone(runtime):
+    with waiting_process() as other, waiting_process() as worker:
+        records = record_of(runtime, identity(other.pid), [identity(worker.pid)])
+        assert worker.pid not in sweep_orphans()
+        assert list(records.iterdir())
+
+
+def test_a_record_in_a_folder_that_others_may_write_to_proves_nothing(runtime, dead):
+    with waiting_process() as innocent:
+        records = record_of(runtime, dead, [identity(innocent.pid)])
+        records.chmod(0o770)
+        assert innocent.pid not in sweep_orphans()
+
+
+def test_a_record_behind_a_link_proves_nothing(runtime, dead, tmp_path):
+    with waiting_process() as innocent:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "record").write_text(json.dumps({"processes": [identity(innocent.pid)]}))
+        (runtime / "gpufarm").mkdir(mode=0o700)
+        (runtime / "gpufarm" / f"{dead}.json").symlink_to(elsewhere / "record")
+        assert innocent.pid not in sweep_orphans()
+
+
+def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime):
+    with waiting_process() as innocent:
+        with waiting_process() as dispatcher:
+            marker = identity(dispatcher.pid)
+            earlier = identity(innocent.pid)
+        pid, start, where = marker.split("@")
+        later = f"{pid}@{int(start) + 10_000_000}@{where}"
+        record_of(runtime, later, [earlier])
+        assert innocent.pid not in sweep_orphans()
+
+
+@pytest.mark.parametrize("content", ["", "junk", '{"processes": 7}', "[" * 100_000, "null"])
+def test_a_damaged_record_is_taken_away_without_a_word(runtime, dead, content):
+    records = record_of(runtime, dead, [])
+    (records / f"{dead}.json").write_text(content)
+    sweep_orphans()
+    assert not list(records.iterdir())
+
+
+def test_a_marked_process_is_ended_once_its_dispatcher_is_dead(runtime, dead):
+    with waiting_process(**{SESSION_VARIABLE: dead}) as orphan:
+        marker = identity(orphan.pid)
+        assert orphan.pid in sweep_orphans()
+        assert not alive(marker)
+
+
+@pytest.mark.parametrize(
+    "marker", ["", "7", "@", "{where}", "@{where}", "0@1@{where}", "x@1@{where}", "1@1@00000000.1"]
+)
+def test_a_marker_that_is_none_ends_nothing(runtime, dead, marker):
+    where = dead.rpartition("@")[2]
+    with waiting_process(**{SESSION_VARIABLE: marker.format(where=where)}) as innocent:
+        assert innocent.pid not in sweep_orphans()
+        assert innocent.poll() is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's process")
+def test_a_process_of_another_user_is_left_alone(runtime, dead):
+    with subprocess.Popen(["sleep", "60"], user=65534, env={SESSION_VARIABLE: dead}) as other:
+        try:
+            assert other.pid not in sweep_orphans()
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+def test_a_dispatcher_records_its_processes_in_the_users_folder_and_leaves_none(folder, runtime):
+    with DispatcherLock(folder.dispatcher_lock) as lock:
+        lock.record([identity(os.getpid())])
+        (record,) = (runtime / "gpufarm").iterdir()
+        assert json.loads(record.read_text()) == {"processes": [identity(os.getpid())]}
+        assert "processes" not in folder.dispatcher_lock.read_text()
+    assert not list((runtime / "gpufarm").iterdir())
+
+
+def test_without_the_users_runtime_folder_the_record_stands_in_the_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert state_folders()[-1] == tmp_path / f"gpufarm-{os.geteuid()}"
+
+
+def test_a_record_folder_that_somebody_else_made_is_not_used(runtime):
+    (runtime / "gpufarm").symlink_to(runtime.parent)
+    session = SessionRecord.open()
+    session.write([])
+    assert not [path for path in runtime.parent.iterdir() if path.suffix == ".json"]
+    session.close()
+
+
+# The locks' files
+
+LOCKS = {
+    "dispatcher": DispatcherLock,
+    "compaction": lambda path: compaction_lock(DataFolder(path.parent.parent)),
+    "growth": lambda path: farm.grow._alone(DataFolder(path.parent.parent)),
+    "ingest": lambda path: warehouse.ingest._lock(DataFolder(path.parent.parent)),
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_left_as_it_was(folder, runtime, tmp_path, name):
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    path = folder.locks / f"{name}.lock"
+    path.symlink_to(target)
+    with pytest.raises(UsageError, match=f"{name}.lock is a symbolic link"), LOCKS[name](path):
+        pass
+    assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["work", "grow", "compact"])
+def test_every_command_says_of_a_linked_lock_in_one_line_what_to_do(folder, runtime, tmp_path, capsys, name):
+    entry, lock, *arguments = {
+        "work": (farm.work.entry, "dispatcher", "cluster=inline"),
+        "grow": (farm.grow.entry, "growth", "cluster=inline", "n=1", "device=simulated"),
+        "compact": (warehouse.compact.entry, "compaction"),
+    }[name]
+    path = folder.locks / f"{lock}.lock"
+    path.symlink_to(tmp_path / "precious")
+    assert run(name, entry, [f'data="{folder.root}"', *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{path} is a symbolic link" in said
+    assert not (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_a_lock_that_is_no_plain_file_is_refused_without_waiting(folder, runtime, kind):
+    path = folder.dispatcher_lock
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        try:
+            os.mknod(path, 0o020666, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root can make a device")
+    with pytest.raises(UsageError, match="is no plain file"), DispatcherLock(path):
+        pass
+
+
+def test_a_lock_with_a_second_name_is_refused_and_the_other_file_left_as_it_was(folder, runtime, tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    os.link(target, folder.dispatcher_lock)
+    with pytest.raises(UsageError, match="is a hard link"), DispatcherLock(folder.dispatcher_lock):
+        pass
+    assert target.read_text() == "mine"
+
+
+GARBAGE = {
+    "bytes that are no UTF-8": b"\xff\xfe\x00\x80" * 50,
+    "a list": b"[1, 2]",
+    "a number": b"7",
+    "deep": b"[" * 50_000,
+    "another shape": b'{"dispatcher": {"a": 1}, "processes": 3}',
+    "no process": b'{"dispatcher": "x@y@z"}',
+    "a number of 9,000 digits": b'{"dispatcher": "' + b"9" * 9000 + b'@1@00000000.1"}',
+    "half a line": b'{"dispatcher": "12',
+}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
+def test_a_garbage_lock_names_nobody_and_can_be_taken(folder, runtime, capsys, content):
+    folder.dispatcher_lock.write_bytes(content)
+    assert dispatcher_of(folder.dispatcher_lock) is None
+    assert run("status", status.entry, [f'data="{folder.root}"']) == 0
+    with DispatcherLock(folder.dispatcher_lock):
+        assert dispatcher_of(folder.dispatcher_lock) == os.getpid()
+
+
+def test_a_garbage_lock_that_is_held_still_says_that_somebody_works_here(folder, runtime):
+    with DispatcherLock(folder.dispatcher_lock):
+        folder.dispatcher_lock.write_bytes(b"\xff" * 20)
+        with pytest.raises(DispatcherBusy, match="its process is not known"):
+            DispatcherLock(folder.dispatcher_lock).__enter__()

@@ -1,0 +1,120 @@
+"""What a Ray stands on is watched: its end is noticed, a call that would wait for it is given up."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import threading
+
+import pytest
+
+from farm import ray_head
+from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
+
+PATIENCE_S = 30.0
+
+
+class Scripted:
+    """A head that runs until `reason` is given."""
+
+    reason = None
+
+    def lost(self):
+        return self.reason
+
+
+def await_(condition):
+    pause = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.02)):
+        if condition():
+            return
+        pause.wait(0.02)
+    raise AssertionError("never came")
+
+
+@pytest.fixture
+def watch():
+    watch = HeadWatch(Scripted(), leave=lambda code: None)
+    yield watch
+    watch.stop()
+
+
+def test_nothing_is_said_while_the_head_runs(watch):
+    watch.check()
+    assert watch.call(lambda: 7) == 7
+
+
+def test_the_loss_is_told_with_its_reason(watch):
+    watch._head.reason = "Ray's raylet (process 7) has ended"
+    await_(lambda: watch.reason)
+    with pytest.raises(ClusterLost, match="raylet"):
+        watch.check()
+
+
+def test_a_call_that_waits_for_a_dead_head_is_given_up(watch):
+    blocked = threading.Event()
+    threading.Timer(0.2, setattr, (watch._head, "reason", "gone")).start()
+    with pytest.raises(ClusterLost, match="gone"):
+        watch.call(lambda: blocked.wait(PATIENCE_S))
+    blocked.set()
+
+
+def test_an_error_of_a_call_is_its_callers(watch):
+    with pytest.raises(KeyError):
+        watch.call(lambda: {}["x"])
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(ray_head, "_PATIENCE_AT_START_S", 0.05)
+
+
+def test_a_main_thread_that_waits_inside_of_ray_is_not_waited_for(impatient, capsys):
+    left, cleaned = [], []
+    head = Scripted()
+    head.reason = "Ray's gcs_server (process 7) has ended"
+    HeadWatch(head, lambda: cleaned.append(True), left.append)
+    await_(lambda: left)
+    assert left == [EXIT_CLUSTER_LOST] and cleaned
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_head_that_ends_when_it_shall_ends_nothing(impatient):
+    left = []
+    head = Scripted()
+    watch = HeadWatch(head, leave=left.append)
+    watch.stop()
+    watch._thread.join()
+    head.reason = "gone"
+    assert watch.reason is None and not left
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_our_own_rays_processes_are_known_by_their_names_among_our_children(tmp_path, name):
+    program = shutil.copy(shutil.which("sleep"), tmp_path / name)
+    with contextlib.ExitStack() as held:
+        earlier = held.enter_context(subprocess.Popen([program, "600"]))
+        held.callback(earlier.kill)
+        head = OwnHead()
+        assert head.lost() is None
+        child = held.enter_context(subprocess.Popen([program, "600"]))
+        held.callback(child.kill)
+        await_(lambda: head.lost() is None and head._markers)
+        earlier.kill()
+        earlier.wait()
+        assert head.lost() is None, "it was there before"
+        child.kill()
+        await_(head.lost)  # also while nobody has waited for it
+        assert f"{name} (process {child.pid}) has ended" in head.lost()
+
+
+def test_a_joined_cluster_that_refuses_connections_is_lost_after_seconds():
+    now = [0.0]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        head = JoinedHead(host, port, clock=lambda: now[0])
+        now[0] = 100.0
+        assert head.lost() is None
+    assert head.lost() is None, "it may be starting again"
+    now[0] += ray_head._REFUSED_FOR_S
+    assert f"{host}:{port} no longer answers" in head.lost()

@@ -1,0 +1,154 @@
+"""Commands that only look, on folders that cannot be written to; and a disk without room."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+from test_dispatch import submit
+
+from conf.cli import run
+from farm import grow, status
+from farm.jobs import Queue, QueueError
+from farm.journal import Journal
+from farm.queue_copy import queue_to_read
+from warehouse.folder import DataFolder
+
+
+@contextlib.contextmanager
+def small_disk(path, size):
+    """A file system of its own at `path`; skips where it cannot be mounted."""
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with small_disk(tmp_path / "a'; echo foo", "32m") as path:
+        yield path
+
+
+def make(root):
+    """A data folder with a job, its last changes still in the queue's log."""
+    folder = DataFolder.resolve(root).create()
+    queue = Queue.open(folder.queue)
+    submit(queue, 5)
+    (task,) = queue.lease("w", 1, 0.0, 60.0)
+    queue.finish(task, "ok", 1.0)
+    return folder, queue
+
+
+def read_only(path):
+    subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+
+
+def files_of(root):
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("log", ["in the log", "in the file"])
+def test_status_answers_on_a_read_only_disk_with_the_last_changes(disk, capfd, log):
+    folder, queue = make(disk / "data")
+    if log == "in the file":
+        queue.close()
+    else:  # as after a kill: the log of changes is there, the shared memory is not
+        copy = DataFolder.resolve(disk / "copy").create()
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{folder.queue}{suffix}", f"{copy.queue}{suffix}")
+        queue.close()
+        folder = copy
+    read_only(disk)
+    before = files_of(disk)
+    assert run("status", status.entry, [f'data="{folder.root}"', "format=json"]) == 0
+    out, err = capfd.readouterr()
+    (job,) = json.loads(out)["jobs"]
+    assert (job["queued"], job["done"]) == (4, 1)
+    assert err.count("\n") == 1 and "the queue is read from a copy" in err
+    assert files_of(disk) == before
+
+
+def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
+    folder, queue = make(disk / "data")
+    queue.close()
+    read_only(disk)
+    arguments = ["dry_run=true", "n=1", "families=[mlp]", "policy=uniform", "device=simulated"]
+    assert run("grow", grow.entry, [f'data="{folder.root}"', *arguments]) == 0
+    out, err = capfd.readouterr()
+    assert "nothing was run or written" in out and "the queue is read from a copy" in err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_status_answers_where_the_user_may_only_read(tmp_path, capfd, monkeypatch):
+    folder, queue = make(tmp_path / "data")
+    queue.close()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    for path in (tmp_path, *tmp_path.parents):
+        if "pytest-of-" in str(path):
+            path.chmod(0o755)
+    arguments = [f'data="{folder.root}"', "format=json"]
+    assert run("status", status.entry, arguments) == 0  # what it imports, nobody else may be able to read
+    whole, before = json.loads(capfd.readouterr().out), files_of(folder.root)
+    os.seteuid(65534)
+    try:
+        code = run("status", status.entry, arguments)
+    finally:
+        os.seteuid(0)
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert json.loads(out)["jobs"] == whole["jobs"] and "the queue is read from a copy" in err
+    assert files_of(folder.root) == before and not list(scratch.iterdir())
+
+
+def test_a_queue_that_can_be_written_to_is_read_as_it_is(tmp_path, capfd):
+    folder, queue = make(tmp_path / "data")
+    with queue, queue_to_read(folder.queue) as reader:
+        assert reader.counts().done == 1
+        queue.release(queue.lease("w", 1, 0.0, 60.0))
+    assert capfd.readouterr().err == ""
+
+
+def fill(disk, left):
+    """Leave `left` bytes on the disk."""
+    room = shutil.disk_usage(disk).free - left
+    with open(disk / "filler", "wb") as filler:
+        filler.write(bytes(room))
+
+
+@pytest.mark.parametrize("left", [0, 40 << 10])
+def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(disk, capfd, left):
+    folder = DataFolder.resolve(disk / "data").create()
+    journal = Journal.open(folder)
+    journal.begin({}, "0badcafe")
+    journal.end("".join(cycle.name for cycle in journal.cycles()), "done", "for the test")
+    arguments = [
+        f'data="{folder.root}"', "n=1", "families=[mlp]", "policy=uniform", "device=simulated", "device.count=1",
+        "cluster=inline", "canaries=skip", "learn.targets=[]", "window=fixed", "window.seconds=0.1",
+    ]  # fmt: skip
+    fill(disk, left)
+    code = run("grow", grow.entry, arguments)
+    err = capfd.readouterr().err
+    assert code == 2, err
+    assert "Traceback" not in err and "No space left on device" in err.strip().splitlines()[-1]
+    assert journal.cycles()[0].outcome == "done", "what was written before is still there"
+    os.unlink(disk / "filler")
+    assert run("grow", grow.entry, arguments) == 0, capfd.readouterr().err
+    assert [cycle.outcome for cycle in journal.cycles()] in (["done"] * 2, ["done", "failed", "done"])
+
+
+def test_a_full_disk_is_called_full_whatever_sqlite_says(disk):
+    folder, queue = make(disk / "data")
+    queue.close()
+    fill(disk, 0)
+    with pytest.raises(QueueError, match="No space left on device"), Queue.open(folder.queue) as queue:
+        submit(queue, 2000, "mlp-00000002")

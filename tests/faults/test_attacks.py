@@ -1,0 +1,189 @@
+"""Random signals to random processes of the farm, over several jobs; the dispatcher is started again when it has ended.
+
+`GPUFARM_ATTACK_SEED` repeats an attack (the seed is printed); `GPUFARM_ATTACK_SIGNALS` and `GPUFARM_ATTACK_SECONDS`
+bound it. At the end every task has exactly one run, commands answer, and nothing is left: no process, no folder.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import psutil
+import pytest
+from farm_process import SUBMIT, Farm, await_, check_jobs, landed
+
+from conf.identity import identity
+from farm.leftovers import PREFIXES
+from farm.lock import dispatcher_of
+from farm.sweep import SESSION_VARIABLE
+from warehouse.folder import DataFolder
+
+SEED = int(os.environ.get("GPUFARM_ATTACK_SEED", random.SystemRandom().randrange(10**6)))
+SIGNALS = int(os.environ.get("GPUFARM_ATTACK_SIGNALS", "40"))  # of each attack
+SECONDS = float(os.environ.get("GPUFARM_ATTACK_SECONDS", "80"))  # of each attack
+TASKS = (90, 60, 40)  # of three jobs
+ENDS = (0, 2, 75, 130)  # how a dispatcher may end by itself
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
+WEIGHTS = (6, 3, 2, 2, 1, 3)
+pytestmark = pytest.mark.slow
+
+
+class Attack:
+    """One farm under attack: its dispatcher, whatever that started, and who has been signalled."""
+
+    def __init__(self, data, folder, dice, arguments):
+        self.data, self.folder, self.dice, self.arguments = data, folder, dice, arguments
+        self.markers = []  # of every dispatcher
+        self.sent = []
+        self.farm = None
+        self.stopped = []
+        self.endings = []
+
+    def start(self):
+        self.farm = Farm(self.data, "farm.work", *self.arguments, temporary=self.folder).remember()
+        self.markers.append(self.farm.marker)
+
+    def go_on(self):
+        """Start the dispatcher again if it has ended."""
+        if self.farm.process.poll() is not None:
+            code, said = self.farm.wait()
+            self.endings.append(code)
+            assert code in ENDS or code < 0, f"seed {SEED}: exit code {code}: {said}"
+            assert "Traceback" not in said, f"seed {SEED}: {said}"
+            self.start()
+
+    def processes(self):
+        """Everything that a dispatcher of this attack has started and that runs, the dispatcher included."""
+        tree = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(SESSION_VARIABLE) in self.markers or process.pid == self.farm.process.pid:
+                    tree[process.pid] = process
+        for process in list(tree.values()):  # those that have overwritten their environment
+            with contextlib.suppress(psutil.Error):
+                tree |= {child.pid: child for child in process.children(recursive=True)}
+        return list(tree.values())
+
+    def strike(self):
+        """One signal to one process. Kinds of processes are equally likely, however many there are of each."""
+        kinds = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                kinds.setdefault(kind_of(process, self.farm.process.pid), []).append(process)
+        if dispatcher_of(DataFolder.resolve(self.data).dispatcher_lock) != self.farm.process.pid:
+            kinds.pop("dispatcher", None)  # it still imports: a Ctrl-C then is answered by Python itself
+        if not kinds:
+            return
+        kind = self.dice.choice(sorted(kinds))
+        process = self.dice.choice(sorted(kinds[kind], key=lambda process: process.pid))
+        number = self.dice.choices(KILLS, WEIGHTS)[0]
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+            self.sent.append(f"{number.name} to {kind}")
+            if number == signal.SIGSTOP:
+                self.stopped.append((process, time.monotonic() + self.dice.uniform(0.2, 6.0)))
+
+    def wake(self, everybody=False):
+        """SIGCONT to those that have slept long enough."""
+        now = time.monotonic()
+        for process, until in self.stopped:
+            if everybody or now >= until:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGCONT)
+        self.stopped = [] if everybody else [(process, until) for process, until in self.stopped if now < until]
+
+
+def kind_of(process, dispatcher):
+    name, line = process.name(), " ".join(process.cmdline())
+    if process.pid == dispatcher:
+        return "dispatcher"
+    if "trial_server" in line or "keeper" in line:
+        parent = process.parent()
+        return "trial" if parent is not None and "trial_server" in " ".join(parent.cmdline()) else "trial server"
+    if name in ("gcs_server", "raylet"):
+        return name
+    return "worker" if "RayWorker" in line else "agent"
+
+
+def submit(data, folder, n, seed, device):
+    environment = {**os.environ, "GPUFARM_DATA": str(data), "TMPDIR": folder}
+    subprocess.run(
+        [sys.executable, "-m", *SUBMIT, f"n={n}", f"seed={seed}", "detach=true", device],
+        env=environment, check=True, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def answer(data, folder, *arguments):
+    environment = {**os.environ, "GPUFARM_DATA": str(data), "TMPDIR": folder}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"seed {SEED}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def folder():
+    """A temporary folder of this attack alone, with a short path: Ray's sockets stand in it."""
+    with tempfile.TemporaryDirectory(prefix="attack-", dir="/tmp") as path:
+        yield path
+
+
+@pytest.mark.parametrize(
+    ("cluster", "device"),
+    [("local", "device.count=2"), ("inline", "device.count=1")],
+)
+def test_under_random_signals_every_task_has_one_run_and_nothing_is_left(tmp_path, folder, cluster, device):
+    print(f"GPUFARM_ATTACK_SEED={SEED}")
+    data = tmp_path / "a'; echo foo"
+    dice = random.Random(f"{SEED} {cluster}")
+    for seed, n in enumerate(TASKS):
+        submit(data, folder, n, seed, "device=simulated" if seed != 1 else "device=cpu")
+    attack = Attack(data, folder, dice, [f"cluster={cluster}"])
+    attack.start()
+    began = time.monotonic()
+    while len(attack.sent) < SIGNALS and time.monotonic() - began < SECONDS:
+        before, pause = time.monotonic(), dice.uniform(0.1, 3.0)
+        await_(lambda until=before + pause: time.monotonic() > until, "the next signal")
+        attack.wake()
+        attack.go_on()
+        if landed(data) >= sum(TASKS):
+            break
+        attack.strike()
+    attack.wake(everybody=True)
+    for _ in range(20):  # a dispatcher that was asked to leave is started again
+        code, said = attack.farm.wait()
+        attack.endings.append(code)
+        assert "Traceback" not in said, f"seed {SEED}, after {attack.sent}: {said}"
+        if code == 0:
+            break
+        attack.start()
+    print(f"{len(attack.sent)} signals: {', '.join(attack.sent)}; dispatchers ended with {attack.endings}")
+    assert code == 0, f"seed {SEED}: {said}"
+    statuses = check_jobs(data, TASKS)
+    assert set(statuses) <= {"ok", "crashed", "oom", "timeout"}, f"seed {SEED}: {statuses}"
+    report = json.loads(answer(data, folder, "farm.status", "format=json"))
+    assert [job["done"] for job in report["jobs"]] == list(TASKS) and report["dispatcher"] is None
+    assert "ok" in answer(data, folder, "warehouse.query", "SELECT DISTINCT status FROM runs", "format=csv")
+    await_(lambda: not left_over(attack), f"the end of every process (seed {SEED})", seconds=90)
+    with Farm(data, "farm.work", "cluster=inline", temporary=folder).process as last:  # sweeps what kills have left
+        last.communicate(timeout=300)
+    left = [name for name in os.listdir(folder) if name.startswith(PREFIXES)]
+    assert not left, f"seed {SEED}, after {attack.sent}: {left}"
+
+
+def left_over(attack):
+    return [process for process in attack.processes() if process.pid != os.getpid() and _runs(process)]
+
+
+def _runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and bool(identity(process.pid))
+    except (psutil.Error, ProcessLookupError):
+        return False

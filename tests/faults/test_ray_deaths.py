@@ -1,0 +1,84 @@
+"""The processes that Ray stands on are killed: at its start, in the middle of a job, of a cluster that was joined.
+
+The dispatcher says so in one line, gives back what ran without an attempt, ends with 75, and the same command goes on.
+"""
+
+import contextlib
+import os
+import sqlite3
+
+import psutil
+import pytest
+from farm_process import SUBMIT, Farm, await_, check_complete, kill
+
+from conf.ray_session import own_session_environment
+from farm.ray_head import EXIT_CLUSTER_LOST
+
+TASKS = 60
+pytestmark = pytest.mark.slow
+
+
+def start(tmp_path, *extra):
+    data = tmp_path / "a'; echo foo"
+    return Farm(data, *SUBMIT, f"n={TASKS}", "device=simulated", "device.count=1", *extra).remember()
+
+
+def head_of(farm, name):
+    """The process of that name that the dispatcher has started."""
+
+    def look():
+        with contextlib.suppress(psutil.Error):
+            return [child for child in psutil.Process(farm.process.pid).children() if child.name() == name]
+
+    return await_(look, name)
+
+
+def rows(data, sql):
+    with contextlib.closing(sqlite3.connect(os.path.join(data, "queue.sqlite"))) as queue:
+        return queue.execute(sql).fetchall()
+
+
+def check_ending(farm, words):
+    code, said = farm.wait()
+    assert code == EXIT_CLUSTER_LOST, said
+    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert words in line and "the same command goes on where it was" in line
+    assert rows(
+        farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased' OR (state = 'queued' AND attempt > 0)"
+    ) == [(0,)], "given back, and it has cost no attempt"
+    await_(lambda: not farm.processes(), "the end of every process", seconds=60)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_one_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_goes_on(tmp_path, name):
+    farm = start(tmp_path)
+    farm.await_runs(5)
+    kill(head_of(farm, name))
+    check_ending(farm, f"Ray's {name}")
+    again = start(tmp_path)
+    code, said = again.wait()
+    assert code == 0, said
+    assert check_complete(again.data, TASKS) == {"ok": TASKS}
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_one_that_dies_while_ray_starts_is_told_in_a_line(tmp_path, name):
+    farm = start(tmp_path)
+    kill(head_of(farm, name))
+    check_ending(farm, f"Ray's {name}")
+
+
+def test_the_head_of_a_joined_cluster_that_dies_loses_nothing(tmp_path, monkeypatch):
+    os.environ.update(own_session_environment())  # for good: a process cannot change its token
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.0.1"})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    try:
+        farm = start(tmp_path, "cluster.address=auto")
+        farm.await_runs(5)
+        kill([psutil.Process(cluster.head_node.all_processes["gcs_server"][0].process.pid)])
+        check_ending(farm, "the Ray cluster at 127.0.0.1")
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,63 @@
+"""Lock files of a data folder: opened so that a hostile or copied folder cannot have another file written to.
+
+Start reading at `open_lock`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from conf.errors import UsageError
+
+# O_NONBLOCK: opening a fifo must not wait for its other end.
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
+    """Open a lock file for reading and writing, and make it where there is none; locking is the caller's.
+
+    Args:
+        path: the lock, in the folder `locks/` of a data folder.
+        written: whether the caller writes into it. Then a file with a second name is refused, too.
+
+    Raises `UsageError` for whatever is no plain file: a symbolic link, a device, a pipe, a folder.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
+    except OSError as error:
+        raise _explained(error, path) from error
+    try:
+        _check_plain(os.fstat(descriptor), path, written)
+        return os.fdopen(descriptor, "r+b")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_lock(path: Path, limit_bytes: int) -> bytes:
+    """Return the first `limit_bytes` of a lock file; nothing where there is none, or where it is no plain file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+    except OSError:
+        return b""
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(limit_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+
+
+def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{path} is no plain file, so it cannot be a lock of this data folder; remove it")
+    if written and status.st_nlink > 1:
+        raise UsageError(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
+
+
+def _explained(error: OSError, path: Path) -> OSError | UsageError:
+    if error.errno == errno.ELOOP and path.is_symlink():
+        return UsageError(f"{path} is a symbolic link, so it cannot be a lock of this data folder; remove it")
+    if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
+        return UsageError(f"{path} is no plain file, so it cannot be a lock of this data folder; remove it")
+    return error
