@@ -1,9 +1,9 @@
 """`python -m farm.status`: how far every job is, as a table or as JSON. Start reading at `entry`.
 
-With format=json it prints `{"data": path, "at": time, "dispatcher": process id, "runs_gone": {job_id: runs that are done
-in the queue and in no file}, "runs_unknown": {job_id: runs whose tasks are not done in the queue}, "jobs": [...]}`.
-Each job has `job_id, family, policy, seed, n, priority, state` (submitting, queued, running, stopped: nobody works on it, done, cancelling
-or cancelled)`, submitted_at, queued, waiting` (those
+With format=json it prints `{"data": path, "at": time, "dispatcher": process id, "runs_gone": {job_id: runs that are
+done in the queue and in no file}, "runs_unknown": {job_id: runs whose tasks are not done in the queue}, "jobs":
+[...]}`. Each job has `job_id, family, policy, seed, n, priority, state` (submitting, queued, running, stopped: nobody
+works on it, done, cancelling or cancelled)`, submitted_at, queued, waiting` (those
 of the queued that wait for another attempt)`, running, done, cancelled, by_status` (status -> runs)`, rate_per_min,
 eta_s, by_quality` (suspect, untrusted, and repeated: runs that were not trusted and were run again) and
 `quality_reasons` (reason -> runs); with job=ID also `space, settings` and `errors`, a list of `task_index, attempt,
@@ -91,7 +91,7 @@ def presence_of(folder: DataFolder) -> Presence:
     if not folder.runs.is_dir():
         return Presence()
     try:
-        return compare(folder)
+        return compare(folder, quick=True)
     except sqlite3.Error:
         return Presence()
 

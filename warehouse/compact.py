@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 from conf.cli import command
 from warehouse.compaction import CompactionReport, CompactionSettings, compaction_lock, is_open_somewhere
 from warehouse.folder import KINDS, TEMPORARY_SUFFIX, DataFolder, sync
+from warehouse.held_rows import Unreadable, run_ids_of
 from warehouse.merged import (
     counting_files,
     is_merged_name,
@@ -131,7 +132,9 @@ def _plan(
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
     counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
-    merged_runs = MergedIndex(folder)
+    has_merged_run = MergedIndex(folder).holder(family)
+    is_merged_already = MergedIndex(folder, kind).holder(family)
+    merged_ids: set[str] = set()
     landed = _landed_files(folder, family) if kind == "telemetry" else set()  # read later, so none is missed
     for path in counting:
         is_merged = is_merged_name(path.name)
@@ -141,12 +144,19 @@ def _plan(
             continue
         if size > target_bytes / 2 or path in report.left:
             continue
-        if kind == "telemetry" and not (is_merged or path.name in landed or merged_runs.file_with(family, path.stem)):
+        if kind == "telemetry" and not (is_merged or path.name in landed or has_merged_run(path.stem)):
             continue  # its run is being written, or was lost and will come again with other samples
+        if not is_merged and is_merged_already(path.stem):
+            continue  # a run that landed twice, as after the queue was lost: merged, it would be there twice
         try:
-            if is_merged and pq.read_metadata(path).num_rows > settings.target_rows / 2:
-                continue
-        except (pa.ArrowException, OSError) as error:
+            if is_merged:
+                if pq.read_metadata(path).num_rows > settings.target_rows / 2:
+                    continue
+                ids = run_ids_of(path)
+                if merged_ids & ids:
+                    continue
+                merged_ids |= ids
+        except (pa.ArrowException, OSError, Unreadable) as error:
             unreadable(path, error)
             continue
         small.append((max(size - _OWN_BYTES, size // 8), path))

@@ -6,6 +6,7 @@ Start reading at `MergedIndex.file_with`.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,14 @@ class MergedIndex:
 
     def file_with(self, family: str, run_id: str) -> Path | None:
         """The merged file that counts and holds the run, or None. A file that cannot be read holds none."""
+        return next((file.path for file in self._of(family) if file.has(run_id) and file.path.exists()), None)
+
+    def holder(self, family: str) -> Callable[[str], bool]:
+        """Return a function that says whether a merged file of now holds a run, for asking about many."""
+        files = list(self._of(family))
+        return lambda run_id: any(file.has(run_id) for file in files)
+
+    def _of(self, family: str) -> Iterator[_MergedFile]:
         # By the listings, which are few: the partition may hold 100,000 small files.
         partition = self._folder.partition(self._kind, family)
         for name in os.listdir(self._folder.listings(self._kind)):
@@ -40,9 +49,8 @@ class MergedIndex:
                 except (pa.ArrowException, OSError):  # of another family: a merged file is there before its listing
                     self._files[family, name] = None
             file = self._files[family, name]
-            if file is not None and file.may_hold(run_id) and file.holds(run_id) and file.path.exists():
-                return file.path
-        return None
+            if file is not None:
+                yield file
 
 
 class _MergedFile:
@@ -59,10 +67,13 @@ class _MergedFile:
                 break
             self._ranges.append((statistics.min, statistics.max))
 
-    def may_hold(self, run_id: str) -> bool:
+    def has(self, run_id: str) -> bool:
+        return self._may_hold(run_id) and self._holds(run_id)
+
+    def _may_hold(self, run_id: str) -> bool:
         return self._ranges is None or any(low <= run_id <= high for low, high in self._ranges)
 
-    def holds(self, run_id: str) -> bool:
+    def _holds(self, run_id: str) -> bool:
         try:
             if self._hashes is None:
                 ids = self._ids()

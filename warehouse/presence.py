@@ -39,31 +39,41 @@ class Presence:
     gone: Tasks = field(default_factory=dict)  # done in the queue, in no file
     unknown: Tasks = field(default_factory=dict)  # in a file, and the queue does not have the task as done
 
+    def gone_line(self, root: Path) -> str | None:
+        """How many runs are gone, in words; None for none."""
+        if not self.gone:
+            return None
+        return (
+            f"{_counted(self.gone)} that the queue has as done are not in {root}; "
+            "`python -m farm.doctor repair=true` queues them again"
+        )
+
+    def unknown_line(self, root: Path) -> str | None:
+        """How many runs the queue does not know, in words; None for none."""
+        if not self.unknown:
+            return None
+        return (
+            f"{_counted(self.unknown)} in {root} are not known to its queue, which was lost or is an older copy; "
+            "submitting the same jobs again runs only what is missing"
+        )
+
     def lines(self, root: Path) -> list[str]:
         """One line for each side that has any."""
-        lines = []
-        if self.gone:
-            lines.append(
-                f"{_counted(self.gone)} that the queue has as done are not in {root}; "
-                "`python -m farm.doctor repair=true` queues them again"
-            )
-        if self.unknown:
-            lines.append(
-                f"{_counted(self.unknown)} in {root} are not known to its queue, which was lost or is an older copy; "
-                "submitting the same jobs again runs only what is missing"
-            )
-        return lines
+        return [line for line in (self.gone_line(root), self.unknown_line(root)) if line is not None]
 
 
-def compare(folder: DataFolder) -> Presence:
+def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
     """Compare the queue with the files that count. A queue that is not there knows nothing.
+
+    `quick` compares the numbers of each job's runs first, and looks no further where they are equal.
 
     Beside a running dispatcher, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue.
     """
-    done_counts = _done_counts(folder)  # before the files: a task is done only after its run is durable
-    landed = landed_tasks(folder)
-    if done_counts == {job_id: len(indexes) for job_id, indexes in landed.items()}:
-        return Presence()
+    if quick:
+        done_counts = _done_counts(folder)
+        if done_counts == {job_id: len(indexes) for job_id, indexes in landed_tasks(folder).items()}:
+            return Presence()
+    # Before the files: a task is done only after its run is durable.
     done = queue_tasks(folder, "= 'done'")
     landed = landed_tasks(folder)
     gone = _minus(done, landed)
@@ -101,7 +111,7 @@ def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
 def queue_problem(folder: DataFolder) -> str | None:
     """Return what SQLite finds wrong with the queue's file, which it reads in full; None for a good one, or none."""
     try:
-        with _queue(folder) as connection:
+        with _queue(folder, any_tables=True) as connection:
             if connection is None:
                 return None
             rows = [text for (text,) in connection.execute("PRAGMA integrity_check(3)")]
@@ -125,9 +135,8 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
     ignored: list[DamagedFile] = []
     for path in counting_files(folder, "runs", family, read_listings(folder, "runs", ignored.append)):
         if is_merged_name(path.name):
-            with contextlib.suppress(pa.ArrowException):
-                for job_id, indexes in _tasks_in(path).items():
-                    merged.setdefault(job_id, []).append(indexes)
+            for job_id, indexes in _tasks_in(path).items():
+                merged.setdefault(job_id, []).append(indexes)
         elif (task := _TASK_RUN.fullmatch(path.stem)) is not None:
             small.setdefault(task["job"], []).append(int(task["index"]))
     for job_id, indexes in small.items():
@@ -136,6 +145,16 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
+    """The tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is gone."""
+    try:
+        return _tasks_read_from(path)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError):
+        return {}
+
+
+def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
     file = pq.ParquetFile(path, read_dictionary=["job_id"])
     names = [name for name in ("job_id", "task_index", "final") if name in file.schema_arrow.names]
     if not {"job_id", "task_index"} <= set(names):
@@ -169,8 +188,11 @@ def _done_counts(folder: DataFolder) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _queue(folder: DataFolder) -> Iterator[sqlite3.Connection | None]:
-    """The queue's file opened for reading, also in a folder that may only be read; None where there is no queue."""
+def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.Connection | None]:
+    """The queue's file opened for reading, also in a folder that may only be read; None where there is no queue.
+
+    With `any_tables` also a file that has not a queue's tables.
+    """
     path = folder.queue
     if not path.is_file() or not path.stat().st_size:
         yield None
@@ -180,7 +202,7 @@ def _queue(folder: DataFolder) -> Iterator[sqlite3.Connection | None]:
         try:
             connection = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, timeout=10)
             has_tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('jobs', 'tasks')")
-            if has_tables.fetchone() != (2,):
+            if has_tables.fetchone() != (2,) and not any_tables:
                 connection.close()
                 yield None
                 return

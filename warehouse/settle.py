@@ -6,6 +6,7 @@ Start reading at `settled_listings`. Nothing is believed that the rows do not pr
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 from warehouse.aside import set_aside
@@ -21,6 +22,8 @@ from warehouse.merged import (
     lost_merged_files,
     read_listings,
 )
+
+REDUNDANT = ""  # said of a merged file whose runs whole files that count hold, too
 
 
 def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
@@ -89,26 +92,31 @@ def settle_unlisted(
 
     It goes when it is a merge's own, and whole files that count hold its runs. Otherwise it stays, and is named.
     """
-    partition = folder.partition(kind, family)
-    for path in partition.glob(f"{MERGED_PREFIX}*.parquet"):
-        if listing_file(folder, kind, path.name).exists():
-            continue
-        try:
-            if now_s - path.stat().st_mtime <= settings.grace_s:
-                continue  # it may be landing right now
-            if not is_own_merge(path):
-                problem = "no compaction wrote it, and no listing names it"
-            else:
-                missing = unheld_ids(
-                    folder, kind, family, run_ids_of(path), read_listings(folder, kind, report.damaged)
-                )
-                problem = f"no listing names it, and {len(missing):,} of its runs are in no other file"
-                if not missing:
-                    if not is_open_somewhere(folder):
-                        path.unlink()
-                    continue
-        except FileNotFoundError:
-            continue
-        except Unreadable as error:
-            problem = f"no listing names it, and it cannot be read: {error}"
-        report.left_alone(path, problem)
+    for path in folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):
+        problem = unlisted_problem(folder, kind, family, path, settings.grace_s, now_s)
+        if problem:
+            report.left_alone(path, problem)
+        elif problem == REDUNDANT and not is_open_somewhere(folder):
+            path.unlink()
+
+
+def unlisted_problem(
+    folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
+) -> str | None:
+    """Return what is wrong with a merged file that has no listing; `REDUNDANT` where it may go, None where nothing is.
+
+    Nothing is wrong with one that is listed, or younger than `young_s`: it may be landing right now.
+    """
+    if listing_file(folder, kind, path.name).exists():
+        return None
+    try:
+        if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:
+            return None
+        if not is_own_merge(path):
+            return "no compaction wrote it, and no listing names it"
+        missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
+    except FileNotFoundError:
+        return None
+    except Unreadable as error:
+        return f"no listing names it, and it cannot be read: {error}"
+    return f"no listing names it, and {len(missing):,} of its runs are in no other file" if missing else REDUNDANT

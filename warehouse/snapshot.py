@@ -151,7 +151,7 @@ def snapshot_names(folder: DataFolder) -> list[str]:
 
 def snapshots(folder: DataFolder) -> list[Snapshot]:
     """A folder's snapshots, oldest first. Raises `UsageError` for a damaged manifest."""
-    found = [_read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
+    found = [read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
     return sorted(found, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
 
 
@@ -161,7 +161,7 @@ def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
     with contextlib.suppress(ValueError):
         path = folder.snapshots / checked_name("snapshot", str(name)) / MANIFEST
         if path.exists():
-            return _read_manifest(path)
+            return read_manifest(path)
     raise unknown_name("snapshot", name, snapshot_names(folder) or ["none yet, see python -m warehouse.snapshot"])
 
 
@@ -297,7 +297,8 @@ def _parquet_files(root: Path) -> list[Path]:
     return sorted(path for table in _TABLES for path in (root / table).rglob("*.parquet"))
 
 
-def _read_manifest(path: Path) -> Snapshot:
+def read_manifest(path: Path) -> Snapshot:
+    """The snapshot that a manifest describes. Raises `UsageError` where it is damaged, or newer than this code."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
