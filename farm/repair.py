@@ -20,9 +20,10 @@ from warehouse.aside import set_aside
 from warehouse.checksum import recorded_checksum
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.damage import DamagedFile
+from warehouse.file_check import file_problem
 from warehouse.folder import KINDS, DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of
-from warehouse.integrity import Progress, examine, file_problem
+from warehouse.integrity import Progress, examine
 from warehouse.merged import (
     Listing,
     counting_files,

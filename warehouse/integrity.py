@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError
-from warehouse.checksum import recorded_checksum, verify
-from warehouse.damage import DamagedFile, damage_of, parquet_files
+from warehouse.checksum import recorded_checksum
+from warehouse.damage import DamagedFile, parquet_files
+from warehouse.file_check import file_problem
 from warehouse.folder import KINDS, DataFolder
 from warehouse.held_rows import Unreadable, unproven_sources
 from warehouse.merged import Listing, lost_line, lost_merged_files, read_listings
@@ -124,14 +125,6 @@ def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
         report.without_checksum += not one.has_checksum and one.problem is None
         if one.problem is not None:
             report.damaged.append(DamagedFile(one.path, one.problem))
-
-
-def file_problem(path: Path) -> tuple[bool, str | None]:
-    """Return whether a Parquet file carries a checksum, and what is wrong with it; one without is decoded in full."""
-    has_checksum, problem = verify(path)
-    if problem is None:
-        problem = damage_of(path, pages=not has_checksum)
-    return has_checksum, problem
 
 
 def _verified_parquet(paths: Sequence[Path]) -> list[_Verified]:
