@@ -298,28 +298,47 @@ class StopRequest:
 def reconcile(folder: DataFolder, queue: Queue) -> int:
     """Mend what a killed dispatcher left: runs that are durable are done, other leases are void. Call with the lock.
 
-    An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks turned out to be
-    done.
+    So are the runs of a queue that was lost, or restored from an older copy: tasks whose runs are in the warehouse do
+    not run again. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks
+    turned out to be done.
     """
     left = queue.leased()
-    if not left:
+    tasks = {task_spec(task).run_id: (task.job_id, task.task_index) for task in left}
+    tasks |= _landed_unawares(folder, queue)
+    if not tasks:
         return 0
+    import pyarrow as pa
+
     from warehouse.connection import connect
 
-    run_ids = {task_spec(task).run_id: task for task in left}
     with contextlib.closing(connect(folder.root)) as connection:
+        connection.register("wanted", pa.table({"run_id": list(tasks)}))
         rows = connection.execute(
-            "SELECT run_id, status, quality, quality_reasons FROM runs WHERE list_contains(?::VARCHAR[], run_id)",
-            [list(run_ids)],
+            "SELECT run_id, status, quality, quality_reasons FROM runs JOIN wanted USING (run_id)"
         ).fetchall()
     landed: dict[str, dict[int, str]] = {}
     doubts: dict[str, dict[int, Doubt]] = {}
     for run_id, status, quality, reasons in rows:
-        task = run_ids[run_id]
-        landed.setdefault(task.job_id, {})[task.task_index] = status
+        job_id, index = tasks[run_id]
+        landed.setdefault(job_id, {})[index] = status
         if (doubt := doubt_of({"quality": quality, "quality_reasons": reasons})) is not None:
-            doubts.setdefault(task.job_id, {})[task.task_index] = doubt
+            doubts.setdefault(job_id, {})[index] = doubt
     for job_id, statuses in landed.items():
         queue.mark_done(job_id, statuses, doubts.get(job_id))
     queue.void_leases()
     return len(rows)
+
+
+def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
+    """run_id -> (job_id, index) of tasks that the queue still means to run, and whose runs are in the warehouse."""
+    from warehouse.presence import landed_tasks
+
+    families = {job.family for job in queue.jobs() if queue.counts(job.job_id).queued}
+    if not families:
+        return {}
+    waiting = queue.indexes("queued", "waiting")
+    return {
+        f"{job_id}-{index:06d}": (job_id, index)
+        for job_id, indexes in landed_tasks(folder, families).items()
+        for index in waiting.get(job_id, set()).intersection(indexes.tolist())
+    }

@@ -1,4 +1,4 @@
-"""`python -m farm.doctor`: what this machine offers, and why what is missing is missing. Changes nothing.
+"""`python -m farm.doctor`: what this machine offers, and why what is missing is missing; mends a data folder.
 
 Start reading at `examine`, which collects; `print_tables` shows it. torch and Ray are looked at without being imported.
 """
@@ -32,11 +32,15 @@ _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file
 
 
 def entry(cfg) -> int:
-    """Print the report; 0 whatever is missing."""
+    """Print the report, 0 whatever is missing; or with `repair` mend the data folder, 1 where something is left."""
     from farm.settings import device_choice
 
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
+    if not isinstance(cfg.repair, bool):
+        raise UsageError(f"repair must be true or false, got {cfg.repair!r}")
+    if cfg.repair:
+        return _repair(cfg.data, cfg.format)
     from omegaconf import OmegaConf
 
     choice = device_choice(OmegaConf.to_container(cfg.device, resolve=True))
@@ -46,6 +50,21 @@ def entry(cfg) -> int:
     else:
         print_tables(report)
     return 0
+
+
+def _repair(data: str | None, output_format: str) -> int:
+    from farm.repair import repair
+    from warehouse.folder import DataFolder
+
+    folder = DataFolder.resolve(data)
+    report = repair(folder)
+    if output_format == "json":
+        moved = [{"path": str(path), "moved_to": str(new), "reason": why} for path, (new, why) in report.moved.items()]
+        print(json.dumps({"data": str(folder.root), "moved": moved, "mended": report.mended,
+                          "queued": report.queued, "left": report.left}, indent=2))  # fmt: skip
+    else:
+        print("\n".join(report.lines(folder.root)))
+    return 1 if report.left else 0
 
 
 def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, Any]:
@@ -205,6 +224,7 @@ def _cgroup_limit_mib(total: int) -> int | None:
 def data_state(data: str | None) -> dict[str, Any]:
     """The data folder: where, whether it is there and writable, its schema version, and how much is in it."""
     from warehouse.folder import DataFolder
+    from warehouse.presence import compare
 
     folder = DataFolder.resolve(data)
     state: dict[str, Any] = {
@@ -215,12 +235,17 @@ def data_state(data: str | None) -> dict[str, Any]:
         "jobs": None,
         "tasks": None,
         "runs": None,
+        "runs_gone": None,
+        "runs_unknown": None,
         "reason": None,
     }
     try:
         folder.open()
         state["schema_version"] = json.loads(folder.format_marker.read_text())["schema_version"]
         state["jobs"], state["tasks"] = _queue_counts(folder.queue)
+        presence = compare(folder)
+        state["runs_gone"] = sum(map(len, presence.gone.values()))
+        state["runs_unknown"] = sum(map(len, presence.unknown.values()))
         state["runs"] = _run_counts(folder)
     except (UsageError, OSError) as error:
         state["reason"] = str(error)
@@ -378,6 +403,12 @@ def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
             said = ", ".join(f"{count} {state}" for state, count in data[name].items())
             jobs = f" of {data['jobs']} jobs" if name == "tasks" else ""
             rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {said}" if said else "")))
+    for name, text in (
+        ("runs_gone", "{:,} runs that the queue has as done are in no file; repair=true queues them again"),
+        ("runs_unknown", "{:,} runs are not known to the queue; submitting their jobs again runs what is missing"),
+    ):
+        if data[name]:
+            rows.append((name.replace("_", " "), False, text.format(data[name])))
     if data["reason"] is not None and data["exists"]:
         rows.append(("readable", False, data["reason"]))
     return rows

@@ -359,6 +359,32 @@ class Queue:
             (now, now + MAX_BACKOFF_S),
         )
 
+    def requeue(self, job_id: str, indexes: Iterable[int]) -> int:
+        """Queue done tasks again whose runs were lost, with all their attempts; how many. Synced to the disk.
+
+        Those of a cancelled job become cancelled: submitting the job again puts them back. Others stay as they are.
+        """
+        seq = self._seq(job_id)
+        with self._file.transaction(durable=True):
+            changed = self._file.many(
+                f"UPDATE tasks SET state = {_UNLESS_CANCELLED.format('queued')}, attempt = 0, due = NULL, "
+                f"worker = NULL, status = NULL, finished_at = NULL, error = NULL, error_at = NULL "
+                f"WHERE {_AT} AND state = 'done'",
+                [(seq, index) for index in indexes],
+            )
+            self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
+        return changed
+
+    def indexes(self, *states: str) -> dict[str, set[int]]:
+        """The tasks in any of these states (see `farm.queue_file`): job id -> indexes."""
+        marks = ", ".join("?" * len(states))
+        found: dict[str, set[int]] = {}
+        for job_id, index in self._file.all(
+            f"SELECT job_id, task_index FROM tasks JOIN jobs ON seq = job_seq WHERE state IN ({marks})", states
+        ):
+            found.setdefault(job_id, set()).add(index)
+        return found
+
     def _queue_what_is_due(self, now: float, held: Collection[Task]) -> None:
         """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""
         rows = self._file.all(

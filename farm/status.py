@@ -1,8 +1,9 @@
 """`python -m farm.status`: how far every job is, as a table or as JSON. Start reading at `entry`.
 
-With format=json it prints `{"data": path, "at": time, "dispatcher": process id, "jobs": [...]}`. Each job has `job_id,
-family, policy, seed, n, priority, state` (submitting, queued, running, stopped: nobody works on it, done, cancelling
-or cancelled)`, submitted_at, queued, waiting` (those
+With format=json it prints `{"data": path, "at": time, "dispatcher": process id, "runs_gone": {job_id: runs that are
+done in the queue and in no file}, "runs_unknown": {job_id: runs whose tasks are not done in the queue}, "jobs":
+[...]}`. Each job has `job_id, family, policy, seed, n, priority, state` (submitting, queued, running, stopped: nobody
+works on it, done, cancelling or cancelled)`, submitted_at, queued, waiting` (those
 of the queued that wait for another attempt)`, running, done, cancelled, by_status` (status -> runs)`, rate_per_min,
 eta_s, by_quality` (suspect, untrusted, and repeated: runs that were not trusted and were run again) and
 `quality_reasons` (reason -> runs); with job=ID also `space, settings` and `errors`, a list of `task_index, attempt,
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import sqlite3
 import sys
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ from farm.jobs import JobProgress
 from farm.lock import dispatcher_of
 from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
+from warehouse.presence import Presence, compare
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,20 +44,29 @@ def entry(cfg: DictConfig) -> None:
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
     folder = DataFolder.resolve(cfg.data)
-    report = read(folder, None if cfg.job is None else str(cfg.job), time.time())
+    presence = presence_of(folder)
+    report = read(folder, None if cfg.job is None else str(cfg.job), time.time(), presence)
     if cfg.format == "json":
         print(json.dumps(report, indent=2))
-    elif report["jobs"]:
+        return
+    for line in presence.lines(folder.root):
+        print(line)
+    if report["jobs"]:
         _print_table(report)
     else:
         print(f"no jobs in {folder.root} yet; start one with `python -m farm.submit +arch=cnn n=100`")
 
 
-def read(folder: DataFolder, job_id: str | None, now: float) -> dict[str, Any]:
-    """What format=json prints (see the top of this file)."""
-    report: dict[str, Any] = {"data": str(folder.root), "at": _iso(now), "dispatcher": None, "jobs": []}
+def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
+    """What format=json prints (see the top of this file); `presence` where the caller has compared already."""
+    report: dict[str, Any] = {
+        "data": str(folder.root), "at": _iso(now), "dispatcher": None, "runs_gone": {}, "runs_unknown": {}, "jobs": []
+    }  # fmt: skip
     if folder.root.exists():
         folder.open()  # also where there is no queue: a folder that cannot be read is not an empty one
+        presence = presence or presence_of(folder)
+        for side, tasks in (("runs_gone", presence.gone), ("runs_unknown", presence.unknown)):
+            report[side] = {job: len(indexes) for job, indexes in tasks.items()}
     if job_id is None and not folder.queue.is_file():
         return report
     report["dispatcher"] = dispatcher_of(folder.dispatcher_lock)
@@ -73,6 +85,16 @@ def read(folder: DataFolder, job_id: str | None, now: float) -> dict[str, Any]:
                 {**dataclasses.asdict(error), "error_at": _iso(error.error_at)} for error in queue.errors(job_id)
             ]
     return report
+
+
+def presence_of(folder: DataFolder) -> Presence:
+    """What the queue and the warehouse know of each other; nothing where the queue cannot be read, which others say."""
+    if not folder.runs.is_dir():
+        return Presence()
+    try:
+        return compare(folder, quick=True)
+    except sqlite3.Error:
+        return Presence()
 
 
 def existing_queue(folder: DataFolder, job_id: str | None) -> Path:

@@ -176,10 +176,15 @@ def _announce_stop() -> None:
 def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service) -> None:
     """Mend what a killed dispatcher left, then device after device; compact whenever nothing is left."""
     _mend(folder, queue, service)
+    mended = {job.job_id for job in queue.jobs()}
     compacted = False
     while not stop.requested:
         key = queue.next_device(job_id)
         if key is not None:
+            jobs = {job.job_id for job in queue.jobs()}
+            if jobs - mended:  # a job may be new to a queue that was lost, and not to the warehouse
+                _mend(folder, queue, service)
+                mended = jobs
             _work_device(folder, queue, cluster, key, stop, lock, job_id, service)
             compacted = False
         elif wait:
@@ -198,7 +203,7 @@ def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
     mended = reconcile(folder, queue)
     if mended:
         service.events.emit("mended", count=mended)
-        print(f"{mended} runs had landed before the last dispatcher ended; they are done")
+        print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
 
 
 def _work_device(folder, queue, cluster, key, stop, lock, job_id, service) -> None:
@@ -229,7 +234,8 @@ def _compact(folder: DataFolder, service: Service) -> None:
     from warehouse.compact import compact
 
     service.pulse.beat("compacting")
-    compact(folder)
+    for problem in compact(folder).problems:
+        print(f"warning: {problem}", file=sys.stderr)
 
 
 def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:

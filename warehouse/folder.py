@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from conf.errors import UsageError
+from warehouse.checksum import sealed_bytes
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 
 FORMAT = "gpufarm-data"
@@ -142,6 +142,11 @@ class DataFolder:
         return self.root / "locks"
 
     @property
+    def damaged(self) -> Path:
+        """Where damaged files are kept aside, each with the reason beside it; see `farm.repair`."""
+        return self.root / "damaged"
+
+    @property
     def dispatcher_lock(self) -> Path:
         return self.locks / "dispatcher.lock"
 
@@ -256,10 +261,8 @@ def write_bytes(path: Path, content) -> None:
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
-    """Write a small table atomically and durably."""
-    buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, **COMPRESSION)
-    write_bytes(path, buffer.getvalue())
+    """Write a small table atomically and durably, with its checksum in the footer."""
+    write_bytes(path, sealed_bytes(table, **COMPRESSION))
 
 
 def sync(path: Path) -> None:

@@ -17,13 +17,15 @@ _VERSION_FIELD, _SCHEMA_FIELD = 0x15, 0x19  # id 1, an i32; then one id further,
 _BOOLEANS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
 
 
-def schema_bytes(path: Path, known: Sequence[bytes] = ()) -> bytes:
+def schema_bytes(path: Path, known: Sequence[bytes] = (), content: bytes | None = None) -> bytes:
     """The bytes of a file's footer that hold its schema: two files with the same ones have the same columns.
 
     Names, types and their order count. Of a file that has one of the `known` ones nothing is parsed, as the footer
-    begins with it. `ValueError` for a footer that is none, or that is laid out otherwise; `OSError` as of any file.
+    begins with it. `content` is the whole file, where the caller has read it. `ValueError` for a footer that is none,
+    or that is laid out otherwise; `OSError` as of any file.
     """
-    footer = _footer(path)
+    footer = _footer(path) if content is None else _footer_in(content, len(content), path)
+    assert footer is not None
     for schema in known:
         if footer.startswith(schema):
             return schema
@@ -38,14 +40,27 @@ def _footer(path: Path) -> bytes:
     try:
         file_bytes = os.fstat(descriptor).st_size
         tail = os.pread(descriptor, _TAIL_BYTES, max(0, file_bytes - _TAIL_BYTES))
-        length = int.from_bytes(tail[-_ENDING_BYTES:-4], "little")
-        if tail[-4:] != _MAGIC or length + _ENDING_BYTES > file_bytes:
-            raise ValueError(f"{path} is no Parquet file")
-        if length + _ENDING_BYTES <= len(tail):
-            return tail[len(tail) - _ENDING_BYTES - length : -_ENDING_BYTES]
-        return os.pread(descriptor, length, file_bytes - _ENDING_BYTES - length)
+        footer = _footer_in(tail, file_bytes, path)
+        if footer is None:
+            length = _footer_bytes(tail)
+            footer = os.pread(descriptor, length, file_bytes - _ENDING_BYTES - length)
+        return footer
     finally:
         os.close(descriptor)
+
+
+def _footer_in(tail: bytes, file_bytes: int, path: Path) -> bytes | None:
+    """The footer of a file whose last bytes are `tail`; None where it begins before them."""
+    length = _footer_bytes(tail)
+    if tail[-4:] != _MAGIC or length + _ENDING_BYTES > file_bytes:
+        raise ValueError(f"{path} is no Parquet file")
+    if length + _ENDING_BYTES > len(tail):
+        return None
+    return tail[len(tail) - _ENDING_BYTES - length : -_ENDING_BYTES]
+
+
+def _footer_bytes(tail: bytes) -> int:
+    return int.from_bytes(tail[-_ENDING_BYTES:-4], "little")
 
 
 def _schema_end(footer: bytes) -> int:

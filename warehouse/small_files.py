@@ -5,22 +5,30 @@ Start reading at `read_files`; `warehouse.compact` merges what is read here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from warehouse.checksum import checksum_problem, content_problem
 from warehouse.parquet_footer import schema_bytes
 from warehouse.sql_text import escaped_glob, sql_text
 
 _BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
 _BATCH_BYTES = 8 * 2**20  # of compressed data, which may be a million rows
 _MOST_READERS = 2  # threads, each of which holds a batch
+_WHOLE_BYTES = 2**20  # a file up to this size is read at once to verify its checksum
+
+
+class DamagedContent(ValueError):
+    """A file's checksum says that it is not as it was written."""
 
 
 def read_files(
@@ -29,7 +37,8 @@ def read_files(
     """(files, their rows) by and by, in the files' order; of many files some `most_rows` rows at once.
 
     Tables have the schema's columns and those that it does not know; files that lack some get NULLs. `unreadable` is
-    told of files that are none, which are left out. Rows of a file keep their order, and so do files of one schema.
+    told of files that cannot be read or whose checksum is wrong;
+    they are left out. Rows of a file keep their order, and so do files of one schema.
     """
     files: list[Path] = []
     tables: list[pa.Table] = []
@@ -54,22 +63,33 @@ def _united(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
     return united
 
 
+@dataclass
+class _Batch:
+    """What was read of some files: those that are whole, their rows, and the others with the reason."""
+
+    files: list[Path]
+    tables: list[pa.Table]
+    damaged: list[tuple[Path, Exception]]
+
+
 def _read_batches(
     paths: Sequence[Path], most_rows: int, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[tuple[list[Path], list[pa.Table]]]:
-    for batch, reading in _read_ahead(paths):
+    for files, reading in _read_ahead(paths):
         try:
-            tables = reading.result()
+            batch = reading.result()
         except (duckdb.Error, OSError):  # one by one, to name the file
-            yield from _read_singly(batch, unreadable)
+            yield from _read_singly(files, unreadable)
             continue
         del reading
-        if len(batch) > 1 and sum(table.num_rows for table in tables) > most_rows:
-            del tables
-            yield from _read_singly(batch, unreadable)
-        else:
-            yield batch, tables
-            del tables
+        for path, error in batch.damaged:
+            unreadable(path, error)
+        if len(batch.files) > 1 and sum(table.num_rows for table in batch.tables) > most_rows:
+            batch.tables.clear()
+            yield from _read_singly(batch.files, unreadable)
+        elif batch.files:
+            yield batch.files, batch.tables
+        del batch
 
 
 def _read_singly(
@@ -77,12 +97,15 @@ def _read_singly(
 ) -> Iterator[tuple[list[Path], list[pa.Table]]]:
     for path in paths:
         try:
+            problem = checksum_problem(path)
+            if problem is not None:
+                raise DamagedContent(problem)
             yield [path], [pq.ParquetFile(path).read()]
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             unreadable(path, error)
 
 
-def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[list[pa.Table]]]]:
+def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Batch]]]:
     """Batches in order, and their tables, while the next ones are read."""
     readers = min(_MOST_READERS, len(os.sched_getaffinity(0)))
     waiting: deque[tuple[list[Path], Future]] = deque()
@@ -95,23 +118,44 @@ def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[list
             yield waiting.popleft()
 
 
-def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) -> list[pa.Table]:
-    """A table for each set of columns that files have: DuckDB takes half the time where it need not unite them."""
+def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) -> _Batch:
+    """A table for each set of columns that files have: DuckDB takes half the time where it need not unite them.
+
+    Files whose checksum is wrong are left out. Those without one are read as they are.
+    """
     alike: dict[Hashable, list[Path]] = {}
     known: list[bytes] = []
+    batch = _Batch([], [], [])
     for path in paths:
         try:
-            key: Hashable = schema_bytes(path, known)
+            key: Hashable = _verified_schema(path, known)
             if key not in known:
                 known.append(key)
+        except (DamagedContent, FileNotFoundError) as error:
+            batch.damaged.append((path, error))
+            continue
         except ValueError:  # DuckDB says whether it is a file
             key = path
+        batch.files.append(path)
         alike.setdefault(key, []).append(path)
     with connection.cursor() as cursor:
-        return [
+        batch.tables = [
             cursor.sql(f"SELECT * FROM read_parquet({_list(group)}, hive_partitioning=false)").to_arrow_table()
             for group in alike.values()
         ]
+    return batch
+
+
+def _verified_schema(path: Path, known: Sequence[bytes]) -> bytes:
+    """The bytes of the file's schema. Raises `DamagedContent` where its checksum is wrong, else as `schema_bytes`."""
+    if path.stat().st_size > _WHOLE_BYTES:
+        problem, content = checksum_problem(path), None
+    else:  # opened once, for both
+        content = path.read_bytes()
+        problem = content_problem(content)
+    if problem is not None:
+        raise DamagedContent(problem)
+    return schema_bytes(path, known, content)
 
 
 def _connect() -> duckdb.DuckDBPyConnection:
@@ -133,7 +177,8 @@ def _batches(paths: Sequence[Path]) -> Iterator[list[Path]]:
     size = 0
     for path in paths:
         batch.append(path)
-        size += path.stat().st_size
+        with contextlib.suppress(FileNotFoundError):  # whoever reads it says so
+            size += path.stat().st_size
         if len(batch) >= _BATCH_FILES or size > _BATCH_BYTES:
             yield batch
             batch, size = [], 0

@@ -24,7 +24,10 @@ import pyarrow.parquet as pq
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
-from warehouse.compact import compaction_lock
+from warehouse.compaction import CompactionReport, compaction_lock
+from warehouse.damage import DamagedFile
+from warehouse.damage import report as report_damage
+from warehouse.file_check import file_problem
 from warehouse.folder import (
     KINDS,
     LISTING_SCHEMA,
@@ -35,8 +38,10 @@ from warehouse.folder import (
     write_bytes,
     write_parquet,
 )
-from warehouse.merged import counting_files, is_merged_name
+from warehouse.held_rows import run_ids_of
+from warehouse.merged import counting_files, is_merged_name, refuse_lost
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.settle import settled_listings
 from warehouse.views import VIEWS, view_statements
 
 FORMAT = "gpufarm-snapshot"
@@ -72,6 +77,7 @@ class Snapshot:
     rows: Mapping[str, int]  # of each view
     columns: Mapping[str, Mapping[str, str]]  # table -> column -> Arrow type
     files: tuple[SnapshotFile, ...]
+    left_out: tuple[str, ...] = ()  # files of the folder that were damaged then, and why
 
     @property
     def bytes(self) -> int:
@@ -81,7 +87,8 @@ class Snapshot:
         """The snapshot in words."""
         rows = ", ".join(f"{count:,} {view}" for view, count in self.rows.items())
         taken = f"{self.taken_at:%Y-%m-%d %H:%M:%S} UTC"
-        return f"{self.name}: {rows}; {len(self.files):,} files, {self.bytes / 2**20:.1f} MiB; taken {taken}"
+        left_out = f"; {len(self.left_out):,} damaged files left out" if self.left_out else ""
+        return f"{self.name}: {rows}; {len(self.files):,} files, {self.bytes / 2**20:.1f} MiB; taken {taken}{left_out}"
 
     def problems(self, *, hashes: bool = True) -> list[str]:
         """Every file that is not as it was: gone, of another size, of other content, or added.
@@ -113,8 +120,9 @@ def take_snapshot(
 
     Files are linked, not copied, so they cost no disk until compaction has replaced them; a compaction before the
     snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins meanwhile; runs
-    may land. May be killed at any point: the snapshot is there whole or not at all. Raises `UsageError` for a name
-    that is taken or is none, and for a file that cannot be read.
+    may land. May be killed at any point: the snapshot is there whole or not at all. A damaged file is left out and
+    named, on stderr and in the manifest. Raises `UsageError` for a name that is taken or is none, and where a merged
+    file is gone.
     """
     folder.open()
     if name is not None:
@@ -129,8 +137,9 @@ def take_snapshot(
         )  # fmt: skip
         building = DataFolder(folder.snapshots / f".{chosen}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
         try:
-            _link_files(folder, building)
-            _write_manifest(building, chosen, taken_at)
+            left_out = _link_files(folder, building)
+            report_damage(left_out)
+            _write_manifest(building, chosen, taken_at, [f"{file.path}: {file.reason}" for file in left_out])
             for path in (building.root, *(path for path in building.root.rglob("*") if path.is_dir())):
                 sync(path)
             target = folder.snapshots / chosen
@@ -151,7 +160,7 @@ def snapshot_names(folder: DataFolder) -> list[str]:
 
 def snapshots(folder: DataFolder) -> list[Snapshot]:
     """A folder's snapshots, oldest first. Raises `UsageError` for a damaged manifest."""
-    found = [_read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
+    found = [read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
     return sorted(found, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
 
 
@@ -161,7 +170,7 @@ def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
     with contextlib.suppress(ValueError):
         path = folder.snapshots / checked_name("snapshot", str(name)) / MANIFEST
         if path.exists():
-            return _read_manifest(path)
+            return read_manifest(path)
     raise unknown_name("snapshot", name, snapshot_names(folder) or ["none yet, see python -m warehouse.snapshot"])
 
 
@@ -205,37 +214,47 @@ def _lock(folder: DataFolder, tell: Callable[[str], None] | None) -> Iterator[No
         yield
 
 
-def _link_files(folder: DataFolder, building: DataFolder) -> None:
-    """Give the files that count a second name in `building`.
+def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
+    """Give the files that count a second name in `building`; those that are damaged, which have none there.
 
     Runs before telemetry: a run that is there has its samples, which land before it. Samples whose run is not there
     are of one that is landing, or was lost, and stay out.
     """
+    refuse_lost(folder)
+    mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
+    settled = {kind: settled_listings(folder, kind, mended) for kind in KINDS}
+    damaged: list[DamagedFile] = []
+
+    def is_whole(path: Path) -> bool:
+        problem = file_problem(path)[1]
+        if problem is not None:
+            damaged.append(DamagedFile(path, problem))
+        return problem is None
+
     building.write_anchors()
     there: set[str] = set()
-    counting: dict[str, list[Path]] = {}
+    counting: dict[str, list[Path]] = {"runs": [], "telemetry": []}
     for family in folder.families("runs"):
-        for path in counting_files(folder, "runs", family):
-            counting.setdefault("runs", []).append(path)
-            with _named(path):
-                ids = pq.ParquetFile(path).read(columns=["run_id"]).column(0).to_pylist() if is_merged_name(
-                    path.name
-                ) else [path.stem]  # fmt: skip
-            there.update(ids)
+        for path in counting_files(folder, "runs", family, settled["runs"]):
+            if is_whole(path):
+                counting["runs"].append(path)
+                there |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
     for family in folder.families("telemetry"):
-        for path in counting_files(folder, "telemetry", family):
-            if is_merged_name(path.name) or path.stem in there:
-                counting.setdefault("telemetry", []).append(path)
+        for path in counting_files(folder, "telemetry", family, settled["telemetry"]):
+            if (is_merged_name(path.name) or path.stem in there) and is_whole(path):
+                counting["telemetry"].append(path)
     for kind, paths in counting.items():
         for path in paths:
             _link(path, building.root / path.relative_to(folder.root))
         merged = [f"{path.parent.name}/{path.name}" for path in paths if is_merged_name(path.name)]
-        listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
-        write_parquet(building.listings(kind) / _LISTING, listing)
+        if merged:
+            listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
+            write_parquet(building.listings(kind) / _LISTING, listing)
     for source, target in ((folder.jobs, building.jobs), (folder.stale, building.stale)):
         for path in sorted(source.glob("*.parquet")):
-            if not (target / path.name).exists():
+            if not (target / path.name).exists() and is_whole(path):
                 _link(path, target / path.name)
+    return damaged
 
 
 def _link(source: Path, target: Path) -> None:
@@ -249,7 +268,7 @@ def _link(source: Path, target: Path) -> None:
         sync(target)
 
 
-def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime) -> None:
+def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime, left_out: list[str]) -> None:
     files = []
     for path in _parquet_files(building.root):
         with _named(path):
@@ -269,6 +288,7 @@ def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime
             kind: {field.name: str(field.type) for field in schema} for kind, schema in _SCHEMAS.items()
         },
         "files": files,
+        "left_out": left_out,
     }  # fmt: skip
     write_bytes(building.root / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
@@ -297,7 +317,8 @@ def _parquet_files(root: Path) -> list[Path]:
     return sorted(path for table in _TABLES for path in (root / table).rglob("*.parquet"))
 
 
-def _read_manifest(path: Path) -> Snapshot:
+def read_manifest(path: Path) -> Snapshot:
+    """The snapshot that a manifest describes. Raises `UsageError` where it is damaged, or newer than this code."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -315,6 +336,7 @@ def _read_manifest(path: Path) -> Snapshot:
             rows=manifest["rows"],
             columns=manifest["columns"],
             files=tuple(SnapshotFile(**file) for file in manifest["files"]),
+            left_out=tuple(manifest.get("left_out", ())),
         )
     except UsageError:
         raise

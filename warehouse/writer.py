@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from warehouse.folder import DataFolder, checked_name, sync, write_parquet
-from warehouse.merged import has_landed, is_merged_name, land_batch, merged_file_with
+from warehouse.merged import is_merged_name, land_batch
+from warehouse.merged_index import MergedIndex
 from warehouse.schema import (
     JOB_SCHEMA,
     METRICS,
@@ -40,6 +41,7 @@ class RunWriter:
 
     def __init__(self, folder: DataFolder):
         self._folder = folder.create()
+        self._merged = MergedIndex(self._folder)
 
     def write(self, run: Mapping[str, Any], telemetry: pa.Table) -> Path:
         """Make a run durable; the path of the file that holds its row.
@@ -53,12 +55,10 @@ class RunWriter:
         run_row = run_table(run)
         samples = telemetry_table(run["run_id"], telemetry)
         runs = self._folder.partition("runs", run["family"])
-        # A first attempt cannot have landed before, but one that was not its task's last; others are looked up, which
-        # costs milliseconds.
-        if run.get("attempt") != 1 or run.get("final") is False:
-            landed = merged_file_with(self._folder, "runs", run["family"], run["run_id"])
-            if landed is not None:
-                return landed
+        # On first attempts too: the queue may have been lost, or restored from an older copy.
+        landed = self._merged.file_with(run["family"], run["run_id"])
+        if landed is not None:
+            return landed
         name = f"{run['run_id']}.parquet"
         # Telemetry first: whoever sees the run sees its samples.
         _write(self._folder.partition("telemetry", run["family"]) / name, samples)
@@ -66,8 +66,10 @@ class RunWriter:
         return runs / name
 
     def has_landed(self, family: str, run_id: str) -> bool:
-        """Whether a run is durable."""
-        return has_landed(self._folder, family, run_id)
+        """Whether a run is durable, in a file of its own or merged."""
+        if (self._folder.partition("runs", family) / f"{run_id}.parquet").exists():
+            return True
+        return self._merged.file_with(family, run_id) is not None
 
     def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
         """Make runs of one family durable in one file, all of them or none; its path. They have no telemetry.

@@ -1,0 +1,210 @@
+"""Mends a data folder: damaged files are moved aside, and the tasks whose runs are damaged or gone are queued again.
+
+Start reading at `repair`. Nothing is deleted, and a repeat does what is left to do: it may be killed at any point.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from conf.errors import UsageError
+from farm.jobs import Queue
+from farm.lock import DispatcherLock
+from warehouse.aside import set_aside
+from warehouse.checksum import recorded_checksum
+from warehouse.compaction import CompactionReport, compaction_lock
+from warehouse.damage import DamagedFile
+from warehouse.file_check import file_problem
+from warehouse.folder import KINDS, DataFolder
+from warehouse.held_rows import Unreadable, run_ids_of
+from warehouse.integrity import Progress, examine
+from warehouse.merged import (
+    Listing,
+    counting_files,
+    is_merged_name,
+    is_own_merge,
+    land_merged,
+    listing_file,
+    new_merged_name,
+    read_listings,
+    recovered_listing,
+)
+from warehouse.presence import compare
+from warehouse.settle import settled_listings
+from warehouse.writer import RunWriter
+
+_DATA = (*KINDS, "jobs", "stale", "compactions")
+
+
+@dataclass
+class RepairReport:
+    """What a repair did, and what it cannot mend."""
+
+    moved: dict[Path, tuple[Path, str]] = field(default_factory=dict)  # file -> where it is now, and why
+    mended: list[str] = field(default_factory=list)  # lines
+    queued: dict[str, int] = field(default_factory=dict)  # job_id -> tasks
+    left: list[str] = field(default_factory=list)  # lines
+
+    def lines(self, root: Path) -> list[str]:
+        """The report in words."""
+        lines = [f"moved to {new}: {path}: {why}" for path, (new, why) in self.moved.items()]
+        lines += self.mended
+        lines += [f"{job_id}: {count:,} tasks queued again" for job_id, count in self.queued.items()]
+        lines += [f"left as it is: {line}" for line in self.left]
+        total = sum(self.queued.values())
+        lines.append(f"{root}: {len(self.moved):,} files moved aside, {total:,} tasks queued again"
+                     + ("; `python -m farm.work` runs them" if total else ""))  # fmt: skip
+        return lines
+
+
+def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport:
+    """Move damaged files aside, mend listings, and queue the tasks again whose runs are damaged or gone.
+
+    Takes the dispatcher's lock and the compaction's. Raises `DispatcherBusy` beside a dispatcher, `UsageError` beside a
+    compaction and for a folder that is none, with nothing changed.
+    """
+    folder.open()
+    with DispatcherLock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
+        if not got_it:
+            raise UsageError(f"a compaction is at work on data={folder.root}; repair it when that is done")
+        report = RepairReport()
+        examined = examine(folder, progress=progress)
+        for file in examined.damaged:
+            _mend_file(folder, file, report)
+        for _, listing in examined.lost:
+            _aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
+        for kind in KINDS:
+            settled = CompactionReport()
+            settled_listings(folder, kind, settled)
+            report.mended += settled.problems
+        _queue_again(folder, report)
+    return report
+
+
+def _mend_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> None:
+    place = file.path.relative_to(folder.root).parts
+    if place[0] not in _DATA:
+        report.left.append(f"{file.path}: {file.reason}{_advice(place[0])}")
+        return
+    if not file.path.exists():  # moved already, with the file that it belongs to
+        return
+    if place[0] == "compactions":
+        _mend_listing(folder, place[1], file, report)
+    elif place[0] in KINDS and is_merged_name(file.path.name):
+        _mend_merged(folder, place[0], file, report)
+    else:
+        _aside(folder, file.path, file.reason, report)
+        if place[0] == "jobs":
+            _write_job_again(folder, file.path.stem, report)
+
+
+def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
+    if file_problem(file.path)[1] is None:
+        return  # whole, but it hides too much: `settled_listings` mends that
+    recovered = recovered_listing(folder, kind, file.path) if is_merged_name(file.path.name) else None
+    if recovered is None:
+        _aside(folder, file.path, file.reason, report)
+        return
+    recovered.write()
+    report.mended.append(f"{file.path} was damaged ({file.reason}), and is written anew as its merged file says")
+
+
+def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
+    listing = listing_file(folder, kind, file.path.name)
+    if not listing.exists() and is_own_merge(file.path):
+        # Whole, and its rows are nowhere else: its listing was lost.
+        Listing(
+            file=listing,
+            merged=f"{file.path.parent.name}/{file.path.name}",
+            hidden=(),
+            published_at_s=time.time(),
+            checksum=recorded_checksum(file.path),
+            rows=pq.read_metadata(file.path).num_rows,
+        ).write()
+        report.mended.append(f"{file.path}: {file.reason}; it is listed again")
+        return
+    # Its listing first: from then on the files that it replaced count again, as far as they are still there.
+    if listing.exists():
+        _aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
+    _aside(folder, file.path, file.reason, report)
+
+
+def _aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:
+    if path.exists():
+        report.moved[path] = set_aside(folder, path, reason), reason
+
+
+def _advice(place: str) -> str:
+    return {
+        "models": "; fit it again with `python -m learn.fit`",
+        "snapshots": "; a snapshot is never changed: delete its folder, or restore the file",
+        "queue.sqlite": "; restore it from a copy, or move it away and submit the same jobs again: what landed stays",
+    }.get(place, "")
+
+
+def _write_job_again(folder: DataFolder, job_id: str, report: RepairReport) -> None:
+    """The job's row from what the queue knows of it."""
+    if not folder.queue.is_file():
+        return
+    try:
+        with Queue.open(folder.queue) as queue:
+            job = queue.job(job_id)
+    except UsageError:
+        return
+    values = {name: getattr(job, name) for name in ("job_id", "family", "n", "seed", "policy", "priority")}
+    RunWriter(folder).write_job({**values, "space": job.space_json, "submitted_at": job.submitted_at})
+    report.mended.append(f"{folder.jobs / job_id}.parquet is written anew from the queue, without its `config`")
+
+
+def _queue_again(folder: DataFolder, report: RepairReport) -> None:
+    if not folder.queue.is_file():
+        return
+    try:
+        queue = Queue.open(folder.queue)
+    except UsageError:  # damaged, as said
+        return
+    with queue:
+        gone = compare(folder).gone
+        families = {job.job_id: job.family for job in queue.jobs()}
+        ids: dict[str, set[str]] = {}
+        for job_id, indexes in gone.items():
+            ids.setdefault(families[job_id], set()).update(f"{job_id}-{index:06d}" for index in indexes.tolist())
+        # Samples first: those of the lost run must not be taken for the new one's.
+        for family, run_ids in ids.items():
+            _drop_samples(folder, family, run_ids, report)
+        for job_id, indexes in gone.items():
+            count = queue.requeue(job_id, indexes.tolist())
+            if count:
+                report.queued[job_id] = count
+            if queue.counts(job_id).cancelled:
+                report.mended.append(f"{job_id} is cancelled: submit it again to run its lost tasks")
+
+
+def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: RepairReport) -> None:
+    """Write merged telemetry without the samples of lost runs; a sample's own small file is overwritten anyway.
+
+    The old file is kept aside. Killed in between, it has no listing, and the next repair lists it again.
+    """
+    listings = read_listings(folder, "telemetry", lambda damaged: None)
+    for path in counting_files(folder, "telemetry", family, listings):
+        if not is_merged_name(path.name):
+            continue
+        try:
+            if not run_ids & run_ids_of(path):
+                continue
+        except (Unreadable, FileNotFoundError):
+            continue
+        table = pq.ParquetFile(path).read()
+        kept = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
+        reason = f"it holds samples of runs that are lost and run again; {kept.num_rows:,} other rows are in a new file"
+        _aside(folder, listing_file(folder, "telemetry", path.name), reason, report)
+        if kept.num_rows:
+            target = path.parent / new_merged_name()
+            land_merged(folder, "telemetry", target, kept, (), time.time(), row_group_size=100_000)
+        _aside(folder, path, reason, report)

@@ -1,0 +1,145 @@
+"""A queue that was lost, or restored from an older copy: no run lands twice, none runs again, and status says so."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+from test_dispatch import submit, work
+
+from conf.cli import run
+from farm import status
+from farm.dispatch import reconcile
+from farm.jobs import Queue
+from warehouse import connect
+from warehouse.compact import CompactionSettings, compact
+from warehouse.presence import compare, landed_tasks
+
+NOW_S = 4_000_000_000.0
+JOB = "mlp-00000001"
+
+
+def rows(folder):
+    with contextlib.closing(connect(folder)) as connection:
+        return connection.execute("SELECT count(*), count(DISTINCT run_id) FROM runs").fetchone()
+
+
+def merge(folder):
+    for hours in (0, 2):
+        compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
+
+
+def lose(folder, queue):
+    queue.close()
+    for path in folder.root.glob("queue.sqlite*"):
+        path.unlink()
+    return Queue.open(folder.queue)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(folder, queue, merged):
+    submit(queue, 6)
+    work(folder, queue)
+    if merged:
+        merge(folder)
+    with lose(folder, queue) as fresh:
+        submit(fresh, 8)
+        assert reconcile(folder, fresh) == 6
+        assert reconcile(folder, fresh) == 0
+        executor, _ = work(folder, fresh)
+        assert [index for _, index, _ in executor.handed_out] == [6, 7]
+        assert fresh.counts().by_status == {"ok": 8}
+    assert rows(folder) == (8, 8)
+
+
+def test_a_first_attempt_of_a_run_that_was_merged_lands_without_effect(folder, queue):
+    submit(queue, 6)
+    work(folder, queue)
+    merge(folder)
+    with lose(folder, queue) as fresh:
+        submit(fresh, 6)
+        executor, _ = work(folder, fresh)  # without reconciling
+        assert len(executor.handed_out) == 6
+    assert rows(folder) == (6, 6)
+    assert [path.name[:6] for path in folder.partition("runs", "mlp").glob("*.parquet")] == ["merged"]
+
+
+def test_a_queue_restored_from_an_older_copy_repeats_nothing(folder, queue, tmp_path):
+    submit(queue, 6)
+    queue.lease("w", 2, now=0.0, lease_s=1.0)
+    queue.close()
+    shutil.copy(folder.queue, tmp_path / "older")
+    with Queue.open(folder.queue) as current:
+        work(folder, current)
+    merge(folder)
+    with lose(folder, current):
+        pass
+    for path in folder.root.glob("queue.sqlite*"):
+        path.unlink()
+    shutil.copy(tmp_path / "older", folder.queue)
+    with Queue.open(folder.queue) as older:
+        assert reconcile(folder, older) == 6
+        executor, _ = work(folder, older)
+        assert executor.handed_out == []
+    assert rows(folder) == (6, 6)
+
+
+def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):
+    submit(queue, 6)
+    work(folder, queue)
+    merge(folder)
+    with lose(folder, queue) as fresh:
+        submit(fresh, 6)
+        fresh.cancel(JOB, 0.0)
+    assert run("status", status.entry, [f"data='{escaped(folder)}'"]) == 0
+    assert "6 runs of 1 job in" in capsys.readouterr().out
+    folder.queue.unlink()
+    assert run("status", status.entry, [f"data='{escaped(folder)}'", "format=json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["runs_unknown"] == {JOB: 6} and report["runs_gone"] == {}
+
+
+def test_status_counts_runs_whose_files_were_deleted(folder, queue, capsys):
+    submit(queue, 6)
+    work(folder, queue)
+    (folder.partition("runs", "mlp") / f"{JOB}-000003.parquet").unlink()
+    assert run("status", status.entry, [f"data='{escaped(folder)}'"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "as done" in line]
+    assert line.startswith("1 run of 1 job that the queue has as done are not in")
+
+
+def test_a_folder_where_all_is_well_says_nothing(folder, queue, capsys):
+    submit(queue, 6)
+    work(folder, queue)
+    merge(folder)
+    submit(queue, 9)
+    work(folder, queue, {7: ["lost"]})
+    assert run("status", status.entry, [f"data='{escaped(folder)}'"]) == 0
+    assert "the queue" not in capsys.readouterr().out
+    presence = compare(folder)
+    assert presence.lines(folder.root) == []
+    assert {job: len(indexes) for job, indexes in landed_tasks(folder).items()} == {JOB: 9}
+
+
+def test_done_tasks_are_queued_again_with_all_their_attempts(folder, queue):
+    submit(queue, 4)
+    work(folder, queue)
+    assert queue.requeue(JOB, [1, 3, 99]) == 2
+    assert queue.requeue(JOB, [1, 3]) == 0
+    assert (queue.counts().queued, queue.counts().done) == (2, 2)
+    executor, _ = work(folder, queue)
+    assert executor.handed_out == [(JOB, 1, 1), (JOB, 3, 1)]
+
+
+def test_done_tasks_of_a_cancelled_job_wait_for_the_job_to_be_submitted_again(folder, queue):
+    submit(queue, 3)
+    work(folder, queue)
+    queue.cancel(JOB, 0.0)
+    assert queue.requeue(JOB, [1]) == 1
+    assert (queue.counts().cancelled, queue.counts().queued) == (1, 0)
+    submit(queue, 3)
+    assert queue.counts().queued == 1
+
+
+def escaped(folder):
+    return str(folder.root).replace("'", "\\'")

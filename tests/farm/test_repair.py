@@ -1,0 +1,219 @@
+"""`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
+
+import contextlib
+import json
+
+import pytest
+from test_dispatch import submit, work
+
+from conf.cli import run
+from farm import doctor
+from farm.lock import DispatcherBusy, DispatcherLock
+from farm.repair import repair
+from warehouse import connect
+from warehouse.compact import CompactionSettings, compact
+from warehouse.compaction import compaction_lock
+from warehouse.integrity import examine
+from warehouse.merged import listing_file
+from warehouse.writer import RunWriter
+
+NOW_S = 4_000_000_000.0
+JOB = "mlp-00000001"
+N = 6
+
+
+@pytest.fixture
+def ran(folder, queue):
+    """A folder with six runs of one job, each with two samples, that are done."""
+    submit(queue, N)
+    work(folder, queue)
+    with_samples(folder, range(N))
+    return folder
+
+
+def with_samples(folder, indexes):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for index in indexes:
+        path = folder.partition("runs", "mlp") / f"{JOB}-{index:06d}.parquet"
+        (row,) = pq.ParquetFile(path).read().to_pylist()
+        RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}))
+
+
+def merge(folder, hours=(0, 2)):
+    for hour in hours:
+        compact(folder, now_s=NOW_S + hour * 3600, settings=CompactionSettings(min_files=2))
+
+
+def counts(folder):
+    """(runs, distinct runs, samples, distinct samples)."""
+    with contextlib.closing(connect(folder)) as connection:
+        return connection.execute(
+            "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
+            "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)"
+        ).fetchone()
+
+
+def again(folder, queue):
+    """Work off what is queued; the indexes that ran."""
+    executor, _ = work(folder, queue)
+    indexes = [index for _, index, attempt in executor.handed_out if attempt == 1]
+    with_samples(folder, indexes)
+    return indexes
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+def one(folder, kind, pattern="merged-*.parquet"):
+    (path,) = folder.partition(kind, "mlp").glob(pattern)
+    return path
+
+
+def is_well(folder, queue):
+    assert examine(folder).lines(folder.root)[-1].endswith("0 damaged or missing")
+    assert repair(folder).lines(folder.root) == [f"{folder.root}: 0 files moved aside, 0 tasks queued again"]
+    return counts(folder) == ((N, N), (2 * N, 2 * N)) and queue.counts().done == N
+
+
+@pytest.mark.parametrize("torn", [b"", b"garbage", None])
+def test_a_damaged_run_goes_aside_and_its_task_runs_again(ran, queue, torn):
+    path = one(ran, "runs", f"{JOB}-000003.parquet")
+    content = path.read_bytes()
+    flip(path) if torn is None else path.write_bytes(torn)
+    damaged = path.read_bytes()
+    report = repair(ran)
+    ((new, _),) = report.moved.values()
+    assert new == ran.damaged / path.relative_to(ran.root) and new.read_bytes() == damaged != content
+    assert new.with_name(new.name + ".reason.txt").read_text().strip()
+    assert report.queued == {JOB: 1}
+    assert again(ran, queue) == [3]
+    assert is_well(ran, queue)
+
+
+def test_deleted_runs_run_again(ran, queue):
+    for index in (1, 4):
+        one(ran, "runs", f"{JOB}-00000{index}.parquet").unlink()
+    assert repair(ran).queued == {JOB: 2}
+    assert again(ran, queue) == [1, 4]
+    assert is_well(ran, queue)
+
+
+def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
+    flip(one(ran, "telemetry", f"{JOB}-000003.parquet"))
+    report = repair(ran)
+    assert len(report.moved) == 1 and report.queued == {}
+    assert counts(ran) == ((N, N), (2 * N - 2, 2 * N - 2))
+
+
+def test_a_damaged_merged_file_whose_sources_are_there_costs_nothing(ran, queue):
+    merge(ran, hours=[0])
+    flip(one(ran, "runs"))
+    report = repair(ran)
+    assert len(report.moved) == 2 and report.queued == {}
+    assert is_well(ran, queue)
+
+
+def test_the_runs_of_a_damaged_merged_file_run_again_and_their_old_samples_go(ran, queue):
+    merge(ran)
+    submit(queue, N)
+    flip(one(ran, "runs"))
+    report = repair(ran)
+    assert report.queued == {JOB: N}
+    assert len(report.moved) == 4  # runs and telemetry, and their listings
+    assert again(ran, queue) == list(range(N))
+    assert is_well(ran, queue)
+    merge(ran, hours=[20, 22])
+    assert is_well(ran, queue)
+
+
+def test_a_merged_file_that_is_gone_is_measured_again(ran, queue):
+    merge(ran)
+    one(ran, "runs").unlink()
+    assert repair(ran).queued == {JOB: N}
+    assert again(ran, queue) == list(range(N))
+    assert is_well(ran, queue)
+
+
+def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
+    (ran.partition("runs", "mlp") / f"{JOB}-000002.parquet").rename(ran.root / "kept.parquet")
+    (ran.root / "kept.parquet").rename(ran.partition("runs", "mlp") / f"{JOB}-000002.parquet")
+    compact(ran, now_s=NOW_S, settings=CompactionSettings(min_files=2))
+    one(ran, "runs").unlink()
+    listing_file(ran, "runs", one(ran, "telemetry").name)
+    for path in ran.listings("runs").glob("merged-*"):
+        path.unlink()
+    one(ran, "runs", f"{JOB}-000002.parquet").unlink()
+    merge(ran, hours=[3])
+    assert repair(ran).queued == {JOB: 1}
+    assert counts(ran)[1] == (2 * N - 2, 2 * N - 2)
+    assert again(ran, queue) == [2]
+    assert is_well(ran, queue)
+
+
+@pytest.mark.parametrize("kind", ["runs", "telemetry"])
+def test_a_torn_listing_is_written_anew(ran, queue, kind):
+    merge(ran)
+    listing = listing_file(ran, kind, one(ran, kind).name)
+    listing.write_bytes(b"torn")
+    report = repair(ran)
+    assert report.moved == {} and report.queued == {} and "written anew" in report.mended[0]
+    assert is_well(ran, queue)
+
+
+def test_a_merged_file_whose_listing_was_lost_is_listed_again(ran, queue, monkeypatch):
+    merge(ran)
+    listing_file(ran, "runs", one(ran, "runs").name).unlink()
+    monkeypatch.setattr("warehouse.integrity._UNLISTED_AFTER_S", -1.0)
+    report = repair(ran)
+    assert report.moved == {} and report.queued == {} and "listed again" in report.mended[0]
+    assert is_well(ran, queue)
+
+
+def test_a_damaged_job_is_written_again_from_the_queue(ran, queue):
+    RunWriter(ran).write_job({"job_id": JOB, "family": "mlp", "submitted_at": 0.0})
+    flip(ran.jobs / f"{JOB}.parquet")
+    report = repair(ran)
+    assert len(report.moved) == 1 and "from the queue" in report.mended[0]
+    assert is_well(ran, queue)
+
+
+def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
+    (ran.snapshots / "s").mkdir(parents=True)
+    (ran.snapshots / "s" / "manifest.json").write_text("{")
+    assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true"]) == 1
+    assert "left as it is" in capsys.readouterr().out
+
+
+def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran, queue, capsys):
+    flip(one(ran, "runs", f"{JOB}-000003.parquet"))
+    with DispatcherLock(ran.dispatcher_lock), pytest.raises(DispatcherBusy):
+        repair(ran)
+    with compaction_lock(ran):
+        assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true"]) == 2
+    assert "a compaction is at work" in capsys.readouterr().err
+    assert not ran.damaged.exists()
+
+
+def test_without_repair_the_doctor_counts_and_changes_nothing(ran, queue, capsys):
+    one(ran, "runs", f"{JOB}-000003.parquet").unlink()
+    before = sorted(path for path in ran.root.rglob("*") if "queue" not in path.name)
+    state = doctor.data_state(str(ran.root))
+    assert (state["runs_gone"], state["runs_unknown"]) == (1, 0)
+    assert sorted(path for path in ran.root.rglob("*") if "queue" not in path.name) == before
+
+
+def test_the_command_says_what_it_did_as_json(ran, queue, capsys):
+    flip(one(ran, "runs", f"{JOB}-000003.parquet"))
+    assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true", "format=json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["queued"] == {JOB: 1} and len(report["moved"]) == 1
+    assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=3"]) == 2
+
+
+def escaped(folder):
+    return str(folder.root).replace("'", "\\'")

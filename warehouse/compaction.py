@@ -1,0 +1,111 @@
+"""What compaction is asked to do and says it did, its lock, and whether anybody has the warehouse open.
+
+Start reading at `CompactionReport`; `warehouse.compact` merges, `warehouse.settle` mends what kills and disks left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from conf.errors import UsageError
+from warehouse.damage import DamagedFile
+from warehouse.folder import DataFolder
+from warehouse.lock_file import open_lock
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactionSettings:
+    """When files are merged and deleted."""
+
+    grace_s: float = 3600.0  # least age of a listing before what it replaced is deleted
+    force_after_s: float = 86_400.0  # from this age on also while somebody has the warehouse open
+    target_mib: float = 64.0  # merged files grow to about this size; larger ones are left alone
+    target_rows: int = 1_000_000  # ... and to about this many rows, which bounds the memory a merge takes
+    min_files: int = 8  # fewer small files of a family are not worth a merge
+
+    def __post_init__(self) -> None:
+        found = [
+            f"{name} must be >= {floor}, got {getattr(self, name)}"
+            for name, floor in (("grace_s", 0), ("force_after_s", 0), ("target_rows", 1), ("min_files", 2))
+            if getattr(self, name) < floor
+        ]
+        if not self.target_mib > 0:
+            found.append(f"target_mib must be > 0, got {self.target_mib}")
+        if found:
+            raise UsageError("; ".join(found))
+
+
+@dataclass
+class CompactionReport:
+    """What a compaction did. Paths are relative to the data folder."""
+
+    busy: bool = False  # another compaction was at work, nothing was done
+    merged: dict[str, int] = field(default_factory=dict)  # new file -> number of files it replaces
+    rows: int = 0  # in the new files
+    deleted_files: int = 0
+    kept_files: int = 0  # hidden, due for deletion, kept since somebody has the warehouse open
+    problems: list[str] = field(default_factory=list)  # lines that each name a file and what is wrong with it
+    left: set[Path] = field(default_factory=set)  # files that are neither merged nor deleted, named in `problems`
+
+    def left_alone(self, path: Path, why: str) -> None:
+        """Name a file, once, that is neither merged nor deleted."""
+        if path not in self.left:
+            self.left.add(path)
+            self.problems.append(f"{path} is left alone: {why}")
+
+    def damaged(self, file: DamagedFile) -> None:
+        """Name a file that cannot be read."""
+        self.left_alone(file.path, file.reason)
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        if self.busy:
+            return ["another compaction is at work on this folder; nothing done"]
+        said = [f"{path}: {count} files merged" for path, count in self.merged.items()]
+        said += self.problems
+        total = sum(self.merged.values())
+        said.append(f"{total} files with {self.rows} rows merged into {len(self.merged)}; "
+                    f"{self.deleted_files} replaced files deleted")  # fmt: skip
+        if self.kept_files:
+            said.append(f"{self.kept_files} replaced files kept, because the warehouse is open somewhere")
+        return said
+
+
+_probes: dict[Path, tuple[int, int]] = {}  # path -> inode, descriptor
+
+
+def is_open_somewhere(folder: DataFolder) -> bool:
+    """Whether a DuckDB client has `warehouse.duckdb` open: each holds a POSIX read lock on it while it is open."""
+    path = folder.warehouse
+    try:
+        inode = path.stat().st_ino
+    except FileNotFoundError:
+        return False
+    # The descriptor stays open: closing one drops the locks that DuckDB holds on the file in this very process.
+    if path not in _probes or _probes[path][0] != inode:
+        if path in _probes:
+            os.close(_probes.pop(path)[1])
+        _probes[path] = inode, os.open(path, os.O_RDONLY)
+    # struct flock: l_type, l_whence, l_start, l_len, l_pid; asked for an open file description, so that this
+    # process's own locks count too.
+    asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    (lock_type,) = struct.unpack_from("h", fcntl.fcntl(_probes[path][1], fcntl.F_OFD_GETLK, asked))
+    return lock_type != fcntl.F_UNLCK
+
+
+@contextlib.contextmanager
+def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process may merge and delete files, or rely on nobody doing so; `wait` until it may."""
+    with open_lock(folder.compaction_lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,230 @@
+"""Which runs the queue knows and which are in the warehouse: what is gone, and what the queue does not know.
+
+Start reading at `compare`. Both sides are read cheaply: small files by their names, merged ones by three columns, and
+the queue's file as any SQLite client would, since its commands are in a package that this one does not import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from warehouse.damage import DamagedFile
+from warehouse.folder import DataFolder
+from warehouse.merged import counting_files, is_merged_name, read_listings
+
+_TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
+_FOREIGN = ("import-", "dataset-")  # of the job_id of rows that no queue has run
+_IN_FLIGHT = ("leased", "exhausted")
+_MOST_LOOKS = 5  # at a partition that a compaction changes meanwhile
+
+Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """Tasks whose runs should be there and are not, and runs whose tasks should be known and are not."""
+
+    gone: Tasks = field(default_factory=dict)  # done in the queue, in no file
+    unknown: Tasks = field(default_factory=dict)  # in a file, and the queue does not have the task as done
+
+    def gone_line(self, root: Path) -> str | None:
+        """How many runs are gone, in words; None for none."""
+        if not self.gone:
+            return None
+        return (
+            f"{_counted(self.gone)} that the queue has as done are not in {root}; "
+            "`python -m farm.doctor repair=true` queues them again"
+        )
+
+    def unknown_line(self, root: Path) -> str | None:
+        """How many runs the queue does not know, in words; None for none."""
+        if not self.unknown:
+            return None
+        return (
+            f"{_counted(self.unknown)} in {root} are not known to its queue, which was lost or is an older copy; "
+            "submitting the same jobs again runs only what is missing"
+        )
+
+    def lines(self, root: Path) -> list[str]:
+        """One line for each side that has any."""
+        return [line for line in (self.gone_line(root), self.unknown_line(root)) if line is not None]
+
+
+def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
+    """Compare the queue with the files that count. A queue that is not there knows nothing.
+
+    `quick` compares the numbers of each job's runs first, and looks no further where they are equal.
+
+    Beside a running dispatcher, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue.
+    """
+    if quick:
+        done_counts = _done_counts(folder)
+        if done_counts == {job_id: len(indexes) for job_id, indexes in landed_tasks(folder).items()}:
+            return Presence()
+    # Before the files: a task is done only after its run is durable.
+    done = queue_tasks(folder, "= 'done'")
+    landed = landed_tasks(folder)
+    gone = _minus(done, landed)
+    unknown = _minus(landed, done)
+    if unknown:  # what landed since the queue was read
+        unknown = _minus(_minus(unknown, queue_tasks(folder, "= 'done'")), queue_tasks(folder, f"IN {_IN_FLIGHT}"))
+    return Presence(gone=gone, unknown=unknown)
+
+
+def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[str, np.ndarray]:
+    """Return the tasks whose runs are in files that count, by job; only those of `families` if given.
+
+    Files are believed by their names: a damaged one counts. Merged files that cannot be read hold nothing.
+    """
+    indexes: dict[str, list[np.ndarray]] = {}
+    for family in folder.families("runs"):
+        if families is None or family in families:
+            for job_id, found in _landed_of(folder, family).items():
+                indexes.setdefault(job_id, []).append(found)
+    return {job_id: np.unique(np.concatenate(found)) for job_id, found in sorted(indexes.items())}
+
+
+def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
+    """Return the tasks of the queue whose state fits the SQL condition `states`, by job; none without a queue."""
+    rows: dict[str, list[int]] = {}
+    with _queue(folder) as connection:
+        if connection is not None:
+            for job_id, index in connection.execute(
+                f"SELECT job_id, task_index FROM tasks JOIN jobs ON seq = job_seq WHERE state {states}"
+            ):
+                rows.setdefault(job_id, []).append(index)
+    return {job_id: np.unique(np.array(found, np.int64)) for job_id, found in sorted(rows.items())}
+
+
+def queue_problem(folder: DataFolder) -> str | None:
+    """Return what SQLite finds wrong with the queue's file, which it reads in full; None for a good one, or none."""
+    try:
+        with _queue(folder, any_tables=True) as connection:
+            if connection is None:
+                return None
+            rows = [text for (text,) in connection.execute("PRAGMA integrity_check(3)")]
+    except sqlite3.Error as error:
+        return str(error)
+    return None if rows == ["ok"] else "; ".join(rows).replace("\n", " ")
+
+
+def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
+    for _ in range(_MOST_LOOKS):
+        try:
+            return _landed_now(folder, family)
+        except FileNotFoundError:  # a compaction deleted a merged file that was merged once more
+            continue
+    return _landed_now(folder, family)
+
+
+def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
+    small: dict[str, list[int]] = {}
+    merged: dict[str, list[np.ndarray]] = {}
+    ignored: list[DamagedFile] = []
+    for path in counting_files(folder, "runs", family, read_listings(folder, "runs", ignored.append)):
+        if is_merged_name(path.name):
+            for job_id, indexes in _tasks_in(path).items():
+                merged.setdefault(job_id, []).append(indexes)
+        elif (task := _TASK_RUN.fullmatch(path.stem)) is not None:
+            small.setdefault(task["job"], []).append(int(task["index"]))
+    for job_id, indexes in small.items():
+        merged.setdefault(job_id, []).append(np.array(indexes, np.int64))
+    return {job_id: np.concatenate(found) for job_id, found in merged.items()}
+
+
+def _tasks_in(path: Path) -> dict[str, np.ndarray]:
+    """The tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is gone."""
+    try:
+        return _tasks_read_from(path)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError):
+        return {}
+
+
+def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
+    file = pq.ParquetFile(path, read_dictionary=["job_id"])
+    names = [name for name in ("job_id", "task_index", "final") if name in file.schema_arrow.names]
+    if not {"job_id", "task_index"} <= set(names):
+        return {}
+    rows = file.read(columns=names)
+    known = pc.and_(pc.is_valid(rows.column("job_id")), pc.is_valid(rows.column("task_index")))
+    if "final" in names:
+        known = pc.and_(known, pc.fill_null(rows.column("final"), True))
+    rows = rows.filter(known).unify_dictionaries().combine_chunks()
+    if not rows.num_rows:
+        return {}
+    jobs = rows.column("job_id").chunk(0)
+    codes, indexes = jobs.indices.to_numpy(), rows.column("task_index").to_numpy()
+    order = np.argsort(codes, kind="stable")
+    starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
+    names_of = jobs.dictionary.to_pylist()
+    parts = zip(codes[order][starts], np.split(indexes[order], starts[1:]), strict=True)
+    return {names_of[code]: part for code, part in parts if not names_of[code].startswith(_FOREIGN)}
+
+
+def _done_counts(folder: DataFolder) -> dict[str, int]:
+    with _queue(folder) as connection:
+        if connection is None:
+            return {}
+        counts: Counter[str] = Counter()
+        for job_id, count in connection.execute(
+            "SELECT job_id, count FROM tallies JOIN jobs ON seq = job_seq WHERE state = 'done' AND count > 0"
+        ):
+            counts[job_id] += count
+        return dict(counts)
+
+
+@contextlib.contextmanager
+def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.Connection | None]:
+    """The queue's file opened for reading, also in a folder that may only be read; None where there is no queue.
+
+    With `any_tables` also a file that has not a queue's tables.
+    """
+    path = folder.queue
+    if not path.is_file() or not path.stat().st_size:
+        yield None
+        return
+    connection = None
+    for mode in ("mode=ro", "immutable=1"):  # without write permission, SQLite cannot share a WAL
+        try:
+            connection = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, timeout=10)
+            has_tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('jobs', 'tasks')")
+            if has_tables.fetchone() != (2,) and not any_tables:
+                connection.close()
+                yield None
+                return
+            break
+        except sqlite3.OperationalError:
+            if connection is not None:
+                connection.close()
+            if mode == "immutable=1":
+                raise
+    assert connection is not None
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
+    left = {job_id: np.setdiff1d(indexes, others[job_id]) if job_id in others else indexes
+            for job_id, indexes in tasks.items()}  # fmt: skip
+    return {job_id: indexes for job_id, indexes in left.items() if len(indexes)}
+
+
+def _counted(tasks: Tasks) -> str:
+    runs = sum(map(len, tasks.values()))
+    return f"{runs:,} run{'s' if runs != 1 else ''} of {len(tasks):,} job{'s' if len(tasks) != 1 else ''}"

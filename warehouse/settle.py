@@ -1,0 +1,122 @@
+"""Mends merged files and listings that a kill, a damaged disk or somebody left as compaction would not have.
+
+Start reading at `settled_listings`. Nothing is believed that the rows do not prove (`warehouse.held_rows`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+from warehouse.aside import set_aside
+from warehouse.compaction import CompactionReport, CompactionSettings, is_open_somewhere
+from warehouse.folder import DataFolder
+from warehouse.held_rows import Unreadable, run_ids_of, unheld_ids, unproven_sources
+from warehouse.merged import (
+    MERGED_PREFIX,
+    Listing,
+    is_own_merge,
+    listing_file,
+    lost_line,
+    lost_merged_files,
+    read_listings,
+)
+
+REDUNDANT = ""  # said of a merged file whose runs whole files that count hold, too
+
+
+def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
+    """The listings whose merged files hold what they hide, mended where they can be; others are named and left alone.
+
+    A listing that hides runs which its merged file does not hold forgets those runs' files: they count again. One
+    whose merged file is gone while everything that it hides is there is set aside, for the same reason.
+    """
+    listings = read_listings(folder, kind, report.damaged)
+    hidden = {name for listing in listings for name in listing.hidden}
+    settled = []
+    for listing in listings:
+        merged = folder.root / kind / listing.merged
+        if not merged.exists():
+            if listing.merged in hidden:
+                settled.append(listing)  # deleted as a part of a later merge, whose compaction was killed
+            elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
+                aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
+                report.problems.append(f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
+                                       f"files that it replaced count again; moved to {aside}")  # fmt: skip
+            elif listing in lost_merged_files(folder, kind, report.damaged):
+                report.problems.append(lost_line(folder, kind, listing))
+            else:
+                listing.file.unlink(missing_ok=True)
+            continue
+        if not _is_whole(listing.file):
+            listing.write()  # what its merged file said of it
+        if not listing.hidden:
+            settled.append(listing)
+            continue
+        try:
+            unproven = unproven_sources(folder, kind, listing, listings)
+        except (Unreadable, FileNotFoundError) as error:
+            report.left_alone(merged, f"{error}; the files that it replaced stay")
+            continue
+        for name, why in unproven.unreadable.items():
+            report.left_alone(folder.root / kind / name, why)
+        if unproven.unheld:
+            some, why = next(iter(unproven.unheld.items()))
+            report.problems.append(f"{listing.file} hides {len(unproven.unheld):,} files whose runs {listing.merged} "
+                                   f"does not hold, as {some} ({why}); they count again")  # fmt: skip
+            hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
+            listing = dataclasses.replace(listing, hidden=hidden_now)
+            listing.write()
+        settled.append(listing)
+    return settled
+
+
+def _is_whole(listing_file: Path) -> bool:
+    try:
+        Listing.read(listing_file)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def settle_unlisted(
+    folder: DataFolder,
+    kind: str,
+    family: str,
+    now_s: float,
+    settings: CompactionSettings,
+    report: CompactionReport,
+) -> None:
+    """A merged file without a listing was left by a kill, and its sources still count; or somebody put it there.
+
+    It goes when it is a merge's own, and whole files that count hold its runs. Otherwise it stays, and is named.
+    """
+    for path in folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):
+        problem = unlisted_problem(folder, kind, family, path, settings.grace_s, now_s)
+        if problem:
+            report.left_alone(path, problem)
+        elif problem == REDUNDANT and not is_open_somewhere(folder):
+            path.unlink()
+
+
+def unlisted_problem(
+    folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
+) -> str | None:
+    """Return what is wrong with a merged file that has no listing; `REDUNDANT` where it may go, None where nothing is.
+
+    Nothing is wrong with one that is listed, or younger than `young_s`: it may be landing right now.
+    """
+    if listing_file(folder, kind, path.name).exists():
+        return None
+    try:
+        if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:
+            return None
+        if not is_own_merge(path):
+            return "no compaction wrote it, and no listing names it"
+        missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
+    except FileNotFoundError:
+        return None
+    except Unreadable as error:
+        return f"no listing names it, and it cannot be read: {error}"
+    return f"no listing names it, and {len(missing):,} of its runs are in no other file" if missing else REDUNDANT
