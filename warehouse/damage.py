@@ -1,0 +1,173 @@
+"""Tells a Parquet file that can be read from one that is torn, and names the damaged files of a data folder.
+
+Start reading at `damage_of`; `warehouse.connection` leaves out what is named here and reads the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from warehouse.folder import KINDS, LISTING_SCHEMA, DataFolder
+from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
+
+_MAGIC = b"PAR1"
+_LEAST_BYTES = 12  # the magic twice, and the length of the footer
+_BATCH_ROWS = 64 * 2**10
+
+# The column without which a file of this kind is of no use, and the types of the others.
+_NEEDED = {
+    "runs": ("run_id", RUN_SCHEMA),
+    "telemetry": ("run_id", TELEMETRY_SCHEMA),
+    "jobs": ("job_id", JOB_SCHEMA),
+    "stale": ("run_id", STALE_SCHEMA),
+    "compactions": ("path", LISTING_SCHEMA),
+}
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """A file of a data folder that cannot be read, and why."""
+
+    path: Path
+    reason: str
+
+    def line(self) -> str:
+        """The file and the reason, as commands print them."""
+        return f"{self.path} cannot be read ({self.reason}): its rows are left out"
+
+
+def damage_of(path: Path, *, pages: bool = False) -> str | None:
+    """Return why a Parquet file of the folder cannot be read, or None if it can.
+
+    Size, magic, footer and column types are checked, which takes well under a millisecond for a run's file. With
+    `pages`, every page is decoded too. A file that does not exist is no damaged file: `FileNotFoundError`.
+    """
+    try:
+        reason = _frame_damage(path)
+        if reason is not None:
+            return reason
+        with pq.ParquetFile(path) as file:
+            reason = _schema_damage(path, file.schema_arrow)
+            if reason is None and pages:
+                for _ in file.iter_batches(_BATCH_ROWS):
+                    pass
+            return reason
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:  # Arrow raises all three for garbage
+        return _first_line(error)
+
+
+def damaged_among(paths: Iterable[Path], *, pages: bool = False) -> list[DamagedFile]:
+    """Return the files of `paths` that cannot be read, in order. Files that vanish meanwhile are left out."""
+
+    def check(path: Path) -> DamagedFile | None:
+        try:
+            reason = damage_of(path, pages=pages)
+        except FileNotFoundError:
+            return None
+        return None if reason is None else DamagedFile(path, reason)
+
+    with ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1))) as pool:
+        return [damaged for damaged in pool.map(check, paths) if damaged is not None]
+
+
+def damaged_files(
+    folder: DataFolder, *, kinds: Sequence[str] = tuple(_NEEDED), pages: bool = False
+) -> list[DamagedFile]:
+    """Return the files of a folder that cannot be read; `pages` decodes everything, which reads the whole folder.
+
+    `kinds` are `runs`, `telemetry`, `jobs`, `stale` and `compactions`.
+    """
+    return damaged_among(parquet_files(folder, kinds), pages=pages)
+
+
+def parquet_files(folder: DataFolder, kinds: Sequence[str] = tuple(_NEEDED)) -> Iterator[Path]:
+    """Yield the Parquet files of a folder, whether their rows count or not."""
+    for kind in kinds:
+        pattern = "family=*/*.parquet" if kind in KINDS else "*/*.parquet" if kind == "compactions" else "*.parquet"
+        yield from sorted((folder.root / kind).glob(pattern))
+
+
+_reported: set[tuple[str, int, int]] = set()
+_reported_lock = threading.Lock()
+
+
+def report(damaged: Iterable[DamagedFile]) -> None:
+    """Print a line on stderr for each file, once in a process while the file stays as it is."""
+    for file in damaged:
+        try:
+            status = file.path.stat()
+        except OSError:
+            continue
+        key = (str(file.path), status.st_mtime_ns, status.st_size)
+        with _reported_lock:
+            if key in _reported:
+                continue
+            _reported.add(key)
+        print(f"warning: {file.line()}", file=sys.stderr, flush=True)
+
+
+def _frame_damage(path: Path) -> str | None:
+    """What the file's first and last bytes say, without parsing anything."""
+    with open(path, "rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        if file_bytes == 0:
+            return "it is empty"
+        if file_bytes < _LEAST_BYTES:
+            return f"it is cut short, {file_bytes} bytes are left"
+        head = file.read(len(_MAGIC))
+        file.seek(-8, os.SEEK_END)
+        footer_bytes = int.from_bytes(file.read(4), "little")
+        tail = file.read(len(_MAGIC))
+    if head != _MAGIC:
+        return "it is no Parquet file: the first bytes are not PAR1"
+    if tail != _MAGIC:
+        return "it is cut short, or no Parquet file: the last bytes are not PAR1"
+    if footer_bytes + _LEAST_BYTES > file_bytes:
+        return f"its footer claims {footer_bytes:,} of {file_bytes:,} bytes"
+    return None
+
+
+def _schema_damage(path: Path, schema: pa.Schema) -> str | None:
+    """A file of another kind would change the types of a whole view, or give it rows without an id."""
+    parent, above = path.parent.name, path.parent.parent.name
+    kind = above if parent.startswith("family=") or above == "compactions" else parent
+    if kind not in _NEEDED:
+        return None
+    needed, known = _NEEDED[kind]
+    if needed not in schema.names:
+        return f"it has no column {needed}"
+    wrong = [
+        f"{field.name} is {field.type}, not {known.field(field.name).type}"
+        for field in schema
+        if field.name in known.names and not _fits(field.type, known.field(field.name).type)
+    ]
+    return "; ".join(wrong) or None
+
+
+def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether a column of an older or foreign writer can be read as `wanted`."""
+    if pa.types.is_dictionary(own):
+        own = own.value_type
+    if pa.types.is_null(own) or own == wanted:
+        return True
+    if pa.types.is_floating(wanted):
+        return pa.types.is_floating(own) or pa.types.is_integer(own)
+    for is_alike in (pa.types.is_integer, pa.types.is_timestamp, pa.types.is_boolean):
+        if is_alike(wanted):
+            return is_alike(own)
+    return pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
