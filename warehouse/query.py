@@ -26,13 +26,17 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from warehouse.connection import check_readable, connect
 from warehouse.folder import COMPRESSION, DataFolder, replacing
+from warehouse.reader import WarehouseConnection
 from warehouse.views import VIEWS
 
-READ_STATEMENTS = {
-    duckdb.StatementType.SELECT,
-    duckdb.StatementType.EXPLAIN,
-}
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
+_EXPLAIN = duckdb.StatementType.EXPLAIN
+_BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
+# EXPLAIN, ANALYZE, and options in parentheses, which hold no others.
+_EXPLAIN_WORDS = re.compile(
+    rf"{_BLANK}EXPLAIN\b{_BLANK}(?:ANALY[ZS]E\b{_BLANK})?(?:VERBOSE\b{_BLANK})?(?:\([^()]*\)(?={_BLANK}\w){_BLANK})?",
+    re.IGNORECASE | re.DOTALL,
+)
 _BATCH_ROWS = 10_000
 _WIDTH_ELSEWHERE = 200  # columns of a table that goes into a file or pipe, which has no width of its own
 _UNBOUNDED = 10**9
@@ -86,16 +90,29 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
                 FORMATS[settings.format](relation, file, settings)
 
 
-def _only_statement(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
+def _only_statement(connection: WarehouseConnection, sql: str) -> str:
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UsageError(f"give one SQL statement, got {len(statements)}")
-    if statements[0].type not in READ_STATEMENTS:
+    (statement,) = statements
+    # The connection cannot write whatever the statement is. This says so in words, before anything runs.
+    inner = _explained_statement(connection, statement) if statement.type == _EXPLAIN else statement
+    if inner.type != duckdb.StatementType.SELECT:
         raise UsageError(
-            f"the warehouse is read-only: {statements[0].type.name} statements are refused; "
+            f"the warehouse is read-only: {inner.type.name} statements are refused; "
             "to write the answer to a file, use format=csv|json|parquet out=FILE"
         )
-    return statements[0].query
+    return statement.query
+
+
+def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
+    """What an EXPLAIN is of, parsed by DuckDB; the statement itself if that cannot be told."""
+    text = statement.query
+    try:
+        inner = connection.extract_statements(text[_EXPLAIN_WORDS.match(text).end() :])
+    except duckdb.Error:
+        return statement
+    return inner[0] if len(inner) == 1 else statement
 
 
 def _write_table(relation, file: TextIO, settings: QuerySettings) -> None:
@@ -179,8 +196,8 @@ FORMATS: dict[str, Callable] = {
 
 def _reader(relation) -> pa.RecordBatchReader:
     """The answer in batches; DuckDB renamed the method in 2.0."""
-    start = getattr(type(relation), "to_arrow_reader", None) or type(relation).fetch_arrow_reader
-    return start(relation, _BATCH_ROWS)
+    start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
+    return getattr(relation, start)(_BATCH_ROWS)
 
 
 def _rows(relation) -> Iterator[tuple]:

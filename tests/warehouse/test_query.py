@@ -223,8 +223,9 @@ def test_unknown_format_lists_the_known(query):
     assert code == 2 and "csv, json, parquet, table" in err
 
 
-def test_a_damaged_file_is_named(query, filled, folder):
+def test_a_damaged_file_is_named_and_costs_its_own_rows(query, filled, folder):
     damaged = folder.partition("runs", "cnn") / "J-000000.parquet"
     damaged.write_bytes(b"PAR1 torn")
-    code, _, err = query("SELECT count(*) FROM runs")
-    assert code == 2 and "J-000000.parquet" in err and "Traceback" not in err
+    code, out, err = query("SELECT count(*) AS n FROM runs", "format=csv")
+    assert (code, out) == (0, "n\n1\n")
+    assert err.count("\n") == 1 and str(damaged) in err
