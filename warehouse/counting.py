@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import UsageError
+from conf.plain_text import one_line
 from warehouse import damage
 from warehouse.damage import DamagedFile
 from warehouse.folder import DataFolder
@@ -328,4 +329,4 @@ def _remembered(path: Path, read: Callable[[], Any], what: Hashable = "listing")
 
 
 def _warn(path: Path, text: str) -> None:
-    print(f"warning: {path}: {text}", file=sys.stderr, flush=True)
+    print(one_line(f"warning: {path}: {text}"), file=sys.stderr, flush=True)

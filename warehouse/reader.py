@@ -183,6 +183,13 @@ class WarehouseConnection(_Planned):
             self._is_closed = True
             self._opened.leave()
 
+    def leave_out_damaged(self) -> bool:
+        """Look for damaged files among those that queries have read, and leave them out; whether there are new ones.
+
+        For whoever reads a stream of rows that failed; each file is named on stderr.
+        """
+        return bool(self._opened.files.leave_out_damaged())
+
     def execute(self, *args: Any, **options: Any) -> Self:
         """Run a query; its rows are fetched from this connection."""
         self._executed, self._is_fetched, self._rows = (args, options), False, None
