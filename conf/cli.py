@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from conf.errors import UsageError, unknown_name
+from conf.plain_text import printable
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -73,7 +74,7 @@ def run(
         _require(name, cfg)
         return entry(cfg) or 0
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # `... | head`: what was wanted has been read
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,72 +1,145 @@
 """The warehouse opened for reading: a DuckDB connection that sees its views, or a snapshot's, and nothing else.
 
-Start reading at `connect`.
+Start reading at `connect`. `warehouse.reader` is what it returns, `warehouse.folder_files` what DuckDB reads through.
+
+Why nothing is written, by DuckDB's own means: `enable_external_access` is off and `lock_configuration` on, so no
+statement reaches a path that was not allowed before. Two are: `gpufarm://`, whose file system has no operation that
+writes, and DuckDB's directory for spilling, which is private to the connection and lies outside the data folder.
+DuckDB also allows the database file that it opened and its log; so it opens a copy, whose folder is gone by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import os
+import shutil
+import struct
 import tempfile
+import uuid
 from pathlib import Path
 
 import duckdb
 
 from conf.errors import UsageError
 from warehouse import views
-from warehouse.folder import KINDS, DataFolder
-from warehouse.sql_text import escaped_glob, sql_text
+from warehouse.folder import DataFolder
+from warehouse.reader import WarehouseConnection
+from warehouse.sql_text import sql_text
+
+_NOWHERE = Path("/nonexistent")
+_MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary folder is full
 
 
-def connect(
-    data: str | os.PathLike | DataFolder | None = None, *, snapshot: str | None = None
-) -> duckdb.DuckDBPyConnection:
+def connect(data: str | os.PathLike | DataFolder | None = None, *, snapshot: str | None = None) -> WarehouseConnection:
     """Open the warehouse's views read-only; several may, also while the farm writes.
 
     `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change; `UsageError` names
     each of its files that did.
 
-    The connection reads the folder's Parquet and nothing else: INSERT, CREATE and ATTACH fail, and so does COPY to
-    anywhere but a path inside `runs/`, `telemetry/`, `jobs/`, `stale/` or `compactions/`, which DuckDB cannot refuse
-    alone.
-    pandas and Arrow tables are joined after `connection.register("name", table)`. A query sees each run exactly
-    once, also while files are merged; timestamps are UTC. Close it when done: what compaction has replaced is kept
-    for up to a day while somebody has the warehouse open.
+    The result behaves as a DuckDB connection. It reads the folder's Parquet files that count and nothing else: INSERT,
+    CREATE, ATTACH of a file, SET and COPY to anywhere fail in DuckDB itself, and so does `relation.write_parquet`. (A
+    Python caller can write what it has fetched.) pandas and Arrow tables are joined after
+    `connection.register("name", table)`. A query sees each run exactly once, also while files are merged and deleted.
+    A damaged file is named on stderr and costs its own rows; a listed merged file that is missing raises
+    `UsageError`. Timestamps are UTC. Close the connection when done: compaction keeps what it has replaced for up to a
+    day while somebody has the warehouse open.
     """
+    from warehouse.folder_files import FolderFiles
+
     folder = DataFolder.resolve(data).open()
     if snapshot is not None:
         from warehouse.snapshot import checked_snapshot
 
         folder = checked_snapshot(folder, snapshot).folder
-    with contextlib.ExitStack() as stack:
+    with contextlib.suppress(OSError):  # of a folder that may only be read: the file is for other DuckDB clients
+        views.refresh(folder)
+    lock = _reader_lock(folder)
+    try:
+        files = FolderFiles(folder)
+        connection = _open_copy(_views_file(tuple(views.reading_statements())))
         try:
-            views.refresh(folder)
-            path = folder.warehouse
-        except OSError:  # a folder that may only be read, with views that do not fit: as they should be, elsewhere
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-"))) / "warehouse.duckdb"
-            views.build(folder, path)
-        connection = duckdb.connect(str(path), read_only=True)
-        try:
-            _confine(connection, folder)
+            connection.register_filesystem(files)
+            _confine(connection)
         except BaseException:
             connection.close()
             raise
-        return connection
+    except BaseException:
+        if lock is not None:
+            os.close(lock)
+        raise
+    return WarehouseConnection.opened(connection, files, lock)
 
 
-def _confine(connection: duckdb.DuckDBPyConnection, folder: DataFolder) -> None:
-    """Let the connection read the data folder only. Connections of one process to one file share their settings."""
-    # All of it is fetched: a result that is left unfinished makes the connection refuse relations.
-    ((open_to_all,),) = connection.execute("SELECT current_setting('enable_external_access')").fetchall()
-    if not open_to_all:
-        return
-    if not os.access(folder.root, os.W_OK):
-        spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getuid()}"
-        connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
-    readable = [folder.root / name for name in (*KINDS, "jobs", "stale", "compactions")]
-    allowed = {str(path) + "/" for path in readable} | {escaped_glob(path) + "/" for path in readable}
-    connection.execute(f"SET allowed_directories = [{', '.join(map(sql_text, sorted(allowed)))}]")
+@functools.lru_cache(1)
+def _views_file(statements: tuple[str, ...]) -> bytes:
+    """A DuckDB file of the views over `gpufarm://`, the same for every folder."""
+    from warehouse.folder_files import FolderFiles
+
+    with tempfile.TemporaryDirectory(prefix="gpufarm-", dir=_scratch()) as building:
+        path = Path(building) / "warehouse.duckdb"
+        with duckdb.connect(str(path)) as connection:
+            connection.register_filesystem(FolderFiles(DataFolder(_NOWHERE)))
+            views.create_views(connection, statements)
+        return path.read_bytes()
+
+
+def _open_copy(content: bytes) -> duckdb.DuckDBPyConnection:
+    """Open a DuckDB file read-only whose path is gone: DuckDB lets COPY write over the file that it has open."""
+    folder = tempfile.mkdtemp(prefix="gpufarm-", dir=_scratch())
+    try:
+        path = Path(folder) / "warehouse.duckdb"
+        path.write_bytes(content)
+        return duckdb.connect(str(path), read_only=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _scratch() -> str:
+    """A folder for files that live for a moment: one that has space left."""
+    wanted_bytes = 4 * 2**20
+    for candidate in (Path(tempfile.gettempdir()), _MEMORY):
+        with contextlib.suppress(OSError):
+            if os.access(candidate, os.W_OK) and shutil.disk_usage(candidate).free > wanted_bytes:
+                return str(candidate)
+    return tempfile.gettempdir()
+
+
+def _confine(connection: duckdb.DuckDBPyConnection) -> None:
+    """Take from the connection every way to files but `gpufarm://`, and the means to change that."""
+    from warehouse.folder_files import SCHEME
+
+    # DuckDB makes the folder when it first spills, and removes it.
+    spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
+    # A name is one of the warehouse or a registered one, never a variable of whatever Python code calls; and what a
+    # query has read of a file is not kept for the next, which may find another file of that name.
+    for name in ("python_enable_replacements", "enable_external_file_cache", "autoload_known_extensions"):
+        if connection.execute("SELECT 1 FROM duckdb_settings() WHERE name = ?", [name]).fetchall():
+            connection.execute(f"SET {name} = false")
+    connection.execute(f"SET allowed_directories = [{sql_text(SCHEME + '://')}]")
     connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def _reader_lock(folder: DataFolder) -> int | None:
+    """A read lock on `warehouse.duckdb`, which says that somebody reads; None where there is no such file.
+
+    DuckDB's own lock is on a copy. This one belongs to the open file and not to the process, so closing another one
+    does not drop it.
+    """
+    try:
+        descriptor = os.open(folder.warehouse, os.O_RDONLY)
+    except OSError:
+        return None
+    flock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, flock)
+    except (OSError, AttributeError):  # a file system without locks, or a system without this kind of lock
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def check_readable(error: duckdb.Error, folder: DataFolder) -> UsageError | None:

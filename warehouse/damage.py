@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.plain_text import one_line
 from warehouse.folder import KINDS, LISTING_SCHEMA, DataFolder
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 
@@ -42,7 +43,7 @@ class DamagedFile:
 
     def line(self) -> str:
         """The file and the reason, as commands print them."""
-        return f"{self.path} cannot be read ({self.reason}): its rows are left out"
+        return one_line(f"{self.path} cannot be read ({self.reason}): its rows are left out")
 
 
 def damage_of(path: Path, *, pages: bool = False) -> str | None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
+import io
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import duckdb
 import pyarrow as pa
@@ -24,16 +23,23 @@ import pyarrow.parquet as pq
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.outputs import Output, checked_output, output_file
+from conf.plain_text import printable
 from warehouse.connection import check_readable, connect
-from warehouse.folder import COMPRESSION, DataFolder, replacing
+from warehouse.folder import COMPRESSION, DataFolder
+from warehouse.reader import WarehouseConnection, WarehouseRelation
 from warehouse.views import VIEWS
 
-READ_STATEMENTS = {
-    duckdb.StatementType.SELECT,
-    duckdb.StatementType.EXPLAIN,
-}
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
+_EXPLAIN = duckdb.StatementType.EXPLAIN
+_BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
+# EXPLAIN, ANALYZE, and options in parentheses, which hold no others.
+_EXPLAIN_WORDS = re.compile(
+    rf"{_BLANK}EXPLAIN\b{_BLANK}(?:ANALY[ZS]E\b{_BLANK})?(?:VERBOSE\b{_BLANK})?(?:\([^()]*\)(?={_BLANK}\w){_BLANK})?",
+    re.IGNORECASE | re.DOTALL,
+)
 _BATCH_ROWS = 10_000
+_HELD_CHARACTERS = 8 * 2**20
 _WIDTH_ELSEWHERE = 200  # columns of a table that goes into a file or pipe, which has no width of its own
 _UNBOUNDED = 10**9
 
@@ -72,34 +78,101 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for SQL that is wrong."""
     folder = DataFolder.resolve(settings.data)
     with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explained(folder):
+        target = None if settings.out is None else checked_output(settings.out, data=[folder.root])
         relation = connection.sql(_only_statement(connection, settings.sql))
-        if settings.out is None:
-            FORMATS[settings.format](relation, stdout, settings)
-        elif settings.format == "parquet":
-            with _target(settings.out) as temporary:
-                _write_parquet(relation, temporary)
-        else:
-            with (
-                _target(settings.out) as temporary,
-                open(temporary, "w", newline="", encoding="utf-8") as file,
-            ):
-                FORMATS[settings.format](relation, file, settings)
+        while True:
+            begun = _HeldBack()
+            try:
+                _write_answer(relation, stdout, target, begun, settings)
+                return
+            except (duckdb.Error, pa.ArrowException, OSError) as error:
+                if _is_of_output(error) or begun.is_out or not connection.leave_out_damaged():
+                    raise
 
 
-def _only_statement(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
+def _write_answer(
+    relation: WarehouseRelation, stdout: TextIO, target: Output | None, begun: _HeldBack, settings: QuerySettings
+) -> None:
+    if target is None:
+        begun.write_to(stdout)
+        FORMATS[settings.format](relation, stdout if settings.format == "table" else begun, settings)
+        begun.release()
+    elif settings.format == "parquet":
+        with output_file(target) as file:
+            begun.is_out = not target.is_plain
+            _write_parquet(relation, file)
+    else:
+        with output_file(target) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            try:
+                begun.write_to(text, can_restart=target.is_plain)
+                FORMATS[settings.format](relation, begun, settings)
+                begun.release()
+                text.flush()
+            finally:
+                text.detach()  # the file is closed by whoever opened it
+
+
+class _HeldBack(io.TextIOBase):
+    """Holds the first characters of an answer back, so that a damaged file found early costs no half answer."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._characters = 0
+        self._target: TextIO | None = None
+        self._can_restart = False
+        self.is_out = False  # some of it has been written where it cannot be taken back
+
+    def write_to(self, target: TextIO, *, can_restart: bool = False) -> None:
+        self._target, self._can_restart = target, can_restart
+
+    def write(self, text: str) -> int:
+        self._held.append(text)
+        self._characters += len(text)
+        if self._characters > _HELD_CHARACTERS:
+            self.release()
+        return len(text)
+
+    def release(self) -> None:
+        if self._held and self._target is not None:
+            self.is_out = not self._can_restart
+            self._target.write("".join(self._held))
+        self._held, self._characters = [], 0
+
+
+def _is_of_output(error: Exception) -> bool:
+    """Whether writing failed rather than reading: what the system says has a number."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def _only_statement(connection: WarehouseConnection, sql: str) -> str:
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UsageError(f"give one SQL statement, got {len(statements)}")
-    if statements[0].type not in READ_STATEMENTS:
+    (statement,) = statements
+    # The connection cannot write whatever the statement is. This says so in words, before anything runs.
+    inner = _explained_statement(connection, statement) if statement.type == _EXPLAIN else statement
+    if inner.type != duckdb.StatementType.SELECT:
         raise UsageError(
-            f"the warehouse is read-only: {statements[0].type.name} statements are refused; "
+            f"the warehouse is read-only: {inner.type.name} statements are refused; "
             "to write the answer to a file, use format=csv|json|parquet out=FILE"
         )
-    return statements[0].query
+    return statement.query
+
+
+def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
+    """What an EXPLAIN is of, parsed by DuckDB; the statement itself if that cannot be told."""
+    text = statement.query
+    try:
+        inner = connection.extract_statements(text[_EXPLAIN_WORDS.match(text).end() :])
+    except duckdb.Error:
+        return statement
+    return inner[0] if len(inner) == 1 else statement
 
 
 def _write_table(relation, file: TextIO, settings: QuerySettings) -> None:
-    names = relation.columns
+    # A stored text must not command the terminal; csv and json are exact.
+    names = [printable(name) for name in relation.columns]
     rows = list(_rows(relation.limit(settings.max_rows + 1)))
     shown = rows[: settings.max_rows]
     from rich import box
@@ -111,7 +184,7 @@ def _write_table(relation, file: TextIO, settings: QuerySettings) -> None:
     numeric = [type_name.id in _NUMBERS for type_name in relation.types]
     for name, is_number in zip(names, numeric, strict=True):
         table.add_column(Text(name), justify="right" if is_number else "left")
-    cells = [[Text("NULL", style="dim") if v is None else Text(_cell(v)) for v in row] for row in shown]
+    cells = [[Text("NULL", style="dim") if v is None else Text(printable(_cell(v))) for v in row] for row in shown]
     for row in cells:
         table.add_row(*row)
     console = Console(file=file, highlight=False)
@@ -165,9 +238,9 @@ def _write_json(relation, file: TextIO, settings: QuerySettings) -> None:
     file.write("[]\n" if separator == "[\n" else "\n]\n")
 
 
-def _write_parquet(relation, path: Path) -> None:
+def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
     reader = _reader(relation)
-    with pq.ParquetWriter(path, reader.schema, **COMPRESSION) as writer:
+    with pq.ParquetWriter(file, reader.schema, **COMPRESSION) as writer:
         for batch in reader:
             writer.write_batch(batch)
 
@@ -179,8 +252,8 @@ FORMATS: dict[str, Callable] = {
 
 def _reader(relation) -> pa.RecordBatchReader:
     """The answer in batches; DuckDB renamed the method in 2.0."""
-    start = getattr(type(relation), "to_arrow_reader", None) or type(relation).fetch_arrow_reader
-    return start(relation, _BATCH_ROWS)
+    start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
+    return getattr(relation, start)(_BATCH_ROWS)
 
 
 def _rows(relation) -> Iterator[tuple]:
@@ -227,22 +300,6 @@ def _json_value(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _target(out: str) -> Iterator[Path]:
-    path = Path(out).expanduser()
-    if path.is_dir():
-        raise UsageError(f"out={out} cannot be written: it is a folder")
-    if not path.parent.is_dir():
-        raise UsageError(f"out={out} cannot be written: there is no folder {path.parent}")
-    try:
-        with replacing(path) as temporary:
-            yield temporary
-    except OSError as error:
-        # By its number, as Arrow's own text names the temporary file.
-        why = os.strerror(error.errno) if error.errno else str(error).replace(temporary.name, path.name)
-        raise UsageError(f"out={out} cannot be written: {why}") from error
-
-
-@contextlib.contextmanager
 def _explained(folder: DataFolder) -> Iterator[None]:
     """DuckDB's message as a whole (it has the position and what was probably meant), in our error.
 
@@ -255,6 +312,8 @@ def _explained(folder: DataFolder) -> Iterator[None]:
         raise unknown_name("table", unknown[1], VIEWS) if unknown else UsageError(str(error).strip()) from error
     except duckdb.Error as error:
         raise check_readable(error, folder) or UsageError(str(error).strip()) from error
+    except pa.ArrowException as error:
+        raise UsageError(str(error).strip()) from error
 
 
 def main() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
-from warehouse.folder import DataFolder, write_bytes
+from warehouse.folder import KINDS, DataFolder, write_bytes
 from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import (
     ENVIRONMENT,
@@ -42,40 +43,80 @@ def refresh(folder: DataFolder) -> None:
 
     Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
     """
-    if _fingerprint_in(folder.warehouse) == _fingerprint(folder):
+    if _fingerprint_in(folder.warehouse) == _fingerprint(view_statements(folder)):
         return
     with tempfile.TemporaryDirectory(prefix="gpufarm-") as building:
         built = Path(building) / folder.warehouse.name
-        build(folder, built)
+        try:
+            build(folder, built)
+        except duckdb.Error:  # a torn file keeps DuckDB from planning over all: other clients fail on it as well
+            return
         write_bytes(folder.warehouse, built.read_bytes())
 
 
 def view_statements(folder: DataFolder) -> list[str]:
-    """The SQL that makes the views of a folder."""
-    counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
-    counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
+    """The SQL that makes the views of a folder, for any DuckDB client: they read the files by their paths."""
     snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
-    attempts = _partitioned_view(folder, "runs", RUN_SCHEMA)
-    return [
-        # `runs` has each task once; `attempts` also what was measured and not trusted, before the task ran again.
-        f"CREATE VIEW runs AS {attempts} AND file.final IS NOT FALSE",
-        f"CREATE VIEW attempts AS {attempts}",
-        f"CREATE VIEW telemetry AS {_partitioned_view(folder, 'telemetry', TELEMETRY_SCHEMA)}",
-        f"""CREATE VIEW jobs AS
-            SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
-            FROM ({_with_every_column(JOB_SCHEMA, snapshots)}) AS snapshot
-            LEFT JOIN (SELECT job_id, count(*) AS runs, {counted} FROM runs GROUP BY job_id) AS done
-            ON snapshot.job_id = done.job_id""",
-        f"CREATE VIEW stale AS {_stale_view(folder)}",
-    ]
-
-
-def _stale_view(folder: DataFolder) -> str:
-    """Each mark once, however many cycles made it: the first. A folder from before there were marks has no file."""
+    # A folder from before there were marks has no file of them.
     marks = f"SELECT {', '.join(_typed_nulls(STALE_SCHEMA))} WHERE false"
     if next(folder.stale.glob("*.parquet"), None) is not None:
         files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
         marks = _with_every_column(STALE_SCHEMA, files)
+    return _statements(
+        _partitioned_view(folder, "runs", RUN_SCHEMA),
+        _partitioned_view(folder, "telemetry", TELEMETRY_SCHEMA),
+        _with_every_column(JOB_SCHEMA, snapshots),
+        marks,
+    )
+
+
+def reading_statements() -> list[str]:
+    """The SQL that makes the same views for `warehouse.connect`, whose file system knows which files count."""
+    from warehouse.folder_files import files_of
+
+    schemas = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
+
+    def read(kind: str) -> str:
+        # With the columns said, no file is opened before its rows are wanted. A column that a file lacks is NULL.
+        columns = ", ".join(
+            f"{sql_text(field.name)}: {{name: {sql_text(field.name)}, type: '{_SQL_TYPES[field.type]}', "
+            "default_value: NULL::VARCHAR}"
+            for field in schemas[kind]
+            if kind not in KINDS or field.name != "family"
+        )
+        source = f"read_parquet('{files_of(kind)}', schema=MAP {{{columns}}}, hive_partitioning=false, filename=true)"
+        # Of the path, as partitions are: a function that DuckDB evaluates once a file, and prunes files by.
+        family = ", regexp_extract(filename, '/family=([^/]*)/', 1) AS family" if kind in KINDS else ""
+        return f"SELECT * EXCLUDE (filename){family} FROM {source}"
+
+    runs, telemetry = (
+        f"SELECT {_columns(schema, 'file')}{'' if 'family' in schema.names else ', file.family'} "
+        f"FROM ({read(kind)}) AS file WHERE true"
+        for kind, schema in schemas.items()
+        if kind in KINDS
+    )
+    return _statements(runs, telemetry, read("jobs"), read("stale"))
+
+
+def _statements(attempts: str, telemetry: str, job_rows: str, marks: str) -> list[str]:
+    counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
+    counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
+    return [
+        # `runs` has each task once; `attempts` also what was measured and not trusted, before the task ran again.
+        f"CREATE VIEW runs AS {attempts} AND file.final IS NOT FALSE",
+        f"CREATE VIEW attempts AS {attempts}",
+        f"CREATE VIEW telemetry AS {telemetry}",
+        f"""CREATE VIEW jobs AS
+            SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
+            FROM ({job_rows}) AS snapshot
+            LEFT JOIN (SELECT job_id, count(*) AS runs, {counted} FROM runs GROUP BY job_id) AS done
+            ON snapshot.job_id = done.job_id""",
+        f"CREATE VIEW stale AS {_stale_view(marks)}",
+    ]
+
+
+def _stale_view(marks: str) -> str:
+    """Each mark once, however many cycles made it: the first."""
     same = ", ".join(("run_id", "label", *ENVIRONMENT))
     return f"""SELECT {_columns(STALE_SCHEMA, "mark")} FROM ({marks}) AS mark
             QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY mark.marked_at, mark.cycle) = 1"""
@@ -132,20 +173,22 @@ def _columns(schema: pa.Schema, table: str) -> str:
 def build(folder: DataFolder, path: Path) -> None:
     """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
     hold what DuckDB can read from but not write to (a question mark)."""
-    connection = duckdb.connect(str(path))
-    try:
-        for statement in view_statements(folder):
-            connection.execute(statement)
-        connection.execute(
-            f"CREATE VIEW warehouse_format AS SELECT {SCHEMA_VERSION} AS schema_version, "
-            f"{sql_text(_fingerprint(folder))} AS fingerprint"
-        )
-    finally:
-        connection.close()
+    with duckdb.connect(str(path)) as connection:
+        create_views(connection, view_statements(folder))
 
 
-def _fingerprint(folder: DataFolder) -> str:
-    return hashlib.sha256("\n".join(view_statements(folder)).encode()).hexdigest()[:16]
+def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str]) -> None:
+    """Make the views, and one that says what they are of."""
+    for statement in statements:
+        connection.execute(statement)
+    connection.execute(
+        f"CREATE VIEW warehouse_format AS SELECT {SCHEMA_VERSION} AS schema_version, "
+        f"{sql_text(_fingerprint(statements))} AS fingerprint"
+    )
+
+
+def _fingerprint(statements: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(statements).encode()).hexdigest()[:16]
 
 
 def _fingerprint_in(path: Path) -> str | None:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
+from conf.outputs import checked_output, write_output
 from featurize.device_spec import DeviceSpec
 from learn.estimation.answers import Estimate, times
 from learn.estimation.estimate_view import figures, peak_said
 from learn.estimation.module_tree import module_tree_html
 from learn.estimation.step_chart import COLOURS, timeline_svg
+from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.allocator_settings import AllocatorSettings
@@ -30,20 +32,17 @@ TOP_TENSORS = 12
 
 
 def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
-    """The file to write, found writable now and not after the work. `UsageError` where it is not, naming `key`."""
+    """Return the path, found writable now and not after the work. `UsageError` where it is not, naming `key`."""
     path = Path(report)
     if path.is_dir():
         raise UsageError(f"{key}={path} is a folder; name a file, as in {key}={like}")
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{key}={path} is no regular file; name one, as in {key}={like}")
-    if not path.parent.is_dir():
-        raise UsageError(f"{key}={path}: there is no folder {path.parent}")
-    try:
-        # As long as the temporary file that the page will be written to first.
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"):
-            pass
-    except OSError as error:
-        raise UsageError(f"{key}={path} cannot be written: {error.strerror or error}") from error
+    output = checked_output(path, key=key, data=[DataFolder.resolve().root])
+    if output.is_plain:
+        try:
+            with tempfile.NamedTemporaryFile(dir=output.path.parent, prefix=f".{output.path.name}.", suffix=".tmp"):
+                pass
+        except OSError as error:
+            raise UsageError(f"{key}={path} cannot be written: {error.strerror or error}") from error
     return path
 
 
@@ -56,13 +55,8 @@ def write_step_report(
     allocator: AllocatorSettings | None,
 ) -> None:
     """Write the page in one step, in place of what was there. `traced` with its timeline, None: there is no trace."""
-    from warehouse.folder import write_bytes
-
     page = step_page(job, device, done, traced, allocator)
-    try:
-        write_bytes(path, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise UsageError(f"report={path} cannot be written: {error.strerror or error}") from error
+    write_output(path, page.encode("utf-8", errors="replace"), key="report")
 
 
 def step_page(

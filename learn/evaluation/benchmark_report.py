@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.errors import UsageError
+from conf.outputs import write_output
 from learn.evaluation.benchmark_plots import plots_of
 from learn.evaluation.benchmark_view import TableText, classes_table, errors_table, headline, published_table, refusals
 
@@ -26,13 +26,7 @@ _OTHERS = "(published)"
 
 def write_benchmark_report(path: str | Path, done: Benchmark, settings: BenchmarkSettings) -> None:
     """Write the page in one step, in place of what was there."""
-    from warehouse.folder import write_bytes
-
-    page = benchmark_page(done, settings)
-    try:
-        write_bytes(Path(path), page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise UsageError(f"report={path} cannot be written: {error.strerror or error}") from error
+    write_output(path, benchmark_page(done, settings).encode("utf-8", errors="replace"), key="report")
 
 
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> str:

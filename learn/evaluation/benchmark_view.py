@@ -9,11 +9,10 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.bars import start_bar
-from conf.errors import UsageError
+from conf.outputs import write_output
 from learn.evaluation.benchmark_figures import by_group, worst_of
 from learn.targets import LEVELS, MIB_PER_GB
 
@@ -256,8 +255,6 @@ def refusals(done: Benchmark) -> list[str]:
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
     """Settings, figures, notes and every row with its estimates, replacing `path` in one step."""
-    from warehouse.folder import write_bytes
-
     rows: dict[tuple[str, str], dict] = {}
     for (file, estimator), scored in done.scored.items():
         for row in scored:
@@ -285,7 +282,4 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
         "notes": list(done.notes),
         "rows": list(rows.values()),
     }
-    try:
-        write_bytes(Path(path), (json.dumps(report, indent=1) + "\n").encode())
-    except OSError as error:
-        raise UsageError(f"out={path} cannot be written: {error.strerror or error}") from error
+    write_output(path, (json.dumps(report, indent=1) + "\n").encode())

@@ -1,5 +1,6 @@
 """The page that explains an estimate: what it draws, that its text is escaped, and when it refuses to be written."""
 
+import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -16,6 +17,7 @@ from learn.estimation.module_tree import module_tree_html, tree_of
 from learn.estimation.step_chart import BANDS, columns_of
 from learn.traced import describe_device, step_of
 from learn.workload import of_module
+from warehouse.folder import DataFolder
 
 MIB = 2**20
 DEVICE = describe_device("A100-SXM4-40GB")
@@ -141,19 +143,33 @@ def test_without_a_trace_the_page_says_why_and_shows_the_estimators_own_parts(tm
     assert all(part in page.text for part in done.breakdown) and "by xmem" in page.text
 
 
-@pytest.mark.parametrize("kind", ["folder", "no folder above", "a file above", "a device"])
+@pytest.mark.parametrize("kind", ["folder", "no folder above", "a file above"])
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(kind, tmp_path):
     (tmp_path / "file").write_text("")
     path = {
         "folder": tmp_path,
         "no folder above": tmp_path / "none" / "r.html",
         "a file above": tmp_path / "file" / "r.html",
-        "a device": "/dev/null",
     }[kind]
     built = []
-    with pytest.raises(UsageError, match=r"^report=.*(is a folder|there is no folder|no regular file)"):
+    with pytest.raises(UsageError, match=r"^report=.*(is a folder|there is no folder)"):
         estimate(lambda: built.append(1), (2, 3), report=path)
     assert not built and sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_report_is_written_through_a_link_and_to_a_device_and_never_over_the_queue(tmp_path, monkeypatch):
+    data = DataFolder.resolve(tmp_path / "data").create()
+    data.queue.write_bytes(b"precious")
+    monkeypatch.setenv("GPUFARM_DATA", str(data.root))
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    estimate(net, (2, 3, 8, 8), report=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    estimate(net, (2, 3, 8, 8), report="/dev/null")
+    os.link(data.queue, tmp_path / "hard")
+    for path in (data.queue, tmp_path / "hard"):
+        with pytest.raises(UsageError, match="file of the data folder"):
+            estimate(net, (2, 3, 8, 8), report=path)
+    assert data.queue.read_bytes() == b"precious"
 
 
 def test_a_report_whose_name_is_too_long_is_refused_in_one_line(tmp_path):

@@ -4,6 +4,9 @@ import csv
 import io
 import json
 import os
+import stat
+import threading
+import unicodedata
 
 import pyarrow.parquet as pq
 import pytest
@@ -223,8 +226,77 @@ def test_unknown_format_lists_the_known(query):
     assert code == 2 and "csv, json, parquet, table" in err
 
 
-def test_a_damaged_file_is_named(query, filled, folder):
+def test_a_damaged_file_is_named_and_costs_its_own_rows(query, filled, folder):
     damaged = folder.partition("runs", "cnn") / "J-000000.parquet"
     damaged.write_bytes(b"PAR1 torn")
-    code, _, err = query("SELECT count(*) FROM runs")
-    assert code == 2 and "J-000000.parquet" in err and "Traceback" not in err
+    code, out, err = query("SELECT count(*) AS n FROM runs", "format=csv")
+    assert (code, out) == (0, "n\n1\n")
+    assert err.count("\n") == 1 and str(damaged) in err
+
+
+@pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])
+def test_out_follows_links_and_writes_to_pipes(query, filled, tmp_path, name):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert query(SELECT, f"format={name}", f"out={tmp_path / 'link'}")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    expected = (tmp_path / "target").read_bytes()
+    fifo, got = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: got.append(fifo.read_bytes()))
+    reader.start()
+    assert query(SELECT, f"format={name}", f"out={fifo}")[0] == 0
+    reader.join(30)
+    assert got == [expected] and stat.S_ISFIFO(fifo.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["csv", "parquet"])
+def test_out_is_never_a_file_of_the_data_folder(query, filled, folder, tmp_path, name):
+    folder.queue.write_bytes(b"precious")
+    run_file = folder.partition("runs", "cnn") / "J-000000.parquet"
+    before = run_file.read_bytes()
+    (tmp_path / "link").symlink_to(folder.queue)
+    os.link(folder.queue, tmp_path / "hard")
+    for out in (folder.queue, run_file, run_file.parent / "planted.parquet", tmp_path / "link", tmp_path / "hard"):
+        code, _, err = query(SELECT, f"format={name}", "out=" + "'" + str(out).replace("'", "\\'") + "'")
+        assert code == 2 and "is a file of the data folder" in err
+    assert folder.queue.read_bytes() == b"precious" and run_file.read_bytes() == before
+    assert not (run_file.parent / "planted.parquet").exists()
+
+
+@pytest.mark.parametrize("name", ["csv", "json", "table", "parquet"])
+def test_a_flipped_byte_costs_its_file_and_no_half_answer_is_written(query, folder, tmp_path, name):
+    writer = RunWriter(folder)
+    for index in range(5):
+        writer.write(run_row(index, error=f"{index}" * 3000), samples())
+    damaged = folder.partition("runs", "cnn") / "J-000003.parquet"
+    content = bytearray(damaged.read_bytes())
+    content[4:200] = bytes(196)
+    damaged.write_bytes(content)
+    sql = "SELECT run_id, error, config, status FROM runs"
+    code, _, err = query(sql, f"format={name}", f"out={tmp_path / 'o'}")
+    assert code == 0 and str(damaged) in err and err.count("\n") == 1
+    if name == "parquet":
+        assert sorted(pq.read_table(tmp_path / "o").column("run_id").to_pylist()) == [
+            f"J-00000{n}" for n in (0, 1, 2, 4)
+        ]
+        return
+    text = (tmp_path / "o").read_text()
+    assert [f"J-00000{n}" in text for n in range(5)] == [True, True, True, False, True]
+    if name != "table":
+        assert query(sql, f"format={name}")[1] == text
+
+
+HOSTILE = "a\x1b[2J\x07\x9b31m\u202eb\u2066c\x00d\re\tf\u200fg\x7f"
+
+
+def test_no_control_character_reaches_the_terminal_and_csv_stays_exact(query, folder):
+    RunWriter(folder).write(run_row(0, error=HOSTILE), samples())
+    for sql in ("SELECT error FROM runs", "SELECT * FROM runs", 'SELECT [error] AS "x\x1b[1m" FROM runs'):
+        code, out, _ = query(sql)
+        assert code == 0 and ("\\x1b[2J" in out or "\\u001b[2J" in out)
+        assert not [c for c in out if c != "\n" and (unicodedata.category(c) in ("Cc", "Cf"))]
+    assert json.loads(query("SELECT error FROM runs", "format=json")[1]) == [{"error": HOSTILE}]
+    text = query("SELECT error FROM runs", "format=csv")[1]
+    assert next(csv.DictReader(io.StringIO(text, newline="")))["error"] == HOSTILE
+    _, _, err = query("SELECT nope\x1b[2J FROM runs")
+    assert "\x1b" not in err

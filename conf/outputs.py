@@ -1,0 +1,248 @@
+"""Writes the files that a user names (`out=`, `report=`): the one place that decides how.
+
+Start reading at `output_file`. A plain file appears whole or not at all; links are followed; devices, pipes and
+descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from conf.errors import UsageError
+
+# What a data folder consists of; other names in it belong to the user. See `warehouse.folder.DataFolder`.
+DATA_FORMAT = "gpufarm-data"
+OWN_FOLDERS = (
+    "runs", "telemetry", "jobs", "stale", "compactions", "models", "features", "snapshots", "growth", "reports",
+    "locks",
+)  # fmt: skip
+OWN_FILES = ("format.json", "queue.sqlite", "warehouse.duckdb")  # and what SQLite and DuckDB put beside them
+
+_DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
+_STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+_LINKS = 40  # as many as the kernel follows
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a user's output goes."""
+
+    key: str  # as the user spelled it: out or report
+    given: str
+    path: Path  # after all links; of a descriptor the path as given
+    descriptor: int | None = None  # one that this process has open already
+    is_plain: bool = True  # a file that is replaced in one step; devices and pipes take what they are given
+
+
+def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[str | os.PathLike] = ()) -> Output:
+    """Return where `out` leads, checked before any work is done.
+
+    `data` are data folders that are searched for hard links; others show by their `format.json`. Raises `UsageError`
+    for a folder, for a file in a folder that does not exist, and for a data folder's own file, however it is named.
+    """
+    given = os.fspath(out)
+
+    def refused(why: str) -> UsageError:
+        return UsageError(f"{key}={given} cannot be written: {why}")
+
+    if not given or "\0" in given:
+        raise refused("it is no path")
+    try:
+        path, descriptor = _followed(os.path.abspath(os.path.expanduser(given)))
+        if descriptor is not None:
+            status = os.fstat(descriptor)
+            path = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        else:
+            status = _status(path)
+    except OSError as error:
+        raise refused(os.strerror(error.errno) if error.errno else str(error)) from error
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        raise refused("it is a folder")
+    if status is not None and stat.S_ISSOCK(status.st_mode):
+        raise refused("it is a socket")
+    if descriptor is None and not path.parent.is_dir():
+        raise refused(f"there is no folder {path.parent}")
+    owner = _owner(path, status, data)
+    if owner is not None:
+        raise refused(f"it is a file of the data folder {owner}; choose a place outside")
+    is_plain = descriptor is None and (status is None or stat.S_ISREG(status.st_mode))
+    return Output(key, given, path, descriptor, is_plain)
+
+
+@contextlib.contextmanager
+def output_file(
+    out: str | os.PathLike | Output, *, key: str = "out", data: Sequence[str | os.PathLike] = ()
+) -> Iterator[BinaryIO]:
+    """Give a binary file that takes the output of `key`.
+
+    A plain file becomes visible, whole and durable, when the block ends; after an error nothing has changed. Raises
+    `UsageError` as `checked_output` does, and for what the system refuses (no permission, a full disk).
+    """
+    target = out if isinstance(out, Output) else checked_output(out, key=key, data=data)
+    try:
+        if target.is_plain:
+            with _replaced(target.path) as file:
+                yield file
+        else:
+            with _stream(target) as file:
+                yield file
+    except BrokenPipeError:  # the reader has what it wanted
+        raise
+    except OSError as error:
+        if error.errno is None:  # of what the block reads, as Arrow raises it
+            raise
+        # By its number: a library's own text may name the temporary file.
+        raise UsageError(f"{target.key}={target.given} cannot be written: {os.strerror(error.errno)}") from error
+
+
+def write_output(
+    out: str | os.PathLike | Output, content: bytes, *, key: str = "out", data: Sequence[str | os.PathLike] = ()
+) -> None:
+    """Write `content` to where `out` leads. Raises as `output_file` does."""
+    with output_file(out, key=key, data=data) as file:
+        file.write(content)
+
+
+def _followed(path: str) -> tuple[Path, int | None]:
+    """(path without links, None), or (path, descriptor of this process) where the links end at one."""
+    for _ in range(_LINKS):
+        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        match = _DESCRIPTOR.fullmatch(path)
+        if path in _STANDARD or (match is not None and _is_own(path)):
+            return Path(path), _STANDARD.get(path, int(match[1]) if match else -1)
+        if not os.path.islink(path):
+            return Path(path), None
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+
+def _is_own(path: str) -> bool:
+    own = ("/proc/self/", "/proc/thread-self/", f"/proc/{os.getpid()}/")
+    return not path.startswith("/proc/") or path.startswith(own)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike]) -> Path | None:
+    """The data folder that the file belongs to, by its place or as another name of one of its files."""
+    for folder in path.parents:
+        if _is_data_folder(folder):
+            inside = path.relative_to(folder)
+            if inside.parts[0] in OWN_FOLDERS or (len(inside.parts) == 1 and inside.name.startswith(OWN_FILES)):
+                return folder
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink < 2:
+        return None
+    for folder in map(Path, data):
+        root = Path(os.path.realpath(folder.expanduser()))
+        if _is_data_folder(root) and any(os.path.samestat(status, other) for other in _statuses(root)):
+            return root
+    return None
+
+
+def _is_data_folder(folder: Path) -> bool:
+    try:
+        marker = json.loads((folder / "format.json").read_bytes())
+    except OSError:
+        return False
+    except ValueError:  # damaged, and still somebody's data if the queue is beside it
+        return (folder / "queue.sqlite").exists() or (folder / "runs").is_dir()
+    return isinstance(marker, dict) and marker.get("format") == DATA_FORMAT
+
+
+def _statuses(root: Path) -> Iterator[os.stat_result]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield os.lstat(os.path.join(folder, name))
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[BinaryIO]:
+    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
+    before = _status(path)
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if before is not None:
+            os.chmod(temporary, stat.S_IMODE(before.st_mode))
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _stream(target: Output) -> Iterator[BinaryIO]:
+    if target.descriptor is None:
+        descriptor = os.open(target.path, os.O_WRONLY)
+    else:
+        for printed in (sys.stdout, sys.stderr):  # what was printed before comes before
+            printed.flush()
+        descriptor = os.dup(target.descriptor)
+    with _Stream(descriptor) as file:
+        yield cast(BinaryIO, file)
+
+
+class _Stream:
+    """A file that only takes bytes, and counts them: Parquet's writer asks for its place, which a pipe cannot tell."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.fdopen(descriptor, "wb")
+        self._written = 0
+
+    def write(self, content: bytes) -> int:
+        count = self._file.write(content)
+        self._written += count
+        return count
+
+    def tell(self) -> int:
+        return self._written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def close(self) -> None:
+        self._file.close()
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()

@@ -1,0 +1,138 @@
+"""Files that a user names: plain ones in one step, links followed, devices and pipes as they are, no data's own."""
+
+import contextlib
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from conf.errors import UsageError
+from conf.outputs import OWN_FILES, OWN_FOLDERS, checked_output, output_file, write_output
+from warehouse.folder import DataFolder
+
+
+@pytest.fixture
+def place(tmp_path):
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    return folder
+
+
+def test_a_plain_file_appears_whole_with_the_rights_of_the_one_before(place):
+    target = place / "out"
+    with output_file(target) as file:
+        file.write(b"half")
+        assert not target.exists()
+    assert target.read_bytes() == b"half" and list(place.iterdir()) == [target]
+    target.chmod(0o640)
+    with pytest.raises(RuntimeError), output_file(target) as file:
+        file.write(b"other")
+        raise RuntimeError
+    assert target.read_bytes() == b"half" and list(place.iterdir()) == [target]
+    write_output(target, b"whole")
+    assert target.read_bytes() == b"whole" and stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed_and_stays_a_link(place, depth, is_there):
+    target = place / "target"
+    if is_there:
+        target.write_bytes(b"before")
+    last = target
+    for number in range(depth):
+        link = place / f"link{number}"
+        link.symlink_to(os.path.relpath(last, place))
+        last = link
+    write_output(last, b"after")
+    assert last.is_symlink() and target.read_bytes() == b"after" and not target.is_symlink()
+
+
+def test_links_in_a_circle_are_one_error(place):
+    (place / "a").symlink_to(place / "b")
+    (place / "b").symlink_to(place / "a")
+    with pytest.raises(UsageError, match=r"out=.* cannot be written: Too many levels of symbolic links"):
+        write_output(place / "a", b"x")
+
+
+def test_a_pipe_takes_the_bytes_and_stays_a_pipe(place):
+    fifo, got = place / "fifo", []
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: got.append(fifo.read_bytes()))
+    reader.start()
+    write_output(fifo, b"x" * 200_000)
+    reader.join(30)
+    assert got == [b"x" * 200_000] and stat.S_ISFIFO(fifo.stat().st_mode)
+
+
+def test_a_device_takes_the_bytes_and_stays_a_device(place):
+    write_output("/dev/null", b"x")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    if os.path.exists("/dev/full"):
+        with pytest.raises(UsageError, match="No space left on device"):
+            write_output("/dev/full", b"x")
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+def test_standard_output_is_written_after_what_was_printed(place, name):
+    if name == "link":
+        (place / "link").symlink_to("/dev/stdout")
+        name = str(place / "link")
+    script = "import sys; from conf.outputs import write_output; print('first'); write_output(sys.argv[1], b'then\\n')"
+    piped = subprocess.run([sys.executable, "-c", script, name], capture_output=True, check=True)
+    assert piped.stdout == b"first\nthen\n"
+    with open(place / "log", "wb") as log:
+        subprocess.run([sys.executable, "-c", script, name], stdout=log, check=True)
+    assert (place / "log").read_bytes() == b"first\nthen\n"
+
+
+@pytest.mark.parametrize("name", [*OWN_FILES, "queue.sqlite-wal", *(f"{folder}/x" for folder in OWN_FOLDERS)])
+def test_a_data_folders_own_files_are_refused_however_they_are_named(place, name, monkeypatch):
+    data = DataFolder.resolve(place / "data").create()
+    own = data.root / name
+    own.parent.mkdir(exist_ok=True)
+    if not own.exists():
+        own.write_bytes(b"precious")
+    before = own.read_bytes()
+    (place / "to_file").symlink_to(own)
+    (place / "to_folder").symlink_to(own.parent)
+    os.link(own, place / "hard")
+    monkeypatch.chdir(own.parent)
+    for out in (own, own.name, place / "to_file", place / "to_folder" / own.name, place / "hard"):
+        with pytest.raises(UsageError, match=r"report=.* it is a file of the data folder"):
+            write_output(out, b"x", key="report", data=[data.root])
+    with open(own, "rb") as file, pytest.raises(UsageError, match="data folder"):
+        write_output(f"/dev/fd/{file.fileno()}", b"x")
+    assert own.read_bytes() == before
+    (place / "hard").unlink()
+
+
+def test_a_hard_link_of_an_unknown_data_folder_leaves_that_folders_file_alone(place):
+    data = DataFolder.resolve(place / "data").create()
+    data.queue.write_bytes(b"precious")
+    os.link(data.queue, place / "hard")
+    write_output(place / "hard", b"x")
+    assert data.queue.read_bytes() == b"precious" and (place / "hard").read_bytes() == b"x"
+
+
+def test_a_users_file_beside_the_data_is_written(place):
+    data = DataFolder.resolve(place / "data").create()
+    write_output(data.root / "mine.csv", b"x")
+    assert (data.root / "mine.csv").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("out", ["", "/", ".", "~", "a\0b", "/nonexistent/a"])
+def test_what_cannot_be_a_file_is_refused_before_any_work(out):
+    with pytest.raises(UsageError, match=r"^out="):
+        checked_output(out)
+
+
+def test_a_reader_that_leaves_is_a_broken_pipe(place):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with contextlib.closing(os.fdopen(writing, "wb", closefd=False)), pytest.raises(BrokenPipeError):
+        write_output(f"/dev/fd/{writing}", b"x")
+    os.close(writing)

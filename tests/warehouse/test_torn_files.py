@@ -1,0 +1,323 @@
+"""Damaged, planted, doubled and lost files: each costs its own rows, hides nothing, and is named in one line."""
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from warehouse_rows import run_row, samples
+
+import warehouse
+from conf.errors import UsageError
+from warehouse.compact import CompactionSettings, compact
+from warehouse.folder import COMPRESSION, KINDS
+from warehouse.merged import Listing, listing_file, new_merged_name
+from warehouse.schema import RUN_SCHEMA
+from warehouse.writer import RunWriter
+
+NOW_S = 4_000_000_000.0
+EVERY_RUN = "SELECT run_id FROM runs ORDER BY run_id"
+COUNTS = "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry), (SELECT sum(runs) FROM jobs)"
+
+
+def ask(folder, sql=COUNTS):
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def fill(folder, indices=range(10), **changes):
+    writer = RunWriter(folder)
+    writer.write_job({"job_id": "J", "family": "cnn", "n": 10})
+    for index in indices:
+        writer.write(run_row(index, **changes), samples(2))
+    return writer
+
+
+def merge(folder, **settings):
+    compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, **settings))
+
+
+def merged_files(folder, kind="runs"):
+    return sorted(folder.partition(kind, "cnn").glob("merged-*.parquet"))
+
+
+def plant(folder, kind, name, hidden, table=None):
+    """A merged file and its listing, as somebody could write them."""
+    partition = folder.partition(kind, "cnn")
+    pq.write_table(RUN_SCHEMA.empty_table() if table is None else table, partition / name, **COMPRESSION)
+    Listing(listing_file(folder, kind, name), f"family=cnn/{name}", tuple(hidden), 1.0).write()
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "garbage", "flipped"])
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("runs", (9, 20, 9)), ("telemetry", (10, 18, 10)), ("jobs", (10, 20, None))]
+)
+def test_a_torn_file_costs_its_own_rows_and_is_named_once(folder, kind, counts, how, capsys):
+    fill(folder)
+    path = folder.jobs / "J.parquet" if kind == "jobs" else folder.partition(kind, "cnn") / "J-000004.parquet"
+    content = bytearray(path.read_bytes())
+    content[4:150] = bytes(byte ^ 0xFF for byte in content[4:150])
+    torn = {"empty": b"", "cut": path.read_bytes()[:-50], "garbage": os.urandom(900), "flipped": bytes(content)}[how]
+    path.write_bytes(torn)
+    whole = "SELECT (SELECT count(run_id) FROM (SELECT DISTINCT * FROM runs)), (SELECT count(run_id) FROM (SELECT DISTINCT * "
+    whole += "FROM telemetry)), (SELECT sum(runs) FROM (SELECT DISTINCT * FROM jobs))"
+    assert ask(folder, whole) == [counts]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and str(path) in err
+    assert ask(folder, whole) == [counts]
+    assert capsys.readouterr().err == ""
+
+
+def test_every_way_to_read_goes_on_without_a_torn_file(folder):
+    fill(folder)
+    path = folder.partition("runs", "cnn") / "J-000004.parquet"
+    path.write_bytes(path.read_bytes()[:-50])
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        relation = connection.sql(EVERY_RUN)
+        path.write_bytes(b"")
+        assert len(relation.fetchall()) == 9
+        assert relation.to_arrow_table().num_rows == len(relation) == relation.shape[0] == 9
+        assert relation.filter("run_id > 'J-000002'").aggregate("count(*)").fetchall() == [(6,)]
+        assert sum(batch.num_rows for batch in relation.to_arrow_reader(2)) == 9
+        cursor = connection.cursor().execute(EVERY_RUN)
+        assert [cursor.fetchone()[0], len(cursor.fetchmany(3)), len(cursor.fetchall())] == ["J-000000", 3, 5]
+        assert connection.execute(EVERY_RUN).to_arrow_table().num_rows == 9
+        with connection as same:
+            assert same.execute("SELECT count(*) FROM runs WHERE run_id = ?", ["J-000004"]).fetchone() == (0,)
+
+
+def test_a_torn_file_that_is_written_again_counts_again(folder):
+    writer = fill(folder)
+    path = folder.partition("runs", "cnn") / "J-000004.parquet"
+    path.write_bytes(b"torn")
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (9,)
+        writer.write(run_row(4), samples(2))
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (10,)
+
+
+def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run(folder):
+    fill(folder, range(4))
+    path = folder.partition("runs", "cnn") / "J-000002.parquet"
+    content, draw = path.read_bytes(), random.Random(0)
+    whole = "SELECT run_id FROM (SELECT DISTINCT * FROM runs) ORDER BY run_id"
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        for _ in range(60):
+            flipped = bytearray(content)
+            flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(flipped)
+            ids = {run_id for (run_id,) in connection.execute(whole).fetchall()}
+            assert {"J-000000", "J-000001", "J-000003"} <= ids and len(ids) <= 4
+
+
+@pytest.mark.parametrize("how", ["empty", "garbage", "gone"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
+    fill(folder)
+    merge(folder, grace_s=1e12)
+    (merged,) = merged_files(folder, kind)
+    listing = listing_file(folder, kind, merged.name)
+    if how == "gone":  # as after a kill: the files that it would replace are there
+        listing.unlink()
+    else:
+        listing.write_bytes(b"" if how == "empty" else os.urandom(300))
+    assert ask(folder) == [(10, 20, 10)]
+    assert (str(listing) in capsys.readouterr().err) is (how != "gone")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(folder, kind):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    (merged,) = merged_files(folder, kind)
+    assert ask(folder) == [(10, 20, 10)]
+    merged.unlink()
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        for act in (lambda: connection.execute(f"FROM {kind}").fetchall(), lambda: connection.sql(f"FROM {kind}").df()):
+            with pytest.raises(UsageError) as raised:
+                act()
+            assert str(merged) in str(raised.value) and str(listing_file(folder, kind, merged.name)) in str(
+                raised.value
+            )
+
+
+def test_a_listing_that_a_kill_left_behind_is_no_error(folder):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    (first,) = merged_files(folder)
+    left = listing_file(folder, "runs", first.name).read_bytes()
+    fill(folder, range(10, 20))
+    for _ in range(3):
+        merge(folder, grace_s=0, force_after_s=0, target_mib=1024)
+    if not first.exists():
+        listing_file(folder, "runs", first.name).write_bytes(left)
+    assert ask(folder, "SELECT count(*) FROM runs") == [(20,)]
+
+
+@pytest.mark.parametrize("name", ["merged-evil.parquet", "merged-20250101T000000-0123456789ab.parquet"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_listing_hides_no_run(folder, kind, name, capsys):
+    fill(folder)
+    hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
+    table = pa.table({"run_id": ["planted"], "status": ["ok"]}) if kind == "runs" else None
+    plant(folder, kind, name, hidden, table)
+    assert ask(folder) == [(10, 20, 10)]
+    err = capsys.readouterr().err
+    assert str(listing_file(folder, kind, name)) in err and "Traceback" not in err
+
+
+def test_a_listing_that_names_a_file_elsewhere_is_ignored(folder):
+    fill(folder)
+    name = new_merged_name()
+    for merged, hidden in (
+        ("../../x.parquet", "family=cnn/J-000001.parquet"),
+        (f"family=cnn/{new_merged_name()}", "family=cnn/J-000001.parquet"),
+        (f"family=cnn/{name}", "family=mlp/J-000001.parquet"),
+    ):
+        Listing(listing_file(folder, "runs", name), merged, (hidden,), 1.0).write()
+        assert ask(folder) == [(10, 20, 10)]
+
+
+def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    fill(folder, range(5, 12))
+    assert ask(folder) == [(12, 24, 12)]
+    assert ask(folder, "SELECT count(*) FROM runs JOIN telemetry USING (run_id)") == [(24,)]
+
+
+def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    for kind in KINDS:
+        (merged,) = merged_files(folder, kind)
+        again = pq.read_table(merged)
+        other = new_merged_name()
+        for table in (again, again.slice(0, 4)):
+            pq.write_table(table, merged.with_name(other), row_group_size=3, **COMPRESSION)
+            Listing(listing_file(folder, kind, other), f"family=cnn/{other}", (), 2.0).write()
+            other = new_merged_name()
+    assert ask(folder) == [(10, 20, 10)]
+    assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
+
+
+LOOP = """
+import sys, time
+from warehouse.compact import CompactionSettings, compact
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+sys.path.insert(0, sys.argv[2])
+from warehouse_rows import run_row, samples
+folder, seconds = DataFolder.resolve(sys.argv[1]), float(sys.argv[3])
+writer, index, until_s = RunWriter(folder), 100, time.monotonic() + seconds
+now_s = time.time()
+while time.monotonic() < until_s:
+    for _ in range(5):
+        writer.write(run_row(index), samples(2))
+        index += 1
+    now_s += 1e6
+    compact(folder, now_s=now_s, settings=CompactionSettings(grace_s=0, force_after_s=0, min_files=2))
+print(index)
+"""
+
+
+def read_beside_compaction(folder, seconds):
+    """Readers of every kind while runs land and are merged, and what was merged is deleted at once; queries made."""
+    fill(folder, range(100))
+    program = [sys.executable, "-c", LOOP, str(folder.root), os.path.dirname(__file__), str(seconds)]
+    busy = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+    queries, least = 0, 100
+    checked = "SELECT count(*), count(DISTINCT run_id), count(DISTINCT task_index), max(task_index) + 1 FROM runs"
+    try:
+        with contextlib.closing(warehouse.connect(folder)) as connection:
+            while busy.poll() is None:
+                relation = connection.sql("SELECT run_id FROM runs")
+                answers = [
+                    connection.execute(checked).fetchone(),
+                    connection.sql(checked).fetchall()[0],
+                    connection.cursor().execute(checked).fetchall()[0],
+                ]
+                for rows, ids, indices, most in answers:
+                    assert rows == ids == indices == most >= least, answers
+                    least = rows
+                samples_of = connection.execute("SELECT count(*), count(DISTINCT run_id) FROM telemetry").fetchone()
+                assert samples_of[0] == 2 * samples_of[1] >= 2 * least
+                for ids in (
+                    [run_id for (run_id,) in relation.fetchall()],
+                    relation.to_arrow_table().column(0).to_pylist(),
+                    [run_id for batch in relation.to_arrow_reader(7) for run_id in batch.column(0).to_pylist()],
+                    [row[0] for row in iter(connection.execute("SELECT run_id FROM runs").fetchone, None)],
+                ):
+                    assert len(ids) == len(set(ids)) >= least
+                queries += 8
+    finally:
+        busy.kill()
+        busy.wait()
+    assert busy.returncode in (0, -9)
+    return queries
+
+
+def test_readers_beside_compaction_without_grace_see_every_run_once(folder):
+    assert read_beside_compaction(folder, seconds=3) > 0
+
+
+def test_files_that_go_away_under_a_planned_query_are_planned_again(folder, monkeypatch):
+    """Also where they are opened by name, as there are too many to keep open."""
+    monkeypatch.setattr("warehouse.folder_files._PINNED", 2)
+    assert read_beside_compaction(folder, seconds=3) > 0
+
+
+def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not_free_them(folder):
+    fill(folder)
+    first, second = warehouse.connect(folder), warehouse.connect(folder)
+    merge(folder, grace_s=0)
+    first.close()
+    cursor = second.cursor()
+    merge(folder, grace_s=0, force_after_s=1e12)
+    assert (folder.partition("runs", "cnn") / "J-000000.parquet").exists()
+    second.close()
+    assert cursor.execute("SELECT count(*) FROM runs").fetchone() == (10,)
+    cursor.close()
+    merge(folder, grace_s=0, force_after_s=1e12)
+    assert not (folder.partition("runs", "cnn") / "J-000000.parquet").exists()
+
+
+def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch):
+    fill(folder, range(2))
+    monkeypatch.setattr("warehouse.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked"))
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        for sql in ("SELECT nope FROM runs", "SELEC 1", "SELECT * FROM none", "SELECT run_id::INT FROM runs"):
+            with pytest.raises(duckdb.Error):
+                connection.execute(sql).fetchall()
+
+
+def test_the_connection_behaves_as_duckdbs(folder):
+    fill(folder)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        plain = set(name for name in dir(duckdb.DuckDBPyConnection) if not name.startswith("_"))
+        assert plain <= set(dir(connection))
+        connection.register("wanted", pa.table({"run_id": ["J-000001"]}))
+        assert connection.sql("SELECT count(*) FROM runs JOIN wanted USING (run_id)").fetchall() == [(1,)]
+        connection.unregister("wanted")
+        assert connection.execute("SELECT 1 AS a").description[0][0] == "a"
+        assert connection.execute("SELECT 1 AS a").fetchdf().to_dict("list") == {"a": [1]}
+        assert connection.sql("FROM runs").limit(2).df().shape[0] == 2
+        relation = connection.sql("SELECT run_id, smact FROM runs")
+        assert relation.columns == ["run_id", "smact"] and "run_id" in relation
+        assert pa.table(relation).num_rows == 10
+        joined = relation.join(connection.sql("SELECT run_id, status FROM runs"), "run_id")
+        assert joined.count("*").fetchone() if hasattr(joined, "fetchone") else joined.count("*").fetchall() == [(10,)]
+        assert "J-000001" in str(relation) and "WarehouseConnection" in repr(connection)
+        assert connection.extract_statements("SELECT 1")[0].type == duckdb.StatementType.SELECT
+        deadline_s = time.monotonic() + 5
+        assert time.monotonic() < deadline_s

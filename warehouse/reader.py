@@ -1,0 +1,253 @@
+"""A DuckDB connection and its relations that survive damaged files and compaction: a failed query is planned again.
+
+Start reading at `WarehouseConnection`; `warehouse.connect` makes one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import duckdb
+
+if TYPE_CHECKING:
+    from warehouse.folder_files import FolderFiles
+
+_ATTEMPTS = 100  # at a query that loses its files each time
+# Of the user's statement, whatever the files hold.
+_OF_THE_STATEMENT = (
+    duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.PermissionException,
+    duckdb.ConversionException, duckdb.ConnectionException, duckdb.TransactionException, duckdb.InterruptException,
+    duckdb.OutOfMemoryException,
+)  # fmt: skip
+_ROWS = ("fetchone", "fetchmany", "fetchall")
+# Their rows are read after the call has returned, when nothing can be planned again.
+_STREAMS = (
+    "to_arrow_reader", "fetch_arrow_reader", "fetch_record_batch", "arrow", "iter_rows", "pl", "__arrow_c_stream__",
+)  # fmt: skip
+_DERIVED = tuple(
+    kind
+    for kind in (duckdb.DuckDBPyRelation, getattr(getattr(duckdb, "_relation", None), "GroupedRelation", None))
+    if kind is not None
+)
+
+
+class _Opened:
+    """What the connection and its cursors share: the folder's files, and the lock that keeps compaction's hands off."""
+
+    def __init__(self, files: FolderFiles, lock: int | None) -> None:
+        self.files = files
+        self._lock = lock
+        self.users = 1
+
+    def leave(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            self._close()
+
+    def _close(self) -> None:
+        self.files.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self._close()
+
+
+class _Planned:
+    """Passes everything on to a DuckDB object; what fails for the sake of a file is done again without it."""
+
+    def __init__(self, wrapped: Any, opened: _Opened) -> None:
+        self._wrapped = wrapped
+        self._opened = opened
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and not name.startswith("__arrow") and name != "_repr_mimebundle_":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = self._again(lambda: getattr(self._wrapped, name))
+        if not callable(value) or isinstance(value, _DERIVED):
+            return self._own(value)
+
+        def call(*args: Any, **options: Any) -> Any:
+            return self._call(name, args, options)
+
+        call.__name__, call.__doc__ = name, getattr(value, "__doc__", None)
+        return call
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in dir(self._wrapped) if not name.startswith("_"))})
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._wrapped!r}>"
+
+    def _call(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+        args = tuple(_bare(value) for value in args)
+        options = {key: _bare(value) for key, value in options.items()}
+        return self._own(self._again(lambda: getattr(self._wrapped, name)(*args, **options)))
+
+    def _again(self, act: Callable[[], Any], before_retry: Callable[[], None] | None = None) -> Any:
+        """What `act` returns, tried again for as long as it fails because files went away or turned out damaged."""
+        files = self._opened.files
+        for _ in range(_ATTEMPTS):
+            failures, lost = files.failures, files.lost
+            try:
+                return act()
+            except duckdb.Error as error:
+                if files.failures > failures and files.failure is not None:
+                    raise files.failure from error
+                if files.lost == lost and (
+                    isinstance(error, _OF_THE_STATEMENT) or not files.leave_out_damaged()
+                ):  # fmt: skip
+                    raise
+                failed = error
+                if before_retry is not None:
+                    before_retry()
+        raise failed
+
+    def _own(self, result: Any) -> Any:
+        if isinstance(result, _DERIVED):
+            return WarehouseRelation(result, self._opened)
+        return result
+
+
+class WarehouseRelation(_Planned):
+    """A DuckDB relation over the warehouse: a query that has not run, with all of DuckDB's methods."""
+
+    def __len__(self) -> int:
+        return self._again(lambda: len(self._wrapped))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._wrapped
+
+    def __getitem__(self, name: str) -> Any:
+        return self._own(self._wrapped[name])
+
+    def __str__(self) -> str:
+        return self._again(lambda: str(self._wrapped))
+
+    def __repr__(self) -> str:
+        return self._again(lambda: repr(self._wrapped))
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> Any:
+        return self._call("__arrow_c_stream__", (requested_schema,), {})
+
+    def _call(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+        unpinned = self._opened.files.unpinned
+        result = super()._call(name, args, options)
+        if name in _STREAMS and self._opened.files.unpinned > unpinned and hasattr(self._wrapped, "materialize"):
+            # Files that are opened later, by name, may be gone by then: all rows now.
+            if hasattr(result, "close"):
+                result.close()
+            del result
+            rows = self._again(self._wrapped.materialize)
+            return getattr(rows, name)(*args, **options)
+        return result
+
+
+class WarehouseConnection(_Planned):
+    """A read-only DuckDB connection to a data folder, with all of DuckDB's methods; a context manager.
+
+    It differs from DuckDB's own in this: a query that loses a file to compaction is planned again, and so is one that
+    meets a damaged file, which is named on stderr and left out from then on. Rows are never there twice or missing:
+    where some have been handed out already, the error is raised, and says that the query has to run again.
+    """
+
+    def __init__(self, wrapped: duckdb.DuckDBPyConnection, opened: _Opened) -> None:
+        super().__init__(wrapped, opened)
+        self._executed: tuple[tuple, dict[str, Any]] | None = None  # the arguments of `execute`
+        self._is_fetched = False  # some rows of it have been handed out
+        self._is_unpinned = False  # it may open files by name that are gone by then
+        self._rows: deque[tuple] | None = None
+        self._is_closed = False
+
+    @classmethod
+    def opened(cls, wrapped: duckdb.DuckDBPyConnection, files: FolderFiles, lock: int | None) -> Self:
+        """Wrap a connection that reads `files`; the descriptor `lock` is closed with it."""
+        return cls(wrapped, _Opened(files, lock))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, but not its cursors."""
+        self._wrapped.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._opened.leave()
+
+    def leave_out_damaged(self) -> bool:
+        """Look for damaged files among those that queries have read, and leave them out; whether there are new ones.
+
+        For whoever reads a stream of rows that failed; each file is named on stderr.
+        """
+        return bool(self._opened.files.leave_out_damaged())
+
+    def execute(self, *args: Any, **options: Any) -> Self:
+        """Run a query; its rows are fetched from this connection."""
+        self._executed, self._is_fetched, self._rows = (args, options), False, None
+        args = tuple(_bare(value) for value in args)
+        unpinned = self._opened.files.unpinned
+        self._again(lambda: self._wrapped.execute(*args, **options))
+        self._is_unpinned = self._opened.files.unpinned > unpinned
+        return self
+
+    def _call(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+        if name in ("cursor", "duplicate"):
+            self._opened.users += 1
+            return WarehouseConnection(getattr(self._wrapped, name)(), self._opened)
+        is_fetch = name.startswith("fetch") or name in (*_STREAMS, "df", "to_arrow_table", "torch", "tf")
+        if not is_fetch:
+            return super()._call(name, args, options)
+        if self._rows is not None and name in _ROWS:
+            return self._buffered(name, *args, **options)
+        if self._is_unpinned and not self._is_fetched and self._executed is not None:
+            if name in ("fetchone", "fetchmany"):
+                self._rows = deque(self._call("fetchall", (), {}))
+                return self._buffered(name, *args, **options)
+            if name in _STREAMS:
+                return self._materialized(name, args, options)
+
+        def execute_again() -> None:
+            if self._executed is None or self._is_fetched:
+                raise duckdb.IOException(
+                    "a file of the warehouse was damaged or merged while its rows were fetched: run the query again"
+                )
+            execute_args, execute_options = self._executed
+            self._again(lambda: self._wrapped.execute(*execute_args, **execute_options))
+
+        result = self._again(lambda: getattr(self._wrapped, name)(*args, **options), execute_again)
+        self._is_fetched = True
+        return self._own(result)
+
+    def _buffered(self, name: str, size: int = 1) -> Any:
+        """Rows as DuckDB would hand them out, of those that have been fetched all at once."""
+        assert self._rows is not None
+        if name == "fetchone":
+            return self._rows.popleft() if self._rows else None
+        count = len(self._rows) if name == "fetchall" else min(size, len(self._rows))
+        return [self._rows.popleft() for _ in range(count)]
+
+    def _materialized(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+        (query, *parameters), execute_options = self._executed or ((), {})
+        given = parameters[0] if parameters else execute_options.get("parameters")
+        with contextlib.suppress(AttributeError):
+            self._wrapped.abort()
+        relation = self.sql(query, params=given) if given is not None else self.sql(query)
+        self._is_fetched = True
+        return getattr(relation.materialize(), name)(*args, **options)
+
+    def _own(self, result: Any) -> Any:
+        return self if result is self._wrapped else super()._own(result)
+
+
+def _bare(value: Any) -> Any:
+    """DuckDB's own object of one of ours, as its functions take no other."""
+    return value._wrapped if isinstance(value, _Planned) else value
