@@ -307,6 +307,8 @@ def _read(folder: Path, wanted: set[str]) -> Iterator[tuple[str, StepRecord]]:
     import pyarrow as pa
 
     for path in sorted(folder.glob("*.parquet")):
+        if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+            continue  # a pipe, or a link that leads out of the folder
         try:
             found = _records(path, wanted)
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
