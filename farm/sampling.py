@@ -22,6 +22,7 @@ from conf.errors import UsageError, unknown_name
 from farm.space import Space
 from featurize import families
 from featurize.layers import rough_memory_mib, totals
+from featurize.own_code import named_by_user
 from featurize.trial import TrialConfig
 
 SAMPLER_VERSION = 2  # part of a job's identity: grows whenever the same seed would give other configs
@@ -166,7 +167,7 @@ def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfi
     if missing:  # not a matter of luck: no other point of this space can help
         raise UsageError(f"search space of {family.Config.family}: gives no value for {', '.join(missing)}")
     try:
-        config = family.Config(**values)
+        config = family.Config(**named_by_user(family.Config.family, values))  # the user chose the space
     except ValueError as error:
         texts = str(error).removeprefix(f"{family.Config.family}: ").split("; ")
         return None, [_Breach(re.sub(r",? got .*$", "", text, flags=re.DOTALL), text) for text in texts]

@@ -1,6 +1,7 @@
 """Fitted models on disk: `models/TARGET/VERSION/` holds the model, `meta.json`, `report.json`, plots and a README.
 
-Start reading at `save_artifact` and `load_latest`. A version appears whole or not at all, and is never changed.
+Start reading at `save_artifact` and `load_latest`. A version appears whole or not at all, and is never changed; one
+that is not what was written (`learn.artifact_files`) is named in a line, and the next older one takes its place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError
 from conf.identity import version_of
 from featurize.device_spec import plain_device, same_device
-from learn.estimators import TRAINING_FREE, Estimator, get_estimator
+from featurize.row_config import printable
+from learn.artifact_files import DamagedArtifact, checked, read_json, say_damaged, stamped
+from learn.estimators import ESTIMATORS, TRAINING_FREE, Estimator, get_estimator
 from learn.targets import get_target
 
 if TYPE_CHECKING:
@@ -52,17 +55,44 @@ class Artifact:
 
     @cached_property
     def estimator(self) -> Estimator:
-        return get_estimator(self.meta["estimator"]).load(self.path / "model")
+        """The fitted estimator, its files verified first. Raises `DamagedArtifact`."""
+        self.check()
+        try:
+            return get_estimator(self.meta["estimator"]).load(self.path / "model")
+        except MemoryError:
+            raise
+        except Exception as error:  # of a file without a checksum, parsers may raise anything
+            said = printable(f"{type(error).__name__}: {error}", 200)
+            raise DamagedArtifact(
+                f"{printable(str(self.path), 300)} is damaged: it cannot be loaded: {said}"
+            ) from error
+
+    def check(self) -> None:
+        """Verify the files, without parsing them. Raises `DamagedArtifact`."""
+        checked(self.path, self.meta, ours=self.path.is_relative_to(DEFAULT_MODELS))
+
+    def require(self) -> Artifact:
+        """The artifact, if it can answer: verified, and loaded where no checksum says that it is whole. Raises
+        `DamagedArtifact`."""
+        self.check()
+        if "files" not in self.meta:
+            _ = self.estimator
+        return self
 
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
         """The rows that the kept model has seen: of `learn.fit` those that judged its figures as well, which came from
         other fits; of a promotion only those that it was fitted on."""
-        report = json.loads((self.path / "report.json").read_text())
-        seen = list(report["train_run_ids"])
-        if report.get("fitted_on", "all") == "all":
-            seen += report["test_run_ids"] + report.get("refused_run_ids", [])
-        return frozenset(seen)
+        self.check()
+        try:
+            report = json.loads((self.path / "report.json").read_text())
+            seen = list(report["train_run_ids"])
+            if report.get("fitted_on", "all") == "all":
+                seen += report["test_run_ids"] + report.get("refused_run_ids", [])
+            return frozenset(map(str, seen))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            said = printable(f"{type(error).__name__}: {error}", 200)
+            raise DamagedArtifact(f"{printable(str(self.path), 300)} is damaged: report.json: {said}") from error
 
 
 def described(
@@ -118,7 +148,7 @@ def save_artifact(
         estimator.save(building / "model")
         (building / "report.json").write_text(json.dumps(report, indent=1))
         extras(building)
-        (building / "meta.json").write_text(text)
+        (building / "meta.json").write_text(json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True))
         _sync(building)
         final = home / version
         if final.exists():  # the same second, the same data, the same figures
@@ -133,7 +163,8 @@ def save_artifact(
 
 
 def versions(data, target: str) -> list[Artifact]:
-    """Every complete version of a target, oldest first; none where nothing was fitted."""
+    """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
+    what was written is named on standard error and left out."""
     home = models_folder(data) / get_target(target).name
     if not home.is_dir():
         return []
@@ -141,8 +172,26 @@ def versions(data, target: str) -> list[Artifact]:
     for path in sorted(home.iterdir()):
         if path.name.startswith(".") or not (path / "meta.json").is_file():
             continue
-        found.append(Artifact(path, json.loads((path / "meta.json").read_text())))
+        try:
+            if not path.resolve().is_relative_to(home.resolve()):
+                raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: it lies outside of {home.name}")
+            found.append(_opened(path))
+        except DamagedArtifact as error:
+            say_damaged(error, "it is left out")
     return found
+
+
+def _opened(path: Path) -> Artifact:
+    """The artifact in that folder, of whose `meta.json` the rest of the code may believe the types."""
+    meta = read_json(path / "meta.json")
+    rows = meta.get("rows")
+    counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
+    texts = [meta.get(name) for name in ("estimator", "target", "feature_version")]
+    whole = all(isinstance(one, dict) for one in counts) and all(isinstance(one, str) for one in texts)
+    if not whole or meta["estimator"] not in ESTIMATORS:
+        said = "is damaged, or of another version of this code: meta.json does not say what it is"
+        raise DamagedArtifact(f"{printable(str(path), 300)} {said}")
+    return Artifact(path, meta)
 
 
 def find_latest(data, target: str, **wanted: str | bool | None) -> Artifact | None:
@@ -180,7 +229,12 @@ def newest(
     ]
     if estimator is None:  # the others are fitted to be compared with it
         fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
-    return fitting[-1] if fitting else None
+    for older, artifact in reversed(list(enumerate(fitting))):
+        try:
+            return artifact.require()
+        except DamagedArtifact as error:
+            say_damaged(error, "an older version answers" if older else "no other version is there")
+    return None
 
 
 def load_latest(data, target: str, **wanted: str | bool | None) -> Artifact:
@@ -226,7 +280,11 @@ def default_artifact(target: str) -> Artifact | None:
     path = DEFAULT_MODELS / get_target(target).name
     if not (path / "meta.json").is_file():
         return None
-    return Artifact(path, json.loads((path / "meta.json").read_text()))
+    try:
+        return _opened(path).require()
+    except DamagedArtifact as error:
+        say_damaged(error, "install the project anew; the trace answers")
+        return None
 
 
 def models_folder(data) -> Path:

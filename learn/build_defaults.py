@@ -199,6 +199,7 @@ def _move(folder: Path, to: Path) -> None:
 
 
 def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
+    from learn.artifact_files import stamped
     from learn.artifacts import described
     from learn.data import load_rows
     from learn.estimators import make_estimator
@@ -232,7 +233,8 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         }
         (folder / target / "model").mkdir(parents=True)
         fitted[target].save(folder / target / "model")
-        (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
+        stamp = stamped(folder / target, metas[target], "meta.json")
+        (folder / target / "meta.json").write_text(json.dumps(stamp, indent=1, sort_keys=True))
         progress(f"fitting {target}", 1, 1)
     fast = _distilled(settings, data, fitted, progress)
     (folder / "fast").mkdir()

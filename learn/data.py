@@ -6,7 +6,6 @@ Start reading at `load_rows`. What can't be used is counted with its reason, nev
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device_spec import plain_device, same_device
-from featurize.trial import TrialConfig, config_from_mapping
+from featurize.trial import TrialConfig
 from learn.cases import Case
+from learn.row_checks import ReadConfigs, is_absurd, named, read_configs
 from learn.targets import Target, get_target
 
 MIN_ROWS = 30
@@ -39,9 +39,12 @@ class Rows:
     module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
                own name for a kind of model.
     doubt      why a label may be wrong, as the rows beside it have it; empty for none. Nothing is fitted on such rows.
-    counts     rows of the selection by status; beside them `unreadable` (config of unknown family or fields),
+    counts     rows of the selection by status; beside them `unreadable` (config that is none, or of unknown family or
+               fields), `absurd` (a label that is no figure), `unknown code` (see `remarks`; these are not left out),
                `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong) and `stale` (the
                view `stale`: the label moved in the environment that the device is in now), all left out.
+    remarks    what is odd about single rows, a sentence each, which names some: configs that cannot be read, configs
+               that name code which nobody allowed to run.
     """
 
     target: Target
@@ -58,6 +61,7 @@ class Rows:
     module: np.ndarray
     doubt: np.ndarray
     counts: Mapping[str, int] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -83,6 +87,7 @@ class Rows:
             self.module[index],
             self.doubt[index],
             self.counts,
+            self.remarks,
         )
 
     @property
@@ -108,9 +113,7 @@ class Rows:
             said.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
         if stale := self.counts.get("stale"):
             said.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
-        if unreadable := self.counts.get("unreadable"):
-            said.append(f"{unreadable} rows have configs that this version cannot read; they are left out")
-        return said
+        return [*said, *self.remarks]
 
     @property
     def ceiling_mib(self) -> float | None:
@@ -172,10 +175,13 @@ def load_rows(
     device_name: str | None = None,
     *,
     snapshot: str | None = None,
+    trust: Sequence[str] = (),
 ) -> Rows:
     """The usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
-    With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change.
+    With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
+    code that a config names is not imported (`featurize.own_code`), but for modules in `trust`; such a row is kept, and
+    its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
     `untrusted`, or a label that is stale now (`warehouse.stale`). `family` None or `all` takes every family. Rows of
@@ -188,6 +194,9 @@ def load_rows(
     family = None if family in (None, "all") else str(family)
     if family is not None:
         found = _choose(found, "family", family)
+    absurd = [str(row["run_id"]) for row in found if is_absurd(row, wanted.space == "ratio")]
+    if absurd:
+        found = [row for row in found if not is_absurd(row, wanted.space == "ratio")]
     counts = Counter(row["status"] for row in found)
     unknown = sum(_is_censored(row, wanted) and row["device_memory_mib"] is None for row in found)
     if unknown:
@@ -208,18 +217,13 @@ def load_rows(
         usable = [row for row in usable if row["source"] in source]
     usable = _one_of_a_kind(usable, "device_name", device_name)
 
-    configs, kept, unreadable = [], [], Counter()
-    for row in usable:
-        try:
-            configs.append(config_from_mapping(json.loads(row["config"] or "{}")))
-            kept.append(row)
-        except UsageError as error:
-            unreadable[str(error)] += 1
-    if unreadable:
-        counts["unreadable"] = unreadable.total()
-    if len(kept) < MIN_ROWS:
-        _refuse_too_few(wanted, family, found, len(kept), untrusted, stale, unreadable)
-    return _pack(wanted, configs, kept, counts)
+    read = read_configs(usable, trust, module_of)
+    counts |= {"absurd": len(absurd), "unreadable": read.unreadable.total(), "unknown code": read.refused}
+    counts = Counter({reason: n for reason, n in counts.items() if n or reason == "oom"})
+    if len(read.rows) < MIN_ROWS:
+        _refuse_too_few(wanted, family, found, len(read.rows), untrusted, stale, read.unreadable)
+    remarks = [f"{named(absurd)} left out: a label, a memory or a name that makes no sense"] if absurd else []
+    return _pack(wanted, read, counts, (*remarks, *read.remarks))
 
 
 def _read(data, target: Target, snapshot: str | None) -> list[dict]:
@@ -268,7 +272,7 @@ def _is_censored(row: dict, target: Target) -> bool:
 
 def _is_usable(row: dict, target: Target) -> bool:
     if _is_censored(row, target):
-        return row["device_memory_mib"] is not None
+        return bool(row["device_memory_mib"])
     label = row["label"]
     # A memory or time of 0 is a sensor that gave nothing, and so is a mean activity of exactly 0 beside a model that
     # trained, in other people's files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
@@ -344,9 +348,8 @@ def _refuse_too_few(
     raise UsageError(f"{text}; run more, as in: python -m farm.submit +arch={name} n=100, or give data=FOLDER")
 
 
-def _pack(target: Target, configs: list[TrialConfig], kept: list[dict], counts: Counter) -> Rows:
-    from featurize.features import group_key
-
+def _pack(target: Target, read: ReadConfigs, counts: Counter, remarks: tuple[str, ...]) -> Rows:
+    configs, kept = read.configs, read.rows
     censored = np.array([_is_censored(row, target) for row in kept], dtype=bool)
     label = [row["device_memory_mib"] if bound else row["label"] for row, bound in zip(kept, censored, strict=True)]
     return Rows(
@@ -360,10 +363,11 @@ def _pack(target: Target, configs: list[TrialConfig], kept: list[dict], counts: 
         device=np.array([row["device_name"] for row in kept], dtype=object),
         device_memory_mib=np.array([row["device_memory_mib"] or np.nan for row in kept], dtype=float),
         card_mib=np.array([row["card_mib"] or np.nan for row in kept], dtype=float),
-        group=np.array([group_key(config) for config in configs], dtype=object),
-        module=np.array([module_of(config) for config in configs], dtype=object),
+        group=np.array(read.groups, dtype=object),
+        module=np.array(read.modules, dtype=object),
         doubt=np.array([_doubt(row) for row in kept], dtype=object),
         counts=dict(sorted(counts.items())),
+        remarks=remarks,
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from featurize.allocator_settings import AllocatorSettings
+from featurize.own_code import config_of_user, parse_trust, trusting
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
@@ -52,6 +53,7 @@ def estimate(
     loss: Callable | None = None,
     report: str | Path | None = None,
     name: str | None = None,
+    trust: Sequence[str] = (),
 ) -> Estimate:
     """Estimate a training job. The model never takes real memory: it is built and traced on the meta device.
 
@@ -75,6 +77,8 @@ def estimate(
                 the output, its `logits` or its first tensor, with targets to suit
     report      a file to write: one HTML page with the step's memory over time and what the peak consists of
     name        what the report calls the job
+    trust       modules whose code may run where a trial config names it (family zoo): a config is data, whoever made
+                it. Models of torchvision, timm and transformers need no trust
 
     Raises `UsageError` for what cannot be estimated: unknown names, a model that can't be built or traced (naming the
     operator and the module), a named estimator that is not fitted or refuses, a report that can't be written.
@@ -103,6 +107,7 @@ def estimate(
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
     if isinstance(model, TrialConfig):
+        model = trusting(model, parse_trust(trust))
         job = _job_of_config(model, of_modules, given, name)
     elif callable(model):
         job = _job_of_module(model, inputs, given, input_dtype=input_dtype, target=target, loss=loss, name=name)
@@ -127,6 +132,7 @@ def many(
     method: str = "full",
     estimator: str | None = None,
     data=None,
+    trust: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Estimate]:
     """An estimate of each trial config (or its mapping), in order; see `estimate`.
@@ -145,7 +151,7 @@ def many(
     found = []
     for done, config in enumerate(configs):
         progress(done, len(configs))
-        found.append(estimate(config, device=device, estimator=estimator, data=data))
+        found.append(estimate(config, device=device, estimator=estimator, data=data, trust=trust))
     return found
 
 
@@ -280,6 +286,7 @@ def entry(cfg) -> int:
     if values["model"] is None and values["input"] is not None:
         raise UsageError("input is for model=; a trial config has its own inputs")
     settings = {key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report")}
+    settings["trust"] = parse_trust(values["trust"])
     chosen = values.get("device")
     if chosen is not None and "backend" in chosen:
         raise UsageError(
@@ -291,12 +298,12 @@ def entry(cfg) -> int:
         return _print_many(values["configs"], settings, values["format"])
     past = None
     if values["run"] is not None:
-        past = load_run(values["data"], values["run"])
+        past = load_run(values["data"], values["run"], settings["trust"])
         title, subject = f"run {past.run_id}", past.config
         if chosen is None and past.device is not None:
             settings["device"] = past.device
     elif values["config"] is not None:
-        subject = config_from_mapping(_mapping(values["config"]))
+        subject = config_of_user(_mapping(values["config"]))
         title = f"{subject.family}, batch {subject.batch_size}"
     else:
         title, subject = values["model"], None
@@ -325,7 +332,7 @@ def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
             configs.append(config_from_mapping(_mapping(line)))
         except UsageError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data")}
+    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data", "trust")}
     for done in many(configs, **chosen):
         print(json.dumps(done.to_mapping()))
     return 0

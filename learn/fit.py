@@ -32,11 +32,17 @@ class FitSettings:
     snapshot: str | None = None
     seed: int = 0
     data: str | None = None
+    trust: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        from featurize.own_code import parse_trust
         from learn.estimators import ESTIMATORS
 
         found = []
+        try:
+            object.__setattr__(self, "trust", parse_trust(self.trust))
+        except UsageError as error:
+            found.append(str(error))
         try:
             target = get_target(self.target)
         except UsageError as error:
@@ -87,7 +93,7 @@ def fit(
     progress("reading rows")
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name,
-        snapshot=settings.snapshot,
+        snapshot=settings.snapshot, trust=settings.trust,
     )  # fmt: skip
     needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
     if needs_trace:
@@ -155,10 +161,11 @@ def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
 
 def entry(cfg) -> int:
     """The command: settings in, a table and the artifact's path out."""
+    from omegaconf import OmegaConf
     from rich.console import Console
     from rich.table import Table
 
-    settings = FitSettings(**{key: cfg[key] for key in cfg})
+    settings = FitSettings(**OmegaConf.to_container(cfg, resolve=True))
     screen = Console()
     with screen.status("starting") as status:
         done = fit(settings, progress=lambda step: status.update(f"{settings.target}: {step}"))
@@ -183,7 +190,7 @@ def entry(cfg) -> int:
     screen.print(table)
     screen.print(f"bins: {done.meta['bins']['rule']}", soft_wrap=True, highlight=False)
     for note in done.meta["warnings"]:
-        screen.print(f"note: {note}", soft_wrap=True, highlight=False, style="yellow")
+        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
     screen.print(f"artifact: {done.path}", soft_wrap=True, highlight=False, markup=False)
     return 0
 

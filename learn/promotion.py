@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -67,6 +66,7 @@ def refit(
     source: str | None = None,
     device_name: str | None = None,
     snapshot: str | None = None,
+    trust: Sequence[str] = (),
     seed: int = 0,
     now: datetime | None = None,
     progress: Callable[[str], None] = lambda _step: None,
@@ -76,8 +76,8 @@ def refit(
     nothing more.
 
     Rows (of `snapshot`, or those of now) and the current model are those of `source` and `device_name`, as in
-    `learn.data.load_rows`. Raises `UsageError` for an unknown target or estimator, an estimator that cannot do the
-    target, and no data folder; too few rows are no error (`skipped`). `now` is time-zone aware.
+    `learn.data.load_rows`, `trust` too. Raises `UsageError` for an unknown target or estimator, an estimator
+    that cannot do the target, and no data folder; too few rows are no error (`skipped`). `now` is time-zone aware.
     """
     from learn.artifacts import StaleArtifact, newest, require_current
     from learn.data import load_rows
@@ -99,7 +99,7 @@ def refit(
 
     progress("reading rows")
     try:
-        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot)
+        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
     except UsageError as error:
         return skipped(str(error))
     rows = every.trusted  # a label in doubt decides nothing
@@ -230,7 +230,7 @@ def _seen_groups(folder, artifact: Artifact, rows: Rows) -> frozenset[str]:
     or of another device), by their configs in the warehouse."""
     import warehouse
     from featurize.features import group_key
-    from featurize.trial import config_from_mapping
+    from featurize.row_config import config_of_row
 
     group_of = dict(zip(rows.run_ids.tolist(), rows.group.tolist(), strict=True))
     seen = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
@@ -245,7 +245,7 @@ def _seen_groups(folder, artifact: Artifact, rows: Rows) -> frozenset[str]:
             connection.close()
         for (config,) in found:
             with contextlib.suppress(UsageError):  # of a family that this code does not know: a copy of no row here
-                seen.add(group_key(config_from_mapping(json.loads(config or "{}"))))
+                seen.add(group_key(config_of_row(config)))
     return frozenset(seen)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.errors import UsageError
+from featurize.own_code import NotTrusted, refusal
 from learn.cases import Case
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 BATCH = 8  # cases a task: small enough that no worker waits long for another's
 # Of featurize, what a traced step's features do not follow from; a device's description is part of each key.
-_NO_PART = ("__init__", "allocator_history", "device_spec", "features", "layers", "plan_of_module", "simulate", "space",
-            "trial", "vision")  # fmt: skip
+_NO_PART = ("__init__", "allocator_history", "device_spec", "features", "layers", "own_code", "plan_of_module",
+            "row_config", "simulate", "space", "trial", "vision")  # fmt: skip
 _SHARE = "net_share_elements_"
 _KEPT = 100_000
 _MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
@@ -47,12 +48,14 @@ class StepRecord:
     values   `featurize.step_features.step_features`
     graph    the forward pass as `featurize.opgraph.OpGraph` arrays, packed, or what packs it; see `operator_graph`
     seconds  what it took to compute
+    passing  the error says nothing of the case: its code may not run here, or cannot be imported. It is never stored
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     graph: bytes | Callable[[], bytes] = b""
     error: str | None = None
     seconds: float = 0.0
+    passing: bool = False
 
     def operator_graph(self) -> dict[str, np.ndarray]:
         """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
@@ -71,7 +74,7 @@ def features_of(case: Case) -> StepRecord:
             known = _keep_module(case, compute(case))
         return known[2]
     found = _memory.get(key)
-    if found is None:
+    if found is None or (found.passing and refusal(case.config) is None):
         if len(_memory) >= _KEPT:
             _memory.clear()
         found = _memory[key] = compute(case)
@@ -107,7 +110,13 @@ def compute(case: Case) -> StepRecord:
         traced = step_of(job, spec)
         graph = _graph(case, traced)
     except UsageError as error:
-        return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9)
+        passing = isinstance(error, NotTrusted) or isinstance(error.__cause__, ImportError | NotTrusted)
+        return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
+    except MemoryError:  # of this machine, and no property of the case
+        raise
+    except Exception as error:  # a config of a row may be as absurd as it likes, and a model may raise anything
+        first = next(iter(str(error).strip().splitlines()), "")
+        return StepRecord(error=f"{type(error).__name__}: {first}", seconds=(time.monotonic_ns() - began) / 1e9)
     return StepRecord(values=_values(traced, job, spec), graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
 
 
@@ -159,16 +168,11 @@ def prepare(
     the call ends, so that an interrupted one goes on where it was. A damaged part is left out with a warning, and what
     it held is computed again. `progress(done, of)` hears of every computed case.
     """
-    from warehouse.folder import DataFolder
-
-    wanted = {case.key: case for case in cases if case.key is not None and case.key not in _memory}
+    wanted = {case.key: case for case in cases if case.key is not None and not _at_hand(case)}
     if not wanted:
         return 0
-    folder = DataFolder.resolve(data)
-    kept = folder.features / record_version()
-    for key, record in _read(kept, set(wanted)):
-        _memory[key] = record
-    missing = [case for key, case in wanted.items() if key not in _memory]
+    kept = _recalled(set(wanted), data)
+    missing = [case for case in wanted.values() if not _at_hand(case)]
     if not missing:
         return 0
     progress(0, len(missing))
@@ -186,6 +190,27 @@ def prepare(
     finally:
         _write(kept, waiting)
     return len(missing)
+
+
+def recall(cases: Sequence[Case], data=None) -> None:
+    """Have the records at hand that the data folder holds of these cases; nothing is computed or written."""
+    if wanted := {case.key for case in cases if case.key is not None and not _at_hand(case)}:
+        _recalled(wanted, data)
+
+
+def _at_hand(case: Case) -> bool:
+    found = _memory.get(case.key)
+    return found is not None and not (found.passing and refusal(case.config) is None)
+
+
+def _recalled(keys: set[str], data) -> Path:
+    """Read what is stored under these keys; the folder where it is."""
+    from warehouse.folder import DataFolder
+
+    kept = DataFolder.resolve(data).features / record_version()
+    for key, record in _read(kept, keys):
+        _memory[key] = record
+    return kept
 
 
 def _computed(cases: list[Case], workers: int):
@@ -248,25 +273,42 @@ def _write(folder: Path, records: list[tuple[str, StepRecord]]) -> None:
 
     from warehouse.folder import write_parquet
 
+    records = [(key, record) for key, record in records if not record.passing]
     if not records:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    features = [json.dumps(dict(record.values)) for _, record in records]
     table = pa.table(
         {
             "key": pa.array([key for key, _ in records], pa.string()),
             "error": pa.array([record.error for _, record in records], pa.string()),
             "seconds": pa.array([record.seconds for _, record in records], pa.float64()),
-            "features": pa.array([json.dumps(dict(record.values)) for _, record in records], pa.string()),
+            "features": pa.array(features, pa.string()),
             "graph": pa.array([record.graph for _, record in records], pa.binary()),
+            "sha256": pa.array(
+                [_checksum(key, r.error, text, r.graph) for (key, r), text in zip(records, features, strict=True)],
+                pa.string(),
+            ),
         }
     )
     write_parquet(folder / f"part-{uuid.uuid4().hex[:12]}.parquet", table)
+
+
+def _checksum(key: str, error: str | None, features: str, graph: bytes) -> str:
+    """Over what a record is used for: one that a flipped bit has changed is computed again."""
+    digest = hashlib.sha256()
+    for part in (key.encode(), (error or "").encode(), features.encode(), graph):
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _read(folder: Path, wanted: set[str]) -> Iterator[tuple[str, StepRecord]]:
     import pyarrow as pa
 
     for path in sorted(folder.glob("*.parquet")):
+        if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+            continue  # a pipe, or a link that leads out of the folder
         try:
             found = _records(path, wanted)
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
@@ -291,6 +333,8 @@ def _records(path: Path, wanted: set[str]) -> list[tuple[str, StepRecord]]:
         values, graph, error = json.loads(row["features"]), row["graph"], row["error"]
         if not isinstance(values, dict) or not isinstance(graph, bytes) or (error is None and not (values and graph)):
             raise ValueError(f"no record of a step: key {row['key']}")
+        if row["sha256"] != _checksum(row["key"], error, row["features"], graph):
+            raise ValueError(f"a record is not what was written: key {row['key']}")
         found.append((row["key"], StepRecord(values=values, graph=graph, error=error, seconds=row["seconds"])))
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ def find_parts(root: Path) -> list[Part]:
         if name is not None and not path.parent.name.startswith("."):
             found.append(Part(path.parent.name, name["device"], name["day"]))
     return sorted(found)
+
+
+def lies_in(root: Path, path: Path) -> bool:
+    """Whether the path is a plain file below `root`, links followed: a data set of others may hold any links."""
+    return path.is_file() and path.resolve().is_relative_to(root.resolve())
 
 
 def public_id(run_id: str, device_uuid: str | None, finished_at: datetime.datetime | None) -> str:
@@ -135,8 +141,12 @@ def read_part(root: Path, part: Part, kind: str, content: bytes | None = None) -
     """
     path = root / part.path(kind)
     schema = KINDS[kind]
-    if content is None and not path.exists():
+    if content is None and not os.path.lexists(path):
         return schema.empty_table()
+    if content is None and not lies_in(root, path):
+        raise UsageError(
+            f"{path} is a link that leads out of the data set, or no plain file; nothing is read through it"
+        )
     try:
         # Without a buffer, pyarrow would read the partition's name as a column.
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes() if content is None else content)).read()

@@ -28,6 +28,7 @@ from warehouse.dataset import (
     checked_rows,
     find_parts,
     is_loaded,
+    lies_in,
     public_id,
     read_part,
     repository_folder,
@@ -147,6 +148,9 @@ def _read(settings: IngestSettings, report: IngestReport, progress: Progress) ->
         raise UsageError(f"path={settings.path}: there is no such file or folder")
     for done, path in enumerate(paths):
         progress("reading", done, len(paths))
+        if not root.is_file() and not lies_in(root, path):
+            report.left[path] = "a link that leads out of the folder"
+            continue
         if mapping is not None:
             try:
                 yield mapping.file(path)

@@ -102,11 +102,11 @@ def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
 
 
 def _measure(trial: dict[str, Any], link: TrialLink) -> None:
-    from featurize.trial import config_from_mapping
+    from featurize.own_code import config_of_user
     from workers.devices import DeviceChoice, Slot, make_device
     from workers.settings import TrialSettings
 
-    config = config_from_mapping(trial["config"])
+    config = config_of_user(trial["config"])  # of a task: the user has submitted it
     settings = TrialSettings.from_mapping(trial["settings"])
     device = make_device(DeviceChoice(**trial["device"]))
     device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], link)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import math
 import statistics
 from collections import Counter
@@ -24,7 +23,8 @@ from farm.canaries.operators import OPERATORS, WEIGHT_UPDATES, operators_of
 from farm.canaries.runs import LABELS, read_nights
 from farm.choosing.coverage import Map
 from featurize.device_spec import same_device
-from featurize.trial import TrialConfig, config_from_mapping, config_hash
+from featurize.row_config import config_of_row, problem_of
+from featurize.trial import TrialConfig, config_hash
 from warehouse.schema import ENVIRONMENT
 from warehouse.stale import Mark
 from warehouse.writer import RUN_RATIOS
@@ -167,7 +167,7 @@ def _rows(data, verdict: Verdict, environment: Sequence) -> Iterator[tuple[dict,
 
 def _config(text: str | None) -> TrialConfig | None:
     try:
-        return config_from_mapping(json.loads(text or "{}"))
+        return config_of_row(text)
     except UsageError:  # of a family or field that this version does not have: nothing learns from it
         return None
 
@@ -270,7 +270,8 @@ def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dic
         key = row["config_hash"]
         if key not in configs:
             config = _config(row["config"])
-            if config is None:
+            # What runs as a task may import what it names: a row may ask for no more than data may.
+            if config is None or problem_of(config) is not None:
                 continue
             key = key or config_hash(config)
             configs[key], about[key] = config, row

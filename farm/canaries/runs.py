@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import warehouse
 from conf.errors import UsageError
 from featurize.device_spec import same_device
-from featurize.trial import TrialConfig, config_from_mapping
+from featurize.row_config import config_of_row
+from featurize.trial import TrialConfig
 from learn.targets import TARGETS
 from warehouse.schema import ENVIRONMENT
 from workers.quality import REASONS
@@ -108,7 +109,7 @@ def _night(found: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None
 
 def _run(row: Mapping) -> CanaryRun | None:
     try:
-        config = config_from_mapping(json.loads(row["config"] or "{}"))
+        config = config_of_row(row["config"])
     except UsageError:  # of another version of the code: no canary of this one's
         return None
     error = (row["error"] or "").strip().splitlines()

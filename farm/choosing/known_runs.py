@@ -5,7 +5,7 @@ Start reading at `known_runs`.
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +13,9 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device_spec import same_device
-from featurize.trial import TrialConfig, config_from_mapping
+from featurize.row_config import config_of_row, problem_of
+from featurize.trial import TrialConfig
+from learn.row_checks import named
 from learn.targets import TARGETS
 from warehouse.schema import ENVIRONMENT
 
@@ -60,7 +62,18 @@ def known_runs(
     if unknown := sorted(set(environment) - set(ENVIRONMENT)):
         raise UsageError(f"environment: unknown {', '.join(unknown)}; known: {', '.join(ENVIRONMENT)}")
     labels = {name: target.column for name, target in TARGETS.items()}
-    about = ("family", "config_hash", "config", "device_name", "status", "oom_kind", "quality", "error_type", "wall_s")
+    about = (
+        "run_id",
+        "family",
+        "config_hash",
+        "config",
+        "device_name",
+        "status",
+        "oom_kind",
+        "quality",
+        "error_type",
+        "wall_s",
+    )
     columns = (*about, *ENVIRONMENT, *labels.values())
     connection = warehouse.connect(data)
     try:
@@ -75,16 +88,24 @@ def known_runs(
         found = [row for row in found if row["family"] in families]
     measured = {row["config_hash"] for row in found if all(row[name] == v for name, v in environment.items())}
     configs, kept = [], []
+    left_out: dict[str, list[str]] = {}
     for row in found:
         out = row["status"] == "oom" and row["oom_kind"] == "device"
         doubtful = row["quality"] == "untrusted" or row["error_type"] == "doubt"
         if doubtful or not (out or (row["status"] == "ok" and row["peak_memory_mib"])):
             continue
         try:
-            configs.append(config_from_mapping(json.loads(row["config"] or "{}")))
-            kept.append(row)
-        except UsageError:  # of a family or a field that this version does not have
+            config = config_of_row(row["config"])
+            problem = problem_of(config)
+        except UsageError as error:  # of a family or a field that this version does not have, or no config at all
+            problem = str(error)
+        if problem is not None:
+            left_out.setdefault(problem, []).append(row["run_id"])
             continue
+        configs.append(config)
+        kept.append(row)
+    for problem, run_ids in sorted(left_out.items()):
+        print(f"choosing: {named(run_ids)} left out: {problem}", file=sys.stderr)
     values = {
         name: np.array([np.nan if row[column] is None else row[column] for row in kept], dtype=float)
         for name, column in labels.items()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError
 from farm.growth.landing import land, snapshot_taken
 from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed, tasks_run
-from farm.growth.plan import Plan, make_plan, read_plan, skipped
+from farm.growth.plan import Plan, code_names, make_plan, read_plan, skipped
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import Cycle, Journal
@@ -165,7 +165,7 @@ class Night:
 
     def _run(self) -> dict[str, Any]:
         job_id = self.cycle.job("grow")
-        planned = read_plan(self.folder, self.cycle.done("choose")["plan"])
+        planned = read_plan(self.folder, self.cycle.done("choose")["plan"], self.settings.spaces)
         configs = [(index, entry.config) for index, entry in enumerate(planned)]
         began = time.monotonic()
         ended = self._work_off(job_id, configs) if configs else "all"
@@ -188,6 +188,7 @@ class Night:
                 promotion = refit(
                     self.folder, target, self.settings.estimator, cycle=self.cycle.name, source=self.machine.source,
                     device_name=self.machine.device_name, snapshot=landed["snapshot"], seed=self.settings.seed,
+                    trust=code_names(self.settings.spaces),
                     now=datetime.datetime.now(datetime.UTC),
                     progress=lambda said, target=target: self.tell(f"learning {target}: {said}"),
                 )  # fmt: skip

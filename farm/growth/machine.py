@@ -20,6 +20,7 @@ from farm.journal import Cycle
 from farm.ray_executor import ClusterSettings
 from farm.settings import device_key
 from featurize.device_spec import device_from_mapping, device_names, load_device, same_device
+from featurize.row_config import code_problem
 from featurize.trial import TrialConfig, canonical_json
 from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT
@@ -89,7 +90,11 @@ def submit_listed(
     policy: str,
     seed: int,
 ) -> None:
-    """Queue these configs under their indices, as one job. The same call again adds nothing."""
+    """Queue these configs under their indices, as one job. The same call again adds nothing. A task may import what it
+    names, so a config that came from the folder's data raises `UsageError` where data may not name its code."""
+    for _, config in configs:
+        if (problem := code_problem(config)) is not None:
+            raise UsageError(f"job {job_id}: {problem}")
     families = sorted({config.family for _, config in configs})
     job = Job(
         job_id=job_id,

@@ -24,6 +24,7 @@ from farm.jobs import Queue
 from farm.journal import Cycle, plain
 from farm.settings import device_key
 from farm.space import Space
+from featurize.own_code import code_fields, trusting
 from featurize.trial import TrialConfig, config_from_mapping, config_hash, mapping_hash
 from warehouse.folder import DataFolder, write_bytes
 
@@ -74,10 +75,25 @@ class Planned:
     place: tuple[str, int] | None
 
 
-def read_plan(folder: DataFolder, path: str) -> list[Planned]:
-    """What `Plan.write` wrote."""
+def read_plan(folder: DataFolder, path: str, spaces: Sequence[Space] = ()) -> list[Planned]:
+    """What `Plan.write` wrote. It is data of the folder: it names code only that this command's `spaces` name."""
     entries = json.loads((folder.root / path).read_text())
-    return [Planned(config_from_mapping(e["config"]), tuple(e["place"]) if e["place"] else None) for e in entries]
+    names = code_names(spaces)
+    configs = [trusting(config_from_mapping(entry["config"]), names) for entry in entries]
+    places = [tuple(entry["place"]) if entry["place"] else None for entry in entries]
+    return [Planned(config, place) for config, place in zip(configs, places, strict=True)]
+
+
+def code_names(spaces: Sequence[Space]) -> tuple[str, ...]:
+    """Every `MODULE:FACTORY` that the spaces name: the user chose them."""
+    named = [
+        dimension.spec()
+        for space in spaces
+        for dimension in space.dimensions
+        if dimension.name in code_fields(space.family)
+    ]
+    texts = [text for spec in named for text in (spec if isinstance(spec, list) else [spec])]
+    return tuple(dict.fromkeys(text.split(None, 1)[0] for text in texts if isinstance(text, str) and text.strip()))
 
 
 def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> dict[str, int]:

@@ -28,11 +28,13 @@ from featurize.families._zoo_texts import (
     tensor_problems,
 )
 from featurize.layers import Layer
+from featurize.own_code import NotTrusted, library_problem, require_model, require_settings
 from featurize.trial import TrialConfig
 
 if TYPE_CHECKING:
     import torch
 
+CODE_FIELDS = ("model",)  # what of a config names code: see `featurize.own_code`
 LIBRARIES = ("timm", "torchvision", "transformers")  # whose models `kind` groups; pip install "gpufarm[zoo]"
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
 # What a factory says to arguments or a Python that do not suit it. Memory that runs out is none of these.
@@ -95,6 +97,11 @@ def identity(config: Config) -> str:
     return f"{config.model} {config.inputs} {config.arguments}"
 
 
+def refusal(config: Config) -> str | None:
+    """Why nothing is imported for a config that data brought, or None; see `featurize.own_code`."""
+    return library_problem(config.model, config.arguments)
+
+
 def kind(config: Config) -> str:
     """`torchvision/resnet`, `transformers/gpt2`: the library and its module that defines the model; timm's as the
     family `timm` has them. Of other models, and where the library is not installed or does not know it,
@@ -109,7 +116,7 @@ def _kind(model: str, arguments: str) -> str:
         try:
             if package == "timm":
                 return _kind_of_timm(model, json.loads(arguments))
-            defined_in = _load(model).__module__.split(".")
+            defined_in = _load(model, arguments).__module__.split(".")
         except (UsageError, AttributeError):
             defined_in = []
         if len(defined_in) > 2 and defined_in[:2] == [package, "models"]:
@@ -182,10 +189,13 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 # ---- from a config to a module
 
 
-def _load(model: str) -> Callable:
-    """What the name stands for. `UsageError` for no such module or attribute, with near names, and for no callable."""
+def _load(model: str, arguments: str) -> Callable:
+    """What the name stands for. `UsageError` for no such module or attribute, with near names, and for no callable;
+    `NotTrusted`, before anything is imported, for code that data names."""
     from featurize.vision import import_library, mending
 
+    if problem := library_problem(model, arguments):
+        raise NotTrusted(f"zoo: {problem}")
     module_name, _, attribute = model.partition(":")
     if module_name.partition(".")[0] in LIBRARIES:
         load = functools.partial(import_library, module_name)
@@ -215,6 +225,7 @@ def _load(model: str) -> Callable:
         raise UsageError(
             f"zoo: {model} is {type(found).__name__}, not a class or function that gives a torch.nn.Module"
         )
+    require_model(model, found, arguments)
     return found
 
 
@@ -228,10 +239,11 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
     """The model, on the current default device. `UsageError` as `layers` has it."""
     from featurize.vision import mending
 
-    factory, given = _load(model), json.loads(arguments)
+    factory, given = _load(model, arguments), json.loads(arguments)
     try:
         if isinstance(factory, type) and getattr(factory, "config_class", None) is not None:
             settings = _settings(model, factory.config_class, given)
+            require_settings(model, settings)
             made = mending(lambda: factory(settings))
         else:
             made = mending(lambda: factory(**given))

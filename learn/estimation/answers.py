@@ -109,6 +109,7 @@ def answer(
         traced = step_of(job, device, allocator=allocator, timeline=timeline)
     except UsageError as error:
         failure = error
+        _recall(case, data)
     if estimator in TRAINING_FREE and estimator != "trace":
         _ask(found, job, device, estimator)
     elif estimator != "trace":
@@ -119,6 +120,14 @@ def answer(
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure
     return _assembled(found, job, device, traced, failure, allocator), traced
+
+
+def _recall(case: Case, data) -> None:
+    """What was stored of a case that cannot be traced here: its config may name code that nobody allowed to run."""
+    from learn.step_store import recall
+
+    if case.config is not None:
+        recall([case, replace(case, training_loop=True)], data)
 
 
 def _case(job: Workload, device: DeviceSpec) -> Case:

@@ -14,7 +14,7 @@ from pathlib import Path
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial import TrialConfig
-from learn.artifacts import DEFAULT_MODELS
+from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.estimation.answers import Estimate
 from learn.fastpath.fast import FastPath
 from learn.learned.familiarity import Familiarity
@@ -95,8 +95,11 @@ def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _familiarity() -> Familiarity | None:
-    path = DEFAULT_MODELS / "memory" / "model" / "estimator.json"
-    return Familiarity.from_mapping(json.loads(path.read_text())["familiarity"]) if path.is_file() else None
+    artifact = default_artifact("memory")
+    if artifact is None:
+        return None
+    state = json.loads((artifact.path / "model" / "estimator.json").read_text())
+    return Familiarity.from_mapping(state["familiarity"])
 
 
 @lru_cache(maxsize=1)

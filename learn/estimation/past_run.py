@@ -5,12 +5,12 @@ Start reading at `load_run`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from conf.errors import UsageError
-from featurize.trial import TrialConfig, config_from_mapping
+from featurize.row_config import UnreadableConfig, config_of_row, printable
+from featurize.trial import TrialConfig
 from learn.estimation.answers import Estimate
 
 
@@ -26,8 +26,10 @@ class PastRun:
     found: Mapping[str, float | None]
 
 
-def load_run(data, run_id: str) -> PastRun:
-    """One run by its id. An unknown one raises `UsageError`."""
+def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
+    """One run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
+
+    The row is data: what its config names is not imported, but for the modules in `trust` (`featurize.own_code`)."""
     import warehouse
 
     columns = ["peak_memory_mib", "smact", "smocc", "drama", "step_time_ms"]
@@ -41,7 +43,10 @@ def load_run(data, run_id: str) -> PastRun:
         connection.close()
     if row is None:
         raise UsageError(f"no run {run_id!r} in the warehouse; python -m warehouse.query lists them")
-    config = config_from_mapping(json.loads(row[0] or "{}"))
+    try:
+        config = config_of_row(row[0], trust)
+    except UnreadableConfig as error:
+        raise UsageError(f"run {printable(str(run_id))}: {error}") from error
     return PastRun(str(run_id), config, row[1], row[2], row[3], dict(zip(columns, row[4:], strict=True)))
 
 

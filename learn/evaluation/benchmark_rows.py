@@ -78,7 +78,9 @@ def of_runs(settings: BenchmarkSettings) -> Selection:
     from learn.data import load_rows
 
     notes: list[str] = []
-    rows = load_rows(settings.data, settings.target, settings.family, settings.source, settings.device_name)
+    rows = load_rows(
+        settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
+    )
     if settings.doubtful == "drop":
         rows = rows.trusted
     chosen: list[int] = []

@@ -40,6 +40,7 @@ class BenchmarkSettings:
     out: str | None = None
     report: str | None = None
     data: str | None = None
+    trust: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("files", "estimators"):
@@ -67,9 +68,15 @@ class BenchmarkSettings:
         )  # fmt: skip
 
     def _problems_of_rows(self) -> list[str]:
+        from featurize.own_code import parse_trust
+
         found = []
         try:
             get_target(self.target)
+        except UsageError as error:
+            found.append(str(error))
+        try:
+            object.__setattr__(self, "trust", parse_trust(self.trust))
         except UsageError as error:
             found.append(str(error))
         if self.published is None:

@@ -17,6 +17,7 @@ import numpy as np
 from conf.errors import UsageError, unknown_name
 from featurize.device_spec import DeviceSpec, device_features, plain_device
 from featurize.trial import TrialConfig
+from learn.artifact_files import checked, read_json, stamped
 from learn.cases import Case
 from learn.estimators import from_space, to_space
 from learn.fastpath.fast_bound import Bound, Taught, calibrate
@@ -218,13 +219,15 @@ class FastPath:
             "devices": self.devices,
             "families": families,
         }
-        (folder / "fast.json").write_text(json.dumps(state, indent=1))
+        (folder / "fast.json").write_text(json.dumps(stamped(folder, state, "fast.json"), indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """What `save` wrote, answering the same. `UsageError` where it was distilled with other code's features."""
+        """What `save` wrote, answering the same. `UsageError` where it was distilled with other code's features, and
+        where it is not what was written (`learn.artifact_files`)."""
         folder = Path(folder)
-        state = json.loads((folder / "fast.json").read_text())
+        state = read_json(folder / "fast.json")
+        checked(folder, state, "fast.json", ours=True)
         if state["features"] != feature_version():
             raise UsageError(f"{folder}: distilled with other features than this code computes; distil it again")
         families = {

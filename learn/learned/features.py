@@ -35,6 +35,15 @@ def case_features(case: Case) -> Mapping[str, object]:
     return {**found, **_device_features(case.spec)} if case.spec is not None else found
 
 
+def why_not(case: Case) -> str | None:
+    """Why a case has no such features, or None: a module, or a config whose layers cannot be had."""
+    try:
+        case_features(case)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
 @lru_cache(maxsize=256)
 def _device_features(spec: DeviceSpec) -> Mapping[str, float]:
     from featurize.device_spec import device_features

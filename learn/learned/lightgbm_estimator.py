@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from learn.learned.lightgbm_text import booster_of
 from learn.learned.tabular import TabularEstimator
 
 
@@ -23,9 +24,7 @@ class LightGBMEstimator(TabularEstimator):
 
     @classmethod
     def _load_model(cls, folder: Path):
-        import lightgbm
-
-        return lightgbm.Booster(model_str=(folder / "model.txt").read_text())
+        return booster_of((folder / "model.txt").read_text())
 
     def _train(self, features: np.ndarray, label: np.ndarray):
         import lightgbm

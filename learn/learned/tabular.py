@@ -16,7 +16,7 @@ from conf.errors import UsageError
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, ResidualPrediction, open_state, require_rows, to_space, too_few_for, write_state
-from learn.learned.features import FeatureTable, case_features
+from learn.learned.features import FeatureTable, why_not
 from learn.targets import Target
 
 FOLDS = 5
@@ -61,6 +61,7 @@ class TabularEstimator(ABC):
         device's memory lean low; `learn.evaluation.evaluate` shows it as the recall of the top bin.
         """
         rows = require_rows(rows, least=10)
+        rows = require_rows(rows.subset([i for i, case in enumerate(rows.cases) if why_not(case) is None]), least=10)
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target = rows.target
         self._table = FeatureTable.learn(rows.cases)
@@ -85,10 +86,8 @@ class TabularEstimator(ABC):
         warning = too_few_for(LEVEL, len(self._residuals))
         refusals: dict[int, str] = {}
         for i, case in enumerate(cases):
-            try:
-                case_features(case)
-            except UsageError as error:
-                refusals[i] = str(error)
+            if (reason := why_not(case)) is not None:
+                refusals[i] = reason
         known = [i for i in range(len(cases)) if i not in refusals]
         centre = np.full(len(cases), np.nan)
         if known:

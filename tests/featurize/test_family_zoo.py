@@ -18,6 +18,7 @@ from featurize import vision
 from featurize.families import timm, zoo
 from featurize.features import group_key, scalar_features
 from featurize.layers import totals
+from featurize.own_code import named_by_user
 from featurize.trace import trace_config
 from featurize.training import TrainingStep
 from featurize.trial import config_from_mapping
@@ -73,7 +74,7 @@ def nets(tmp_path, monkeypatch):
 
 
 def config(model, inputs="float32[4]", **changes):
-    return zoo.Config(**{"model": model, "inputs": inputs, "batch_size": 2, **changes})
+    return zoo.Config(**named_by_user("zoo", {"model": model, "inputs": inputs, "batch_size": 2, **changes}))
 
 
 def installed(*libraries):
@@ -82,7 +83,7 @@ def installed(*libraries):
 
 
 def entry(text, **changes):
-    return zoo.Config(**zoo.repair({"model": text, "batch_size": 2, **changes}, lambda _: 0.5))
+    return zoo.Config(**named_by_user("zoo", zoo.repair({"model": text, "batch_size": 2, **changes}, lambda _: 0.5)))
 
 
 GPT2 = "transformers:GPT2LMHeadModel int64[16]<100 {n_layer: 2, n_embd: 32, n_head: 2, vocab_size: 100}"

@@ -7,6 +7,7 @@ import json
 import os
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import run_row
 
@@ -361,3 +362,36 @@ def test_the_project_s_own_card_is_true():
     tables = [[read_part(root, part, kind) for part in parts] for kind in dataset.KINDS]
     assert (root / dataset.CARD).read_text() == card(*tables)
     assert sum(path.stat().st_size for path in root.rglob("*.parquet")) <= 20e6
+
+
+@pytest.mark.parametrize("kind", ["runs", "telemetry"])
+@pytest.mark.parametrize("leads", ["a file", "a folder", "a pipe"])
+def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(filled, out, tmp_path, kind, leads):
+    exported(filled, out)
+    path = next(out.glob(f"mlp/*-{kind}.parquet"))
+    elsewhere = tmp_path / "elsewhere"
+    if leads == "a folder":
+        os.replace(path.parent, elsewhere)
+        path.parent.symlink_to(elsewhere)
+    else:
+        os.replace(path, elsewhere)
+        if leads == "a pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(elsewhere)
+    with pytest.raises(UsageError, match="leads out of the data set, or no plain file"):
+        loaded(out, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_data_set_whose_rows_name_paths_lands_nothing(filled, out, tmp_path):
+    exported(filled, out)
+    path = next(out.glob("mlp/*-runs.parquet"))
+    table = pq.ParquetFile(path).read()
+    for name, value in (("run_id", "../../planted"), ("run_id", "/tmp/planted"), ("family", "../../planted")):
+        at = table.schema.get_field_index(name)
+        changed = table.set_column(at, name, pa.array([value], pa.string()))
+        pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+        with pytest.raises(UsageError, match="row 1: "):
+            loaded(out, tmp_path / "other")
+    assert not (tmp_path / "other").exists() and not list(tmp_path.rglob("*planted*"))

@@ -1,0 +1,233 @@
+"""Which names of code may be imported: those that the user gave, and models of known libraries made of plain data.
+
+Start reading at `CodeName`, then `library_problem`. A config that was read from a row or a file names no code, unless
+the user trusts its module; so a path that forgets to ask is refused. Torch-free.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from conf.errors import UsageError
+from featurize.families import get_family
+from featurize.trial import TrialConfig, config_from_mapping
+
+# Modules of libraries whose models data may name. A factory is one name in them: nothing is looked up through it.
+_MODULES = {
+    "torchvision": re.compile(r"torchvision\.models(\.\w+){0,2}"),
+    "timm": re.compile(r"timm(\.models(\.\w+)?)?"),
+    "transformers": re.compile(r"transformers(\.models\.\w+(\.modeling_\w+)?)?"),
+}
+_TIMM_INSIDE = ("transformers.models.timm_wrapper", "transformers.models.timm_backbone")  # they take any timm model
+_WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "use_pretrained_backbone")
+# Keys whose values libraries look up in tables of their own: activations, norms, kinds of pooling and of tasks.
+_WORD_KEY = re.compile(r"act|\w*_act|\w*(act_|activation|norm|pool|_type)\w*|model_name|dtype|attn_implementation")
+_NO_WORD = re.compile(r"path|file|dir(_|$)|url|repo|checkpoint|cfg|config|class|module|kernel|experts")
+_FETCHING = re.compile(r"pretrain|remote|trust|(^|_)hub(_|$)")
+_WORD = re.compile(r"[A-Za-z]\w{0,63}")
+_WORDS = {
+    "dtype": re.compile(r"float32|float16|bfloat16|float64"),
+    "attn_implementation": re.compile(r"eager|sdpa"),  # others fetch kernels
+    "model_name": re.compile(r"[A-Za-z]\w{0,99}(\.\w{1,99})?"),  # timm's, looked up in its registry
+}
+_REPEATED = re.compile(r"layer|depth|block|stage|repeat|level")  # how often something is built
+MOST_REPEATS = 1000
+MOST_CHARACTERS = 20_000
+_MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+
+
+class NotTrusted(UsageError):
+    """A config that data brought names code, and nobody allowed it to run."""
+
+
+class CodeName(str):
+    """`MODULE:FACTORY` that the user of this process gave, or whose module the user trusts: it may be imported.
+
+    The type is the permission. It survives copies, `dataclasses.replace` and pickling between processes of one command;
+    JSON and Parquet hold plain text, so what is read from a file has lost it.
+    """
+
+    __slots__ = ()
+
+
+def named_by_user(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config that the user typed, or of a task that the user submitted: its names of code count."""
+    marked = dict(values)
+    for name in code_fields(family):
+        if isinstance(marked.get(name), str):
+            marked[name] = CodeName(marked[name])
+    return marked
+
+
+def config_of_user(mapping: Mapping[str, Any]) -> TrialConfig:
+    """`config_from_mapping` of what the user typed, or of a task that the user submitted. Errors as there."""
+    family = mapping.get("family")
+    return config_from_mapping(named_by_user(family, mapping) if isinstance(family, str) else mapping)
+
+
+def trusting(config: TrialConfig, trust: Sequence[str]) -> TrialConfig:
+    """The config, its names of code marked as the user's where they lie in one of the modules `trust`, or are one of
+    its `MODULE:FACTORY`."""
+    fields = code_fields(config.family)
+    named = {name: getattr(config, name) for name in fields} if trust else {}
+    granted = {name: CodeName(text) for name, text in named.items() if _within(text, trust)}
+    return replace(config, **granted) if granted else config
+
+
+def parse_trust(value: object) -> tuple[str, ...]:
+    """The modules of a `trust=` option: a name, or several. `UsageError` for what is no name of a module."""
+    given = () if value is None else (value,) if isinstance(value, str) else value
+    names = tuple(given) if isinstance(given, Sequence) else (given,)
+    wrong = [one for one in names if not isinstance(one, str) or not _MODULE_NAME.fullmatch(one)]
+    if wrong:
+        raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {_shown(wrong[0])}")
+    return names
+
+
+def refusal(config: TrialConfig) -> str | None:
+    """Why nothing is imported for this config, or None. Imports nothing itself."""
+    check: Callable[[TrialConfig], str | None] | None = getattr(get_family(config.family), "refusal", None)
+    return None if check is None else check(config)
+
+
+def library_problem(model: str, arguments: str) -> str | None:
+    """Why data may not name this model with these arguments (a JSON object as text), as far as texts tell, or None."""
+    if isinstance(model, CodeName):
+        return None
+    module, _, factory = model.partition(":")
+    package = module.partition(".")[0]
+    if package not in _MODULES:
+        return (
+            f"{model} is code of its own, named by data; nothing is imported for it (trust=[{module}] allows it where "
+            "the option is there, and so does a config that is typed)"
+        )
+    if not _MODULES[package].fullmatch(module) or "." in factory or factory.startswith("_"):
+        return f"{model} is not one of {package}'s models, and data may name no other code"
+    return arguments_problem(model, arguments)
+
+
+def arguments_problem(model: str, arguments: str) -> str | None:
+    """Why these arguments are more than plain data: numbers, words of a few known keys, and lists of them."""
+    if len(arguments) > MOST_CHARACTERS:
+        return f"{model}: arguments of {len(arguments):,} characters are too long for data"
+    given = json.loads(arguments)
+    for name, value in given.items():
+        problem = _value_problem(name, value, 0)
+        if problem is not None:
+            return f"{model}: data may not give the argument {_shown(name)}: {problem}"
+    return None
+
+
+def require_model(model: str, factory: Any, arguments: str) -> None:
+    """`NotTrusted` unless the user named the model, or the imported `factory` is a library's model of plain data."""
+    if isinstance(model, CodeName):
+        return
+    problem = library_problem(model, arguments)
+    if problem is None and not _is_a_model(model, factory):
+        problem = f"{model} is none of the library's models, and data may name no other code"
+    if problem is None:
+        problem = _download(model, factory, json.loads(arguments))
+    if problem is not None:
+        raise NotTrusted(f"zoo: {problem}")
+
+
+def require_settings(model: str, settings: Any) -> None:
+    """`NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
+    if not isinstance(model, CodeName) and _fetches(settings, 0):
+        raise NotTrusted(f"zoo: {model} would fetch pretrained weights, which data may not ask for")
+
+
+def _within(name: str, trust: Sequence[str]) -> bool:
+    module = name.partition(":")[0]
+    return any(name == one or module == one or module.startswith(f"{one}.") for one in trust)
+
+
+def code_fields(family: str) -> tuple[str, ...]:
+    """The fields of a family's config that name code; none of a family that is not known."""
+    from featurize.families import family_names
+
+    return getattr(get_family(family), "CODE_FIELDS", ()) if family in family_names() else ()
+
+
+def _value_problem(name: str, value: Any, depth: int) -> str | None:
+    if value is None or value is False:
+        return None
+    if name.startswith("_"):
+        return "it is the library's own"
+    if name in _WEIGHTS or _FETCHING.search(name):
+        return "it fetches weights"
+    if value is True:
+        return None
+    if isinstance(value, int | float):
+        if not abs(value) < 2**31:
+            return "a number beyond 2**31"
+        if _REPEATED.search(name) and value > MOST_REPEATS and isinstance(value, int) and "size" not in name:
+            return f"more than {MOST_REPEATS} of them"
+        return None
+    if isinstance(value, list) and depth < 3:
+        return next((problem for one in value if (problem := _value_problem(name, one, depth + 1))), None)
+    if isinstance(value, str):
+        if _WORD_KEY.fullmatch(name) and not _NO_WORD.search(name) and _WORDS.get(name, _WORD).fullmatch(value):
+            return None
+        return f"a text ({_shown(value)})"
+    return "a mapping"
+
+
+def _is_a_model(model: str, factory: Any) -> bool:
+    """Whether the library itself calls it a model: by its registry, or as a module class of its models' files."""
+    from torch import nn
+
+    module, _, name = model.partition(":")
+    package = module.partition(".")[0]
+    home = f"{package}.models."
+    own_class = isinstance(factory, type) and issubclass(factory, nn.Module) and factory.__module__.startswith(home)
+    if package == "timm":
+        import timm
+
+        if factory is timm.create_model:
+            return True
+        return own_class or (timm.is_model(name) and timm.models.model_entrypoint(name) is factory)
+    if package == "torchvision":
+        from torchvision.models import list_models
+        from torchvision.models._api import BUILTIN_MODELS
+
+        return own_class or (name in list_models() and factory in BUILTIN_MODELS.values())
+    settings = getattr(factory, "config_class", None)
+    return own_class and isinstance(settings, type) and not factory.__module__.startswith(_TIMM_INSIDE)
+
+
+def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
+    """Why the call would fetch weights by a default of the library's, or name none of timm's models."""
+    import importlib
+
+    if "model_name" in given:
+        timm = importlib.import_module("timm")
+        if factory is timm.create_model and not timm.is_model(given["model_name"].partition(".")[0]):
+            return f"{model}: timm has no model {_shown(given['model_name'])}"
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return f"{model} does not say which arguments it takes"
+    for name in _WEIGHTS:
+        default = parameters[name].default if name in parameters else None
+        if name not in given and default not in (None, False, inspect.Parameter.empty):
+            return f"{model} fetches weights unless its arguments say {{{name}: null}}"
+    return None
+
+
+def _fetches(settings: Any, depth: int) -> bool:
+    own = vars(settings) if hasattr(settings, "__dict__") else {}
+    if own.get("use_pretrained_backbone"):
+        return True
+    nested = (value for value in own.values() if hasattr(value, "model_type"))
+    return depth < 3 and any(_fetches(value, depth + 1) for value in nested)
+
+
+def _shown(text: object) -> str:
+    shown = ascii(text) if isinstance(text, str) else repr(text)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,0 +1,295 @@
+"""Rows of a warehouse are data: none makes anything import or run code, and a bad one costs itself and no command."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from learn_rows import make_configs, runs_of, write_batch, write_runs
+from omegaconf import OmegaConf
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.families import zoo
+from featurize.own_code import CodeName, NotTrusted, config_of_user, library_problem, named_by_user, trusting
+from featurize.row_config import UnreadableConfig, config_of_row
+from learn import estimate, step_store
+from learn import estimate as estimate_module
+from learn.cases import Case
+from learn.data import load_rows
+from learn.step_store import prepare
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("it ran").touch()
+from torch import nn
+def build(): return nn.Linear(4, 2)
+"""
+OWN = {"family": "zoo", "model": "rows_are_data_evil:build", "inputs": "float32[4]", "batch_size": 8}
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A module that can be imported, and leaves a file where it was."""
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    (folder / "rows_are_data_evil.py").write_text(EVIL)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+    monkeypatch.setattr(step_store, "_memory", {})
+    yield folder / "it ran"
+    sys.modules.pop("rows_are_data_evil", None)
+    zoo._read.cache_clear()
+
+
+def own_config(**changes):
+    return zoo.Config(**{key: value for key, value in (OWN | changes).items() if key != "family"})
+
+
+def write_odd(data, configs, job="odd", **columns):
+    """Rows whose `config` is that text, labelled like any other."""
+    writer = RunWriter(DataFolder.resolve(data))
+    labelled = runs_of(make_configs(len(configs)), job=job, statuses=["ok"] * len(configs), **columns)
+    for run, text in zip(labelled, configs, strict=True):
+        writer.write(run | {"config": text}, pa.table({"t_ms": pa.array([], pa.float64())}))
+    return [run["run_id"] for run in labelled]
+
+
+def command(module, *argv):
+    return subprocess.run(
+        [sys.executable, "-m", f"learn.{module}", *argv], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+
+
+def test_no_command_imports_what_a_row_names(evil, tmp_path):
+    data = tmp_path / "data"
+    write_batch(data, make_configs(60))
+    (run_id,) = write_odd(data, [json.dumps(OWN)])
+    quoted = f"data={json.dumps(str(data))}"
+    for module, *argv in (
+        ("estimate", f"run={run_id}"),
+        ("fit", "target=memory", "estimator=lightgbm"),
+        ("benchmark", "estimators=[horus,lightgbm]", "workers=1", "rows=20"),
+    ):
+        done = command(module, *argv, quoted)
+        assert not evil.exists(), module
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == (2 if module == "estimate" else 0), done.stderr
+        said = done.stdout + done.stderr
+        assert "rows_are_data_evil:build is code of its own" in " ".join(said.split()), said
+        assert module == "estimate" or run_id in said
+
+
+def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_does(evil, tmp_path, capsys):
+    for refused in (OWN, own_config()):
+        with pytest.raises(UsageError, match="is code of its own, named by data"):
+            estimate(refused)
+        assert not evil.exists()
+    assert estimate(OWN, trust=["rows_are_data_evil"]).parameters == 10
+    assert evil.exists()
+    typed = "config={family: zoo, model: 'rows_are_data_evil:build', inputs: 'float32[4]', batch_size: 8}"
+    assert cli.run("estimate", estimate_module.entry, [typed, "format=json"]) == 0
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text(json.dumps(OWN | {"inputs": "float32[2,4]"}) + "\n")
+    argv = [f"configs={json.dumps(str(jobs))}", "format=json"]
+    assert cli.run("estimate", estimate_module.entry, argv) == 2
+    assert "code of its own" in capsys.readouterr().err
+    assert cli.run("estimate", estimate_module.entry, [*argv, "trust=rows_are_data_evil"]) == 0
+
+
+def test_trust_is_kept_by_copies_between_processes_and_lost_in_text():
+    one = config_of_user(OWN)
+    assert isinstance(one.model, CodeName) and isinstance(pickle.loads(pickle.dumps(one)).model, CodeName)
+    assert isinstance(config_of_row(json.dumps(OWN), trust=["rows_are_data_evil"]).model, CodeName)
+    for lost in (json.loads(json.dumps(one.to_mapping())), OWN):
+        assert not isinstance(config_of_row(json.dumps(lost)).model, CodeName)
+    assert one == own_config() and Case(one).key == Case(own_config()).key
+    assert not isinstance(trusting(own_config(), ["rows_are_data"]).model, CodeName)
+    with pytest.raises(UsageError, match="trust must name modules"):
+        estimate(OWN, trust=["os; rm"])
+
+
+def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    looped = Case(config_of_user(OWN), training_loop=True)
+    prepare([Case(config_of_user(OWN)), looped], DataFolder.resolve(data).create(), workers=0)
+    evil.unlink()
+    sys.modules.pop("rows_are_data_evil")
+    zoo._read.cache_clear()
+    monkeypatch.setattr(step_store, "_memory", {})
+    found = estimate(OWN, data=str(data))
+    assert not evil.exists()
+    assert found.answered_by["memory"] == "hybrid (default)" and found.peak_memory_mib > 0
+    assert any("code of its own" in text for text in found.warnings)
+
+
+def test_a_refusal_is_not_stored_as_a_property_of_the_case(evil, tmp_path):
+    data = DataFolder.resolve(tmp_path / "data").create()
+    assert step_store.features_of(Case(own_config())).error is not None
+    prepare([Case(own_config())], data, workers=0)
+    assert not list(data.features.rglob("*.parquet")) and not evil.exists()
+    prepare([Case(config_of_user(OWN))], data, workers=0)
+    assert step_store.features_of(Case(config_of_user(OWN))).error is None
+    assert list(data.features.rglob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("os:system", {}),
+        ("torchvision:os.system", {}),
+        ("torchvision.models:resnet.torch.load", {}),
+        ("torchvision.io:read_file", {}),
+        ("torchvision.models._api:get_model", {"name": "resnet18"}),
+        ("torchvision.models:get_model", {"name": "resnet18"}),
+        ("torchvision.models:list_models", {}),
+        ("torchvision.models:resnet18", {"weights": "DEFAULT"}),
+        ("torchvision.models:resnet18", {"pretrained": True}),
+        ("torchvision.models:resnet18", {"norm_layer": "torch.nn.Identity"}),
+        ("torchvision.models.segmentation:fcn_resnet50", {}),  # fetches a backbone unless it is told not to
+        ("timm:create_model", {"model_name": "hf-hub:someone/model"}),
+        ("timm:create_model", {"model_name": "no_such_model"}),
+        ("timm:create_model", {"model_name": "resnet18", "pretrained": True}),
+        ("timm:create_model", {"model_name": "resnet18", "checkpoint_path": "x"}),
+        ("timm:create_model", {"model_name": "resnet18", "pretrained_cfg": {"url": "x"}}),
+        ("timm.models:load_checkpoint", {}),
+        ("timm.utils:random_seed", {}),
+        ("transformers:pipeline", {"task": "fill"}),
+        ("transformers:AutoModel", {}),
+        ("transformers.utils.hub:cached_file", {}),
+        ("transformers:TimmWrapperModel", {}),
+        ("transformers:GPT2LMHeadModel", {"trust_remote_code": True}),
+        ("transformers:GPT2LMHeadModel", {"_name_or_path": "x"}),
+        ("transformers:GPT2LMHeadModel", {"attn_implementation": "someone/kernel"}),
+        ("transformers:GPT2LMHeadModel", {"dtype": "load"}),
+        ("transformers:GPT2LMHeadModel", {"quantization_config": {"load_in_4bit": True}}),
+        ("transformers:GPT2LMHeadModel", {"n_layer": 100_000_000}),
+        ("transformers:DetrForObjectDetection", {"use_pretrained_backbone": True}),
+    ],
+)
+def test_data_may_name_only_models_of_libraries_made_of_plain_data(model, arguments):
+    text = json.dumps({**OWN, "model": model, "inputs": "float32[3,32,32]", "arguments": json.dumps(arguments)})
+    try:
+        config = config_of_row(text)
+    except UnreadableConfig:
+        return
+    with pytest.raises(NotTrusted):
+        zoo.build(config)
+    assert zoo.kind(config).startswith("zoo/") or model.startswith(("torchvision.models", "timm", "transformers:G"))
+
+
+def test_data_may_name_every_model_of_our_own_search_space():
+    space = OmegaConf.to_container(OmegaConf.load(str(resources.files("conf").joinpath("arch/zoo.yaml"))).space)
+    for entry in space["model"]:
+        one = zoo.Config(**zoo.repair({"model": entry, "batch_size": 2}, lambda _: 0.5))
+        assert library_problem(one.model, one.arguments) is None, entry
+        zoo._load(one.model, one.arguments)
+        assert zoo.kind(one).split("/")[0] in zoo.LIBRARIES, entry
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+ODD = (
+    "no json",
+    "",
+    "[]",
+    "3",
+    "null",
+    '"text"',
+    "{}",
+    NESTED,
+    '{"family": "mlp", "batch_size": ' + NESTED + "}",
+    '{"family": ' + "9" * 6000 + "}",
+    '{"family": "mlp", "batch_size": NaN}',
+    '{"family": "cnn", "depth": Infinity}',
+    '{"family": ["mlp"]}',
+    '{"family": {"a": 1}}',
+    '{"family": "\\u001b[31mred"}',
+    '{"family": "../../etc"}',
+    json.dumps({"family": "mlp", "x": "y" * 10_000_000}),
+    '{"family": "mlp", "batch_size": 0, "input_size": 4, "classes": 2, "depth": 1}',
+    '{"family": "mlp", "batch_size": -1, "input_size": 4, "classes": 2, "depth": 1}',
+    '{"family": "mlp", "batch_size": 9223372036854775808, "input_size": 4, "classes": 2, "depth": 1}',
+    '{"family": "mlp", "batch_size": 4, "input_size": 4, "classes": 2, "depth": 2000000000}',
+    '{"family": "mlp", "batch_size": [4], "input_size": {}, "classes": null, "depth": "1"}',
+    '{"family": "mlp", "batch_size": 4, "input_size": 4, "classes": 2, "depth": 1, "activation": ["relu"]}',
+    '{"family": "mlp", "batch_size": 4, "input_size": 4, "classes": 2, "depth": 1, "dropout": {"a": []}}',
+    json.dumps({**OWN, "arguments": "{a: &a [1,1], b: &b [*a,*a]}"}),
+    json.dumps({**OWN, "inputs": f"float32[{'9' * 5000}]"}),
+    json.dumps({**OWN, "inputs": None}),
+    json.dumps({**OWN, "model": "a:b\\n"}),
+    '{"family": "dlrm", "batch_size": 4, "rows": "x"}',
+    '{"family": "timm", "batch_size": 4, "model": "hf_hub:x/y", "image_size": null}',
+)
+
+
+@pytest.mark.parametrize("text", ODD, ids=lambda text: text[:40])
+def test_a_config_that_is_none_is_one_short_reason_without_control_characters(text):
+    try:
+        config = config_of_row(text)
+    except UnreadableConfig as error:
+        assert len(str(error)) < 500 and str(error).isprintable()
+    else:
+        assert config.family == "timm"  # whether timm has a model of that name is asked when it is built
+
+
+def test_odd_rows_cost_themselves_and_are_counted_and_named(tmp_path):
+    data = tmp_path / "data"
+    write_runs(data, make_configs(40), statuses=["ok"] * 40)
+    odd = [text for text in ODD if "timm" not in text]
+    run_ids = write_odd(data, odd)
+    rows = load_rows(data, "memory")
+    assert len(rows) == 40 and rows.counts["unreadable"] == len(odd)
+    said = "\n".join(rows.left_out)
+    assert run_ids[0] in said and "their configs cannot be read" in said and len(rows.left_out) == 1
+    assert all(text.isprintable() for text in rows.left_out)
+
+
+def test_labels_that_are_no_figures_and_names_that_are_none_cost_their_rows(tmp_path):
+    data = tmp_path / "data"
+    configs = make_configs(50)
+    write_batch(data, configs[:40], statuses=["ok"] * 40)
+    nan, inf = float("nan"), float("inf")
+    for job, columns in (
+        ("nan", {"peak_memory_mib": nan}),
+        ("inf", {"peak_memory_mib": inf}),
+        ("below", {"peak_memory_mib": -1.0}),
+        ("card", {"device_memory_mib": inf}),
+        ("name", {"device_name": "A100\x1b[31m"}),
+        ("long", {"device_name": "A" * 5000}),
+    ):
+        run = runs_of(configs[40:41], job=job, statuses=["ok"])[0] | columns
+        writer = RunWriter(DataFolder.resolve(data))
+        try:
+            writer.write(run, pa.table({"t_ms": pa.array([], pa.float64())}))
+        except ValueError:  # refused where it is written; a file of somebody else's has it all the same
+            path = DataFolder.resolve(data).root / "runs" / f"family={run['family']}" / f"{job}.parquet"
+            anchor = pa.parquet.read_table(next(path.parent.glob("*.parquet")), partitioning=None).schema
+            row = {name: [run.get(name)] for name in anchor.names}
+            pa.parquet.write_table(pa.table(row, schema=anchor), path)
+    rows = load_rows(data, "memory", device_name=None)
+    assert len(rows) == 40 and rows.counts["absurd"] == 6
+    assert any("makes no sense" in text and text.isprintable() for text in rows.left_out)
+
+
+def test_an_absurd_device_or_family_of_a_run_is_one_line(tmp_path, capsys):
+    data = tmp_path / "data"
+    (run_id,) = write_odd(data, ["[" * 100_000])
+    argv = [f"run={run_id}", f"data={json.dumps(str(data))}"]
+    assert cli.run("estimate", estimate_module.entry, argv) == 2
+    said = capsys.readouterr().err
+    assert run_id in said and "is no JSON" in said and len(said.strip().splitlines()) == 1
+
+
+def test_tasks_and_typed_fields_are_marked_and_unknown_families_are_left_alone():
+    assert isinstance(named_by_user("zoo", {"model": "a:b"})["model"], CodeName)
+    assert named_by_user("no such family", {"model": "a:b"}) == {"model": "a:b"}
+    assert named_by_user("timm", {"model": "resnet18"})["model"].__class__ is str

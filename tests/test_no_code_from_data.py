@@ -1,0 +1,166 @@
+"""No room loads a pickle or runs code that data brought: an audit of the source, exceptions listed with reasons."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("conf", "warehouse", "featurize", "workers", "learn", "farm", "infra")
+# Modules whose loading runs what a file says; the standard library's shelve and dbm are pickles, too.
+PICKLES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
+RUN = {"eval", "exec", "compile", "__import__"}
+IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path", "exec_module", "load_module"}
+
+# Who may import by a name, and why the name is no data. Each entry is one function of one file.
+LOADERS = {
+    ("learn/__init__.py", "__getattr__"): "a literal: `from learn import estimate` without importing torch before",
+    ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
+    ("learn/evaluation/benchmark_pool.py", "_answer"): "a job of this process's own, its name from ESTIMATORS",
+    ("learn/estimate.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
+    ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
+    ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
+    ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
+    ("featurize/families/zoo.py", "_load"): "behind `own_code.library_problem`: the user's names, libraries' models",
+    ("featurize/own_code.py", "_download"): "a literal: timm",
+    ("featurize/training.py", "preload"): "literals: what the first step imports",
+    ("featurize/vision.py", "import_library"): "the three libraries' models, behind `own_code.library_problem`",
+    ("featurize/vision.py", "mend_torchvision"): "a literal: torchvision",
+}
+SHELLS = {"farm/growth/notify.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}
+
+
+def sources():
+    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def name_of(node):
+    """The last name of what is called: `load` of `torch.load`."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def owner_of(node):
+    return name_of(node.value) if isinstance(node, ast.Attribute) else ""
+
+
+def keyword(call, name):
+    return next((word.value for word in call.keywords if word.arg == name), None)
+
+
+def is_literal(node, value):
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def imported(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.partition(".")[0], node.lineno
+
+
+def problem_of_call(call):
+    """Why a call may run what data says, or None."""
+    name, owner = name_of(call.func), owner_of(call.func)
+    if isinstance(call.func, ast.Name) and name in RUN:
+        return f"{name}()"
+    if name == "load" and owner == "torch" and not is_literal(keyword(call, "weights_only"), True):
+        return "torch.load without weights_only=True"
+    if name in ("load", "unsafe_load", "full_load", "load_all", "unsafe_load_all") and owner == "yaml":
+        return "yaml other than safe_load"
+    allow = keyword(call, "allow_pickle")
+    if allow is not None and not is_literal(allow, False):
+        return "allow_pickle"
+    if name == "load" and owner in ("np", "numpy") and allow is None:
+        return "numpy.load that does not say allow_pickle=False"
+    if name in ("read_pickle", "to_pickle", "load_state_dict_from_url", "hub") or owner == "hub":
+        return name
+    if any(word.arg == "trust_remote_code" for word in call.keywords):
+        return "trust_remote_code"
+    if name in ("system", "popen") and owner == "os":
+        return f"os.{name}"
+    if any(word.arg == "shell" and not is_literal(word.value, False) for word in call.keywords):
+        return "a shell"
+    return None
+
+
+def findings(tree):
+    """(line, what) of everything that could run what data says, imports by name aside."""
+    found = [(line, f"imports {module}") for module, line in imported(tree) if module in PICKLES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (problem := problem_of_call(node)) is not None:
+            found.append((node.lineno, problem))
+    return found
+
+
+def loaders(tree):
+    """(function, line) of every use of a name that imports by name, called or handed on."""
+    found = []
+
+    def walk(node, function):
+        for child in ast.iter_child_nodes(node):
+            inside = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
+            if isinstance(child, ast.Attribute | ast.Name) and name_of(child) in IMPORTS:
+                found.append((inside, child.lineno))
+            walk(child, inside)
+
+    walk(tree, "")
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_loads_pickles_or_runs_texts(room):
+    wrong = []
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for line, what in findings(ast.parse(path.read_text())):
+            if what == "a shell" and str(path.relative_to(ROOT)) in SHELLS:
+                continue
+            wrong.append(f"{path.relative_to(ROOT)}:{line}: {what}")
+    assert not wrong
+
+
+def test_imports_by_name_are_those_of_the_list_and_the_list_has_no_others():
+    found = {}
+    for path in sources():
+        for function, line in loaders(ast.parse(path.read_text())):
+            found.setdefault((str(path.relative_to(ROOT)), function), line)
+    assert {
+        f"{path}:{line} {function}" for (path, function), line in found.items() if (path, function) not in LOADERS
+    } == set()
+    assert set(LOADERS) - set(found) == set()
+
+
+def test_configs_become_code_names_only_where_the_user_speaks():
+    """Who grants a config's names of code: what is typed, what the user trusts, tasks that the user submitted."""
+    granting = {"CodeName", "named_by_user", "config_of_user"}
+    found = set()
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and name_of(node.func) in granting:
+                found.add(str(path.relative_to(ROOT)))
+    assert found == {"featurize/own_code.py", "farm/sampling.py", "workers/trial.py", "learn/estimate.py"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from joblib import load",
+        "import torch\ntorch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "eval(text)",
+        "exec(text)",
+        "yaml.load(text)",
+        "subprocess.run(text, shell=True)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+    ],
+)
+def test_the_audit_finds_what_it_is_for(code):
+    assert findings(ast.parse(code))
+
+
+def test_the_audit_finds_imports_by_name_that_are_called_or_handed_on():
+    for code in ("importlib.import_module(x)", "f = partial(import_module, x)", "__import__(x)", "runpy.run_path(x)"):
+        assert loaders(ast.parse(code))
