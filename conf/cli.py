@@ -32,16 +32,26 @@ _ENVIRONMENT_ERRNOS = {
 }  # fmt: skip
 
 
-def command(name: str, entry: Callable, positional: str | None = None, text: Sequence[str] = ()) -> NoReturn:
+Rewrite = Callable[[Sequence[str]], list[str]]
+
+
+def command(
+    name: str,
+    entry: Callable,
+    positional: str | None = None,
+    text: Sequence[str] = (),
+    rewrite: Rewrite | None = None,
+) -> NoReturn:
     """Run `entry(cfg)` with `conf/NAME.yaml` and the process's arguments, then exit with its return value.
 
     `positional` names the key that takes the one argument that is no override: the one with white space in it. Values
     of keys that hold text are taken as they stand, whatever commas and brackets they hold; `text` names further ones.
+    `rewrite` makes `KEY=VALUE` of arguments that a command spells in another way; it raises `UsageError`.
     Exit codes: 0, what `entry` returns, 2 for anything the user can mend, 130 after Ctrl-C.
     """
     if not _standard_files():
         sys.exit(EXIT_USAGE)
-    code = _flushed(run(name, entry, sys.argv[1:], positional, text))
+    code = _flushed(run(name, entry, sys.argv[1:], positional, text, rewrite))
     if code == EXIT_INTERRUPTED:  # at once, and with this code: Ray's clean-up at exit would put its own in its place
         sys.stderr.flush()
         os._exit(code)
@@ -49,7 +59,12 @@ def command(name: str, entry: Callable, positional: str | None = None, text: Seq
 
 
 def run(
-    name: str, entry: Callable, argv: Sequence[str], positional: str | None = None, text: Sequence[str] = ()
+    name: str,
+    entry: Callable,
+    argv: Sequence[str],
+    positional: str | None = None,
+    text: Sequence[str] = (),
+    rewrite: Rewrite | None = None,
 ) -> int:
     """`command` without the exit: parses `argv`, runs `entry`, returns the exit code."""
     try:
@@ -60,6 +75,8 @@ def run(
         _check_current_folder()
         show_config, arguments = _split_show_config(arguments)
         check_readable(arguments)
+        if rewrite is not None:
+            arguments = rewrite(arguments)
         value = None
         if positional is not None:
             value, arguments = _split_positional(arguments)

@@ -149,10 +149,10 @@ class Kind:
         return f"must be {self.words(value)}, got {shown(value)}"
 
     def words(self, value: object = None) -> str:
-        """The kind for people, `an integer >= 1, or null`; of bounds the one that `value` is beyond."""
+        """The kind for people, `a path or a list of names`; of bounds the one that `value` is beyond."""
         parts = [number.words(value) for number in self.numbers]
         parts += dict.fromkeys(words for name, words in _WORDS.items() if name in self.plain)
-        return " or ".join(parts) + (", or null" if self.optional else "")
+        return " or ".join(parts)
 
     def _takes(self, value: object) -> bool:
         if value is None:
