@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from conf.errors import UsageError, one_line, shown
 from conf.keys import description, documented_keys, group_options, groups
@@ -99,11 +99,11 @@ def run(
     except BrokenPipeError:  # `... | head`: what was wanted has been read
         _discard_output()
         return 0
+    except _OutputFails as error:
+        return _say_output_fails(error)
     except OSError as error:
         if error.errno not in _ENVIRONMENT_ERRNOS:
             raise
-        if _output_fails():
-            return EXIT_USAGE
         where = f": {os.fsdecode(error.filename)}" if error.filename else ""
         print_error(f"{error.strerror}{where}")
         return EXIT_USAGE
@@ -134,12 +134,26 @@ def _standard_files() -> bool:
             os.close(null)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
     if sys.stdout is None:
         print_error("standard output is closed; redirect it, as in >/dev/null")
-    return sys.stdout is not None
+        return False
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return True
+    if sys.stdout is not sys.__stdout__:
+        sys.stdout.reconfigure(errors="backslashreplace")
+    else:
+        sys.stdout.flush()
+        unbuffered = isinstance(sys.stdout.buffer, io.RawIOBase)
+        sys.stdout = io.TextIOWrapper(
+            _Output() if unbuffered else io.BufferedWriter(_Output()),
+            encoding=sys.stdout.encoding,
+            errors="backslashreplace",
+            line_buffering=sys.stdout.line_buffering,
+            write_through=sys.stdout.write_through,
+        )
+    return True
 
 
 def _flushed(code: int) -> int:
@@ -148,20 +162,34 @@ def _flushed(code: int) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()
-    except OSError:
-        return EXIT_USAGE if _output_fails() else code
+    except OSError as error:
+        return _say_output_fails(error)
     return code
 
 
-def _output_fails() -> bool:
-    """Whether standard output cannot be written, as on a full disk; says so, and discards what it holds."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        _discard_output()
-        print_error(f"standard output cannot be written: {error.strerror}")
-        return True
-    return False
+class _OutputFails(OSError):
+    """Standard output cannot be written, as on a full disk. An `OSError` of its own, since a print names no file."""
+
+
+class _Output(io.FileIO):
+    """The process's standard output, not closed with this object."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "w", closefd=False)
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _OutputFails(error.errno, error.strerror) from error
+
+
+def _say_output_fails(error: OSError) -> int:
+    _discard_output()
+    print_error(f"standard output cannot be written: {error.strerror}")
+    return EXIT_USAGE
 
 
 def _discard_output() -> None:

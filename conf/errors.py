@@ -5,6 +5,7 @@ Start reading at `UsageError`; `one_line` makes any text fit for a terminal.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 _LONGEST_LINE = 4000  # characters; some messages list every valid name
@@ -29,8 +30,8 @@ def unknown_name(kind: str, name: object, known) -> UsageError:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message quotes it: its `repr`, cut in the middle where it is long."""
-    text = repr(value)
+    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are no UTF-8 as such."""
+    text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
     if len(text) <= _LONGEST_SHOWN:
         return text
     half = _LONGEST_SHOWN // 2

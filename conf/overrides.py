@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,8 @@ def _unreadable(argument: str) -> str | None:
     try:
         argument.encode()
     except UnicodeEncodeError:
+        if (encoding := sys.getfilesystemencoding()) != "utf-8":
+            return f"{shown(argument)} cannot be read as {encoding}, this locale's encoding; set PYTHONUTF8=1"
         return f"{shown(argument)} is no UTF-8: names in the data folder, DuckDB and Parquet have to be"
     if "\0" in argument:
         return f"{shown(argument)} holds a null character"

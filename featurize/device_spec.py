@@ -51,7 +51,7 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         numbers = [f.name for f in dataclasses.fields(self)
                    if f.name not in ("name", "peak_tflops", "compute_capability")]  # fmt: skip
-        bad = [f"{n} must be > 0, got {v!r}" for n in numbers if not _positive(v := getattr(self, n))]
+        bad = [f"{n} must be {_bound(v)}, got {v!r}" for n in numbers if not _positive(v := getattr(self, n))]
         if not isinstance(self.name, str) or not self.name:
             bad.append(f"name must be text, got {self.name!r}")
         if bad:
@@ -147,6 +147,10 @@ def device_features(spec: DeviceSpec) -> dict[str, float]:
 
 def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST
+
+
+def _bound(value: object) -> str:
+    return f"< {_LARGEST:g}" if isinstance(value, int | float) and value >= _LARGEST else "> 0"
 
 
 @functools.cache

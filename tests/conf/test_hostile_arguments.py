@@ -264,12 +264,13 @@ def test_help_is_shown_whatever_stands_beside_it(invoke, name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
-    written = io.BytesIO()
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     for arguments in (["--help"], ["data=grün\u2028", *NEEDED.get(name, []), "--cfg", "job"]):
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
+            patch.setattr(sys, "stdout", terminal)
             assert invoke(name, *arguments)[0] == 0
-    assert written.getvalue().isascii() and b"gr\\xfcn" in written.getvalue()
+    written = terminal.buffer.getvalue()
+    assert written.isascii() and b"gr\\xfcn" in written
 
 
 def test_a_folder_is_named_as_it_is_typed(invoke):
