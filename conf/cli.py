@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from conf.errors import UsageError, one_line, shown
-from conf.keys import description, documented_keys, group_options, groups
+from conf.keys import description, documented_keys, group_options, groups, meaning
 from conf.overrides import Override, check_readable, load_config, parsed
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
@@ -223,14 +223,9 @@ def _require(name: str, cfg) -> None:
 
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
-        texts = {key: _meaning(text) for key, _default, text in documented_keys(name)}
+        texts = {key: meaning(text) for key, _default, text in documented_keys(name)}
         parts = [f"{key}=... ({texts[key]})" if texts.get(key) else f"{key}=..." for key in missing]
         raise UsageError(f"missing {'; '.join(parts)}")
-
-
-def _meaning(text: str) -> str:
-    """A key's help text without its kind."""
-    return re.sub(r"^\[[^\]]+\] ", "", text)
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:

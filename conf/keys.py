@@ -12,7 +12,8 @@ from functools import cache
 
 from conf.values import Kind
 
-_KIND = re.compile(r"\[([^\]]+)\] ")  # at the start of a key's comment
+SPACES = "arch"  # the group of search spaces
+_KIND = re.compile(r"\[([^\]]+)\](?: |$)")  # at the start of a key's comment
 _OFFERED = re.compile(r"\{(\w+)\}")
 
 
@@ -85,11 +86,17 @@ def known_keys(name: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def meaning(text: str) -> str:
+    """A key's help text without its kind."""
+    return _KIND.sub("", text, count=1) if _KIND.match(text) else text
+
+
 def kinds(name: str, chosen: Mapping[str, str]) -> dict[str, Kind]:
-    """What each key may hold, of the keys that declare it. The others are checked by what they are parsed into."""
+    """What each key may hold, of the keys that declare it. The others are checked by what they are parsed into; so are
+    the keys of search spaces, where brackets in a comment are lists of values."""
     declared = _own_kinds(name)
     for group, choice in chosen.items():
-        if choice in group_options(group):
+        if group != SPACES and choice in group_options(group):
             declared |= {f"{group}.{key}": kind for key, kind in _own_kinds(f"{group}/{choice}").items()}
     return declared
 

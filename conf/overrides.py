@@ -108,7 +108,9 @@ def load_config(name: str, arguments: Sequence[str | Override], text: Sequence[s
             problems.append(f"{override.key} is longer than {_LONGEST_VALUE:,} characters: {shown(override.text())}")
     if problems:
         raise UsageError("; ".join(problems))
-    cfg = _composed(name, [override for override in overrides if override.key not in texts])
+    # Hydra takes no null for a group, and of these the default is null anyway.
+    no_choices = [group for group, choice in chosen.items() if choice == "null"]
+    cfg = _composed(name, [override for override in overrides if override.key not in (*texts, *no_choices)])
     for key, written in texts.items():
         OmegaConf.update(cfg, key, literal(written))
     if problems := problems_of(_resolved(cfg), declared):

@@ -61,7 +61,12 @@ def test_a_data_folder_that_is_no_utf8_is_refused_wherever_it_is_named(place, mo
 
 @pytest.mark.parametrize(
     ("folder", "code", "said"),
-    [("", 0, b"/data yet"), ("file", 2, b"is a file"), ("a\\b", 0, rb"a\b yet"), ("/proc/1/nope", 0, b"yet")],
+    [
+        ("", 0, b"/data yet"),
+        ("file", 2, b"is a file"),
+        ("a\\b", 2, rb"a\b holds a backslash"),
+        ("/proc/1/nope", 0, b"yet"),
+    ],
 )
 def test_the_environments_data_folder_may_be_odd(place, folder, code, said):
     (place / "file").write_text("mine")
