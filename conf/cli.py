@@ -1,22 +1,27 @@
 """Turns a YAML file of this package into a command line: overrides in, a composed config out, one-line errors.
 
-Start reading at `command`. Hydra's own decorator is not used because it prints several lines for a mistyped key,
-exits with 1, writes `outputs/` folders and stops at the first mistake; Hydra's compose API underneath is the same.
+Start reading at `command`; `conf.overrides` reads the arguments, `conf.keys` the YAML files. Hydra's own decorator is
+not used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the
+first mistake; Hydra's compose API underneath is the same.
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import errno
-import importlib.resources
+import io
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from conf.errors import UsageError, unknown_name
-from conf.plain_text import printable
+from conf.errors import UsageError, shown
+from conf.keys import description, documented_keys, group_options, groups, meaning
+from conf.overrides import Override, check_readable, load_config, parsed
+from conf.plain_text import bounded, one_line, printable
+
+__all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -29,26 +34,40 @@ _ENVIRONMENT_ERRNOS = {
 }  # fmt: skip
 
 
-def command(name: str, entry: Callable, positional: str | None = None, text: Sequence[str] = ()) -> NoReturn:
+Rewrite = Callable[[Sequence[str]], list[str]]
+
+
+def command(
+    name: str,
+    entry: Callable,
+    positional: str | None = None,
+    text: Sequence[str] = (),
+    rewrite: Rewrite | None = None,
+) -> NoReturn:
     """Run `entry(cfg)` with `conf/NAME.yaml` and the process's arguments, then exit with its return value.
 
-    `positional` names the key that takes the one argument that is no override: the one with white space in it. The
-    values of the keys `text` are taken as they stand, whatever commas and brackets they hold.
+    `positional` names the key that takes the one argument that is no override: the one with white space in it. Values
+    of keys that hold text are taken as they stand, whatever commas and brackets they hold; `text` names further ones.
+    `rewrite` makes `KEY=VALUE` of arguments that a command spells in another way; it raises `UsageError`.
     Exit codes: 0, what `entry` returns, 2 for anything the user can mend, 130 after Ctrl-C.
     """
-    code = run(name, entry, sys.argv[1:], positional, text)
-    if code in (
-        EXIT_INTERRUPTED,
-        EXIT_TEMPORARY,
-    ):  # at once, and with this code: Ray's clean-up at exit would put its own in its place
-        sys.stdout.flush()
+    if not _standard_files():
+        sys.exit(EXIT_USAGE)
+    code = _flushed(run(name, entry, sys.argv[1:], positional, text, rewrite))
+    if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
+        # At once, and with this code: Ray's clean-up at exit would put its own in its place.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def run(
-    name: str, entry: Callable, argv: Sequence[str], positional: str | None = None, text: Sequence[str] = ()
+    name: str,
+    entry: Callable,
+    argv: Sequence[str],
+    positional: str | None = None,
+    text: Sequence[str] = (),
+    rewrite: Rewrite | None = None,
 ) -> int:
     """`command` without the exit: parses `argv`, runs `entry`, returns the exit code."""
     try:
@@ -56,16 +75,20 @@ def run(
         if {"-h", "--help"} & set(arguments):
             print(help_text(name))
             return 0
-        show_config = "--cfg" in arguments
-        if show_config:  # as Hydra spells it: --cfg job
-            at = arguments.index("--cfg")
-            del arguments[at : at + 2]
+        _check_current_folder()
+        show_config, arguments = _split_show_config(arguments)
+        check_readable(arguments)
+        if rewrite is not None:
+            arguments = rewrite(arguments)
         value = None
         if positional is not None:
             value, arguments = _split_positional(arguments)
-        cfg = load_config(name, [_quoted(item, text) for item in arguments])
+        overrides = parsed(arguments)
         if value is not None:
-            cfg[positional] = value
+            if any(override.key == positional for override in overrides):
+                raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
+            overrides.append(Override("", positional, value, verbatim=True))
+        cfg = load_config(name, overrides, text)
         if show_config:
             from omegaconf import OmegaConf
 
@@ -74,97 +97,128 @@ def run(
         _require(name, cfg)
         return entry(cfg) or 0
     except UsageError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         return EXIT_USAGE
     except BrokenPipeError:  # `... | head`: what was wanted has been read
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except _OutputFails as error:
+        return _say_output_fails(error)
     except OSError as error:
         if error.errno not in _ENVIRONMENT_ERRNOS:
             raise
-        where = f": {error.filename}" if error.filename else ""
-        print(f"error: {error.strerror}{where}", file=sys.stderr)
+        where = f": {os.fsdecode(error.filename)}" if error.filename else ""
+        print_error(f"{error.strerror}{where}")
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def load_config(name: str, overrides: Sequence[str]):
-    """Compose `conf/NAME.yaml` with Hydra overrides into a `DictConfig`.
+def print_error(error: UsageError | str) -> None:
+    """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
+    keep_lines = isinstance(error, UsageError) and error.keep_lines
+    text = bounded(str(error))
+    print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
 
-    Raises `UsageError` that reports every bad override together, each with its nearest or its valid choices.
+
+def _standard_files() -> bool:
+    """Make the standard files safe to use; False, having said why, where standard output is closed.
+
+    A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
+    into that. What the terminal's encoding lacks is printed escaped.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+    closed = [number for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)) if stream is None]
+    for number in closed:
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue  # in use again
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, number)  # which children inherit
+        if null != number:
+            os.close(null)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
+    if sys.stdout is None:
+        print_error("standard output is closed; redirect it, as in >/dev/null")
+        return False
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return True
+    if sys.stdout is not sys.__stdout__:
+        sys.stdout.reconfigure(errors="backslashreplace")
+    else:
+        sys.stdout.flush()
+        unbuffered = isinstance(sys.stdout.buffer, io.RawIOBase)
+        sys.stdout = io.TextIOWrapper(
+            _Output() if unbuffered else io.BufferedWriter(_Output()),
+            encoding=sys.stdout.encoding,
+            errors="backslashreplace",
+            line_buffering=sys.stdout.line_buffering,
+            write_through=sys.stdout.write_through,
+        )
+    return True
 
-    for item in overrides:
-        if item.startswith("-"):
-            raise UsageError(f"unknown option {item!r}; valid options: --help, --cfg job, and KEY=VALUE overrides")
-    with initialize_config_module(config_module="conf", version_base="1.3"):
+
+def _flushed(code: int) -> int:
+    """The exit code once everything that was printed is where it belongs, or cannot get there."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+    except OSError as error:
+        return _say_output_fails(error)
+    return code
+
+
+class _OutputFails(OSError):
+    """Standard output cannot be written, as on a full disk. An `OSError` of its own, since a print names no file."""
+
+
+class _Output(io.FileIO):
+    """The process's standard output, not closed with this object."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "w", closefd=False)
+
+    def write(self, data: Any) -> int | None:
         try:
-            cfg = compose(name, overrides=list(overrides))
-            _refuse_additions(overrides, cfg)
-            return cfg
-        except (HydraException, OmegaConfBaseException) as error:
-            problems = _problems(name, overrides, compose) or [_first_line(error)]
-            raise UsageError("; ".join(problems)) from error
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _OutputFails(error.errno, error.strerror) from error
 
 
-def _refuse_additions(overrides: Sequence[str], cfg) -> None:
-    """`+key=value` is for choosing a group and for a key of a search space; elsewhere nobody would read it."""
-    for text in overrides:
-        key = text.partition("=")[0]
-        if key.startswith("+") and key.lstrip("+") not in groups() and not key.startswith("+arch.space."):
-            known = [name for name in _flat_keys(cfg) if name != key.lstrip("+")]
-            raise UsageError(_unknown_key(key.lstrip("+"), known))
+def _say_output_fails(error: OSError) -> int:
+    _discard_output()
+    print_error(f"standard output cannot be written: {error.strerror}")
+    return EXIT_USAGE
 
 
-def _problems(name: str, overrides: Sequence[str], compose: Callable) -> list[str]:
-    """What is wrong with each override on its own; group choices are applied first, they bring further keys."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    parser, problems, choices, values = OverridesParser.create(), [], [], []
-    for text in overrides:
-        try:
-            parsed = parser.parse_overrides([text])[0]
-        except HydraException:
-            problems.append(f"cannot read {text!r}; write KEY=VALUE (quote values that hold spaces or commas)")
-            continue
-        (choices if parsed.key_or_group in groups() else values).append((text, parsed))
-
-    good = []
-    for text, parsed in choices:
-        group, choice = parsed.key_or_group, parsed.value()
-        if choice not in group_options(group):
-            problems.append(str(unknown_name(group, choice, group_options(group))))
-            continue
-        try:
-            compose(name, overrides=[text])
-            good.append(text)
-        except (HydraException, OmegaConfBaseException):
-            problems.append(f"{group!r} is chosen with {'' if parsed.is_add() else '+'}{group}={choice} here")
-    base = compose(name, overrides=good)
-    for text, parsed in values:
-        try:
-            compose(name, overrides=[*good, text])
-        except (HydraException, OmegaConfBaseException) as error:
-            keys = _flat_keys(base)
-            if parsed.key_or_group in keys:
-                problems.append(f"{parsed.key_or_group}: {_first_line(error)}")
-            else:
-                problems.append(_unknown_key(parsed.key_or_group, keys))
-    return problems
+def _discard_output() -> None:
+    with contextlib.suppress(OSError, ValueError):  # a stream of a program that has none of its own
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
-def _unknown_key(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=3)
-    parent = key.rpartition(".")[0]
-    siblings = [k for k in known if k.rpartition(".")[0] == parent] or [k for k in known if "." not in k]
-    choices = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"unknown key {key!r}; {choices}valid keys: {', '.join(siblings)}"
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder has been removed; change to one that is there") from error
+
+
+def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Whether `--cfg job` is among the arguments, as Hydra spells it, and the others."""
+    if "--cfg" not in arguments:
+        return False, arguments
+    at = arguments.index("--cfg")
+    if arguments[at + 1 : at + 2] != ["job"]:
+        given = shown(arguments[at + 1]) if at + 1 < len(arguments) else "nothing"
+        raise UsageError(f"--cfg takes job, got {given}; `--cfg job` prints the composed configuration")
+    return True, arguments[:at] + arguments[at + 2 :]
 
 
 def _require(name: str, cfg) -> None:
@@ -173,9 +227,9 @@ def _require(name: str, cfg) -> None:
 
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
-        texts = {key: text for key, _default, text in documented_keys(name)}
-        said = [f"{key}=... ({texts[key]})" if texts.get(key) else f"{key}=..." for key in missing]
-        raise UsageError(f"missing {'; '.join(said)}")
+        texts = {key: meaning(text) for key, _default, text in documented_keys(name)}
+        parts = [f"{key}=... ({texts[key]})" if texts.get(key) else f"{key}=..." for key in missing]
+        raise UsageError(f"missing {'; '.join(parts)}")
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -186,77 +240,10 @@ def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _quoted(item: str, text: Sequence[str]) -> str:
-    """`KEY=a:1,b:2` as `KEY='a:1,b:2'` for the keys `text`; null and what is quoted already stay."""
-    key, equals, value = item.partition("=")
-    if not equals or key not in text or value in ("", "null") or value[0] in "'\"":
-        return item
-    # In Hydra's quotes a backslash is one, but before a quote; OmegaConf would look for what ${...} names.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
-    escaped = escaped.replace("${", "\\${")
-    return f"{key}='{escaped}'"
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _flat_keys(cfg, prefix: str = "") -> list[str]:
-    from omegaconf import DictConfig
-
-    keys = []
-    for key in cfg:
-        keys.append(prefix + key)
-        node = cfg._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            keys += _flat_keys(node, f"{prefix}{key}.")
-    return keys
-
-
-def groups() -> tuple[str, ...]:
-    """The config groups: the folders of this package that hold YAML files."""
-    root = importlib.resources.files("conf")
-    return tuple(
-        sorted(d.name for d in root.iterdir() if d.is_dir() and any(f.name.endswith(".yaml") for f in d.iterdir()))
-    )
-
-
-def group_options(group: str) -> tuple[str, ...]:
-    """The choices of a group, by file name."""
-    folder = importlib.resources.files("conf") / group
-    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
-
-
-def documented_keys(name: str) -> list[tuple[str, str, str]]:
-    """(dotted key, default as written, help text) for each key of `conf/NAME.yaml`; help is its trailing comment."""
-    rows, path = [], []
-    for line in _yaml_text(name).splitlines():
-        body, _, comment = line.partition(" # ")
-        stripped = body.strip()
-        if not stripped or stripped.startswith("#"):
-            continue
-        depth = (len(body) - len(body.lstrip())) // 2
-        if stripped.startswith("- ") or ":" not in stripped:
-            if path[:1] == ["defaults"] and ":" in stripped:
-                key, _, default = stripped[2:].partition(":")
-                rows.append((key.strip(), default.strip(), comment.strip()))
-            continue
-        key, _, default = stripped.partition(":")
-        path = [*path[:depth], key.strip()]
-        if path == ["defaults"]:
-            continue
-        rows.append((".".join(path), default.strip(), comment.strip()))
-    parents = {key.rpartition(".")[0] for key, _, _ in rows}
-    return [row for row in rows if row[1] or row[0] not in parents]
-
-
 def help_text(name: str) -> str:
     """The command's `--help`, read from its YAML file: description, keys with defaults, groups with choices."""
     described = []
-    for line in _yaml_text(name).splitlines():
-        if not line.startswith("#"):
-            break
-        line = line.removeprefix("#").removeprefix(" ")
+    for line in description(name):
         for group in groups():  # {arch} in a description stands for the choices there are
             line = line.replace(f"{{{group}}}", ", ".join(group_options(group)))
         described.append(line)
@@ -271,7 +258,3 @@ def help_text(name: str) -> str:
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
-
-
-def _yaml_text(name: str) -> str:
-    return (importlib.resources.files("conf") / f"{name}.yaml").read_text()

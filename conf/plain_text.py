@@ -1,12 +1,14 @@
-"""Stored texts as a terminal may show them: no escape sequence, control or direction character gets through.
+"""Texts as a terminal may show them: no escape sequence, control or direction character gets through.
 
-Start reading at `printable`.
+Start reading at `printable`; `shown` is for values that a message quotes.
 """
 
 from __future__ import annotations
 
 import re
 
+_LONGEST_LINE = 4000  # characters; some messages list every valid name
+_LONGEST_SHOWN = 200  # characters of a value that is quoted back
 # C0 but line feed, DEL, C1, marks that turn the direction of text, invisible joins, line separators, lone surrogates.
 _UNSAFE = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
@@ -15,17 +17,38 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return `text` with what could command a terminal spelled out, as in `\\x1b`. Line feeds stay, tabs are blanks."""
-    return _UNSAFE.sub(_spelled, text)
+    """Return `text` with what could command a terminal escaped, as in `\\x1b`. Line feeds stay, tabs are blanks."""
+    return _UNSAFE.sub(_escaped, text)
 
 
 def one_line(text: str) -> str:
-    """Return `text` as `printable` does, in one line: a line feed is spelled out too."""
+    """Return `text` as `printable` does, in one line: a line feed is escaped too."""
     return printable(text).replace("\n", "\\n")
 
 
-def _spelled(match: re.Match[str]) -> str:
-    code = ord(match[0])
+def bounded(text: str) -> str:
+    """Return `text`, or its beginning and its end where it is too long for a message."""
+    return _cut(text, _LONGEST_LINE, " ... ")
+
+
+def shown(value: object) -> str:
+    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are no UTF-8 as such."""
+    text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
+    cut = _cut(text, _LONGEST_SHOWN, "...")
+    return text if cut == text else f"{cut} ({len(text):,} characters)"
+
+
+def _cut(text: str, limit: int, between: str) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}{between}{text[-half:]}"
+
+
+def _escaped(match: re.Match[str]) -> str:
     if match[0] == "\t":
         return " "
+    code = ord(match[0])
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that Python could not decode (PEP 383)
+        code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -21,6 +21,7 @@ from featurize.trial import TrialConfig, canonical_json
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
+_LARGEST = 2**63 - 1  # of integers, which the queue and the warehouse keep in 64 bits
 AUTO_LOG_RATIO = 100  # `scale: auto` is `log` from this high / low on
 _TRIED_ON = 16  # valid configs that a listed value is tried on
 
@@ -298,4 +299,6 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_LARGEST <= value <= _LARGEST if isinstance(value, int) else math.isfinite(value)

@@ -14,6 +14,8 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 
+_LARGEST = 1e12  # of any figure, in its unit
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeakTflops:
@@ -49,7 +51,10 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         numbers = [f.name for f in dataclasses.fields(self)
                    if f.name not in ("name", "peak_tflops", "compute_capability")]  # fmt: skip
-        if bad := [f"{n} must be > 0, got {v!r}" for n in numbers if not _positive(v := getattr(self, n))]:
+        bad = [f"{n} must be {_bound(v)}, got {v!r}" for n in numbers if not _positive(v := getattr(self, n))]
+        if not isinstance(self.name, str) or not self.name:
+            bad.append(f"name must be text, got {self.name!r}")
+        if bad:
             raise UsageError(f"device {self.name}: " + "; ".join(bad))
 
     def tflops(self, math: str) -> float:
@@ -141,7 +146,11 @@ def device_features(spec: DeviceSpec) -> dict[str, float]:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST
+
+
+def _bound(value: object) -> str:
+    return f"< {_LARGEST:g}" if isinstance(value, int | float) and value >= _LARGEST else "> 0"
 
 
 @functools.cache

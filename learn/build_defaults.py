@@ -304,7 +304,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("build_defaults", entry, text=_PATHS)
+    command("build_defaults", entry)
 
 
 if __name__ == "__main__":

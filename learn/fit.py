@@ -196,7 +196,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("fit", entry, text=("snapshot",))
+    command("fit", entry)
 
 
 if __name__ == "__main__":

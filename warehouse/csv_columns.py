@@ -17,7 +17,7 @@ import pyarrow as pa
 import yaml
 
 from conf.cli import group_options
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError, shown, unknown_name
 from conf.identity import canonical_json
 from warehouse.gpumemnet import STATUS, TRAINING
 from warehouse.imported_rows import ImportedFile, ImportedRow, beyond_the_card, config_columns, identity, run_ids
@@ -127,10 +127,10 @@ def read_mapping(key: str, text: str | Mapping | None) -> dict[str, Any]:
     try:
         written = str(text).strip()
         found = yaml.safe_load(written if written.startswith("{") else f"{{{written}}}")
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # a day such as 2026-99-99 is a ValueError
         found = None
     if not isinstance(found, dict) or any(value is None for value in found.values()):
-        raise UsageError(f"{key} must be written as '{{NAME: VALUE, NAME: VALUE}}', got {text!r}")
+        raise UsageError(f"{key} must be written as '{{NAME: VALUE, NAME: VALUE}}', got {shown(text)}")
     return {str(name): str(value) if key == "columns" else value for name, value in found.items()}
 
 

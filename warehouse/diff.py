@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,13 +288,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    if "--cfg" not in sys.argv:  # whose value is a word of its own
-        try:
-            sys.argv[1:] = named_arguments(sys.argv[1:])
-        except UsageError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
-    command("diff", entry, text=("before", "after", "data"))
+    command("diff", entry, rewrite=named_arguments)
 
 
 if __name__ == "__main__":

@@ -338,7 +338,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("export", entry, text=("out", "data"))
+    command("export", entry)
 
 
 if __name__ == "__main__":

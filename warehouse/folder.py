@@ -48,6 +48,12 @@ class DataFolder:
         path = os.path.abspath(os.path.expanduser(os.fspath(chosen)))
         if "\0" in path:
             raise UsageError(f"data={path!r} is not a path")
+        if "\\" in path:
+            raise UsageError(f"data={path} holds a backslash, which DuckDB takes for a separator of folders; rename it")
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"data={path} is no UTF-8, which DuckDB and Parquet need; rename it") from error
         return cls(Path(path))
 
     def create(self) -> DataFolder:

@@ -329,7 +329,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("ingest", entry, text=("path", "columns", "constants", "device_name"))
+    command("ingest", entry)
 
 
 if __name__ == "__main__":

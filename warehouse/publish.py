@@ -44,7 +44,6 @@ _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the s
 _ALWAYS = {"runs": ("run_id", "family", "status", "source", "peak_memory_mib"), "telemetry": ("run_id", "t_ms")}
 _CHUNK_RUNS = 2_000
 _FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "jobs": 500_000}
-_TEXTS = ("out", "data", "snapshot", "licence", "citation", "url", "version", "published", "name", "description")
 _TOLD = ("citation", "creators", "url", "version")  # what is said to be missing where it is
 
 
@@ -333,7 +332,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("publish", entry, text=_TEXTS)
+    command("publish", entry)
 
 
 if __name__ == "__main__":

@@ -309,15 +309,17 @@ def _explained(folder: DataFolder) -> Iterator[None]:
         yield
     except duckdb.CatalogException as error:
         unknown = _UNKNOWN_TABLE.search(str(error))
-        raise unknown_name("table", unknown[1], VIEWS) if unknown else UsageError(str(error).strip()) from error
+        if unknown:
+            raise unknown_name("table", unknown[1], VIEWS) from error
+        raise UsageError(str(error).strip(), keep_lines=True) from error
     except duckdb.Error as error:
-        raise check_readable(error, folder) or UsageError(str(error).strip()) from error
+        raise check_readable(error, folder) or UsageError(str(error).strip(), keep_lines=True) from error
     except pa.ArrowException as error:
-        raise UsageError(str(error).strip()) from error
+        raise UsageError(str(error).strip(), keep_lines=True) from error
 
 
 def main() -> None:
-    command("query", entry, positional="sql", text=("snapshot",))
+    command("query", entry, positional="sql")
 
 
 if __name__ == "__main__":

@@ -365,7 +365,7 @@ def entry(cfg) -> int:
 
 
 def main() -> None:
-    command("snapshot", entry, text=("data", "name", "verify"))
+    command("snapshot", entry)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_usage_errors_exit_with_2(capsys):
     def entry(cfg):
         raise UsageError("n must be >= 1, got 0")
 
-    assert _run(["+arch=cnn", "n=0"], entry) == 2
+    assert _run(["+arch=cnn", "n=1"], entry) == 2
     assert capsys.readouterr().err == "error: n must be >= 1, got 0\n"
 
 

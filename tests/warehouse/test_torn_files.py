@@ -65,8 +65,11 @@ def test_a_torn_file_costs_its_own_rows_and_is_named_once(folder, kind, counts, 
     content[4:150] = bytes(byte ^ 0xFF for byte in content[4:150])
     torn = {"empty": b"", "cut": path.read_bytes()[:-50], "garbage": os.urandom(900), "flipped": bytes(content)}[how]
     path.write_bytes(torn)
-    whole = "SELECT (SELECT count(run_id) FROM (SELECT DISTINCT * FROM runs)), (SELECT count(run_id) FROM (SELECT DISTINCT * "
-    whole += "FROM telemetry)), (SELECT sum(runs) FROM (SELECT DISTINCT * FROM jobs))"
+    whole = (
+        "SELECT (SELECT count(run_id) FROM (SELECT DISTINCT * FROM runs)), "
+        "(SELECT count(run_id) FROM (SELECT DISTINCT * FROM telemetry)), "
+        "(SELECT sum(runs) FROM (SELECT DISTINCT * FROM jobs))"
+    )
     assert ask(folder, whole) == [counts]
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and str(path) in err

@@ -1,0 +1,110 @@
+"""The keys of a command, as its YAML file says: names, defaults, help texts, kinds, and the groups with their choices.
+
+Start reading at `documented_keys`. Nothing is composed here, and neither Hydra nor OmegaConf is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from collections.abc import Mapping
+from functools import cache
+
+from conf.values import Kind
+
+SPACES = "arch"  # the group of search spaces
+_KIND = re.compile(r"\[([^\]]+)\](?: |$)")  # at the start of a key's comment
+_OFFERED = re.compile(r"\{(\w+)\}")
+
+
+def groups() -> tuple[str, ...]:
+    """The config groups: the folders of this package that hold YAML files."""
+    root = importlib.resources.files("conf")
+    return tuple(
+        sorted(d.name for d in root.iterdir() if d.is_dir() and any(f.name.endswith(".yaml") for f in d.iterdir()))
+    )
+
+
+def group_options(group: str) -> tuple[str, ...]:
+    """The choices of a group, by file name."""
+    folder = importlib.resources.files("conf") / group
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+def offered_groups(name: str) -> tuple[str, ...]:
+    """The groups that a command takes with `+GROUP=CHOICE`: those whose choices its description lists."""
+    return tuple(group for group in _OFFERED.findall("\n".join(description(name))) if group in groups())
+
+
+def chosen_by_default(name: str) -> dict[str, str]:
+    """The groups of a command's defaults list, each with the choice that it makes (`null`: none)."""
+    return {key: default for key, default, _text in documented_keys(name) if key in groups()}
+
+
+@cache
+def description(name: str) -> tuple[str, ...]:
+    """The lines of comment at the top of `conf/NAME.yaml`."""
+    lines = []
+    for line in _yaml_text(name).splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    return tuple(lines)
+
+
+@cache
+def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
+    """(dotted key, default as written, help text) for each key of `conf/NAME.yaml`; help is its trailing comment."""
+    rows, path = [], []
+    for line in _yaml_text(name).splitlines():
+        body, _, comment = line.partition(" # ")
+        stripped = body.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        depth = (len(body) - len(body.lstrip())) // 2
+        if stripped.startswith("- ") or ":" not in stripped:
+            if path[:1] == ["defaults"] and ":" in stripped:
+                key, _, default = stripped[2:].partition(":")
+                rows.append((key.strip(), default.strip(), comment.strip()))
+            continue
+        key, _, default = stripped.partition(":")
+        path = [*path[:depth], key.strip()]
+        if path == ["defaults"]:
+            continue
+        rows.append((".".join(path), default.strip(), comment.strip()))
+    parents = {key.rpartition(".")[0] for key, _, _ in rows}
+    return tuple(row for row in rows if row[1] or row[0] not in parents)
+
+
+def known_keys(name: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
+    """Every key of a command with these choices of groups, groups themselves included."""
+    keys = [key for key, _default, _text in documented_keys(name)]
+    keys += [group for group in chosen if group not in keys]
+    for group, choice in chosen.items():
+        if choice in group_options(group):
+            keys += [f"{group}.{key}" for key, _default, _text in documented_keys(f"{group}/{choice}")]
+    return tuple(keys)
+
+
+def meaning(text: str) -> str:
+    """A key's help text without its kind."""
+    return _KIND.sub("", text, count=1) if _KIND.match(text) else text
+
+
+def kinds(name: str, chosen: Mapping[str, str]) -> dict[str, Kind]:
+    """What each key may hold, of the keys that declare it. The others are checked by what they are parsed into; so are
+    the keys of search spaces, where brackets in a comment are lists of values."""
+    declared = _own_kinds(name)
+    for group, choice in chosen.items():
+        if group != SPACES and choice in group_options(group):
+            declared |= {f"{group}.{key}": kind for key, kind in _own_kinds(f"{group}/{choice}").items()}
+    return declared
+
+
+def _own_kinds(name: str) -> dict[str, Kind]:
+    matches = ((key, _KIND.match(text)) for key, _default, text in documented_keys(name))
+    return {key: Kind.parse(match[1]) for key, match in matches if match}
+
+
+def _yaml_text(name: str) -> str:
+    return (importlib.resources.files("conf") / f"{name}.yaml").read_text(encoding="utf-8")

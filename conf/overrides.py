@@ -1,0 +1,233 @@
+"""Command-line arguments as values of a composed config: every mistake found, all of them told together.
+
+Start reading at `load_config`. Keys and choices are checked against the YAML files before Hydra sees anything, since
+its own grammar knows more (packages, deletions, sweeps, its own settings) than these commands have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conf.errors import UsageError, shown, unknown_name
+from conf.keys import chosen_by_default, group_options, groups, kinds, known_keys, offered_groups
+from conf.values import Kind, problems_of
+
+_LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
+_LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
+_ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
+
+
+@dataclass(frozen=True)
+class Override:
+    """One argument `[+]KEY=VALUE`, with the value as it was typed."""
+
+    plus: str
+    key: str
+    written: str
+    verbatim: bool = False  # text whatever it looks like
+
+    @property
+    def choice(self) -> str:
+        """The value as the name of a group's choice: without quotes."""
+        return self.written[1:-1] if re.fullmatch(r"(['\"]).*\1", self.written) else self.written
+
+    def text(self) -> str:
+        return f"{self.plus}{self.key}={self.written}"
+
+
+def parsed(arguments: Sequence[str]) -> list[Override]:
+    """The arguments, split. Raises `UsageError` that names every one that is no `KEY=VALUE`."""
+    overrides, problems = [], []
+    for argument in arguments:
+        match = _ARGUMENT.fullmatch(argument)
+        if argument.startswith("-"):
+            problems.append(
+                f"unknown option {shown(argument)}; valid options: --help, --cfg job, and KEY=VALUE overrides"
+            )
+        elif argument.startswith("~"):
+            problems.append(f"{shown(argument)}: a key cannot be taken out; write KEY=VALUE")
+        elif match:
+            overrides.append(Override(*match.groups()))
+        elif re.fullmatch(r"[+]*[^=\s]+=.*", argument, re.DOTALL):
+            problems.append(f"unknown key {shown(argument.partition('=')[0].lstrip('+'))}; --help lists the keys")
+        else:
+            problems.append(f"cannot read {shown(argument)}; write KEY=VALUE (--help lists the keys)")
+    if problems:
+        raise UsageError("; ".join(problems))
+    return overrides
+
+
+def check_readable(arguments: Sequence[str]) -> None:
+    """Raise `UsageError` for arguments that no command can use: no UTF-8, a null character, or far too long."""
+    if problems := [problem for argument in arguments if (problem := _unreadable(argument))]:
+        raise UsageError("; ".join(problems))
+
+
+def _unreadable(argument: str) -> str | None:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        if (encoding := sys.getfilesystemencoding()) != "utf-8":
+            return f"{shown(argument)} cannot be read as {encoding}, this locale's encoding; set PYTHONUTF8=1"
+        return f"{shown(argument)} is no UTF-8: names in the data folder, DuckDB and Parquet have to be"
+    if "\0" in argument:
+        return f"{shown(argument)} holds a null character"
+    if len(argument) > _LONGEST_TEXT:
+        return f"{shown(argument)} is longer than {_LONGEST_TEXT:,} characters"
+    return None
+
+
+def load_config(name: str, arguments: Sequence[str | Override], text: Sequence[str] = ()) -> Any:
+    """Compose `conf/NAME.yaml` with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
+
+    Of a key that is given twice the last value counts, so that a script's own arguments can be overridden. The values
+    of keys that hold text, by their kind or as one of `text`, are taken as they stand. Required keys may be missing
+    still. Raises `UsageError` that reports every bad argument together, each with its nearest or valid choices.
+    """
+    from omegaconf import OmegaConf
+
+    overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
+    chosen, problems = _choices(name, overrides)
+    keys = known_keys(name, chosen)
+    problems += [problem for override in overrides if (problem := _problem_of_key(override, keys, name, chosen))]
+    declared = kinds(name, chosen)
+    texts: dict[str, str] = {}
+    for override in overrides:
+        kind = declared.get(override.key)
+        texts.pop(override.key, None)
+        if _stands_as_typed(override, kind, override.key in text):
+            texts[override.key] = override.written
+            if kind is not None and not override.verbatim:
+                problems += kind.problems_as_written(override.key, override.written)
+        elif len(override.written) > _LONGEST_VALUE:
+            problems.append(f"{override.key} is longer than {_LONGEST_VALUE:,} characters: {shown(override.text())}")
+    if problems:
+        raise UsageError("; ".join(problems))
+    # Hydra takes no null for a group, and of these the default is null anyway.
+    no_choices = [group for group, choice in chosen.items() if choice == "null"]
+    cfg = _composed(name, [override for override in overrides if override.key not in (*texts, *no_choices)])
+    for key, written in texts.items():
+        OmegaConf.update(cfg, key, literal(written))
+    if problems := problems_of(_resolved(cfg), declared):
+        raise UsageError("; ".join(problems))
+    return cfg
+
+
+def literal(value: str) -> str:
+    r"""Return text that OmegaConf reads as this very text: `${` begins an interpolation, `\${` does not."""
+    return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
+
+
+def _choices(name: str, overrides: Sequence[Override]) -> tuple[dict[str, str], list[str]]:
+    """Group -> choice, by default or by argument, and what is wrong with the arguments' choices."""
+    defaults, offered = chosen_by_default(name), offered_groups(name)
+    chosen, problems = dict(defaults), []
+    for override in overrides:
+        group = override.key
+        if group not in groups() or (group not in defaults and group not in offered):
+            continue
+        if override.choice not in group_options(group) and not (override.choice == defaults.get(group) == "null"):
+            problems.append(str(unknown_name(group, override.choice, group_options(group))))
+        elif override.plus != ("" if group in defaults else "+"):
+            needed = "" if group in defaults else "+"
+            problems.append(f"{group!r} is chosen with {needed}{group}={override.choice} here")
+        else:
+            chosen[group] = override.choice
+    return chosen, problems
+
+
+def _problem_of_key(override: Override, known: Sequence[str], name: str, chosen: Mapping[str, str]) -> str | None:
+    """Why no command reads this key; None where one does. The keys of a search space may be added with `+`."""
+    key = override.key
+    if key in groups() and (key in chosen or key in offered_groups(name)):
+        return None
+    space = "arch" in chosen and key.startswith("arch.space.")
+    if override.plus:
+        if space:
+            return None
+        if key in known:
+            return f"{key} is set without +: {key}=VALUE"
+    elif key in known or any(other.startswith(f"{key}.") for other in known):
+        return None
+    elif space and any(key.startswith(f"{other}.") for other in known if other.startswith("arch.space.")):
+        return None  # an end of a range
+    return _unknown_key(key, [other for other in known if other != key])
+
+
+def _unknown_key(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key[:100], known, n=3)
+    parent = key.rpartition(".")[0]
+    siblings = [k for k in known if k.rpartition(".")[0] == parent] or [k for k in known if "." not in k]
+    choices = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"unknown key {shown(key)}; {choices}valid keys: {', '.join(siblings)}"
+
+
+def _stands_as_typed(override: Override, kind: Kind | None, is_text: bool) -> bool:
+    """Whether the value is text that needs no reading: neither in quotes, nor null, nor a list where one may be."""
+    if override.verbatim:
+        return True
+    if override.written in ("", "null") or override.written[0] in "'\"":
+        return False
+    if kind is None:
+        return is_text
+    return kind.is_text and not kind.is_structure(override.written)
+
+
+def _composed(name: str, overrides: Sequence[Override]) -> Any:
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if problems := list(_unparsed(overrides)):
+        raise UsageError("; ".join(problems))
+    with initialize_config_module(config_module="conf", version_base="1.3"):
+        try:
+            return compose(name, overrides=[override.text() for override in overrides])
+        except (HydraException, OmegaConfBaseException) as error:
+            problems, chosen = [], [override.text() for override in overrides if override.key in groups()]
+            for override in overrides:
+                if override.key in groups():
+                    continue
+                try:
+                    compose(name, overrides=[*chosen, override.text()])
+                except (HydraException, OmegaConfBaseException) as own:
+                    problems.append(f"{override.key}: {_first_line(own)}")
+            raise UsageError("; ".join(problems) or _first_line(error)) from error
+
+
+def _unparsed(overrides: Sequence[Override]) -> Iterator[str]:
+    """What is wrong with each value on its own."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for override in overrides:
+        try:
+            parsed_override = parser.parse_override(override.text())
+        except (HydraException, RecursionError):
+            yield f"cannot read {shown(override.text())}; write KEY=VALUE (quote values that hold spaces or commas)"
+            continue
+        if parsed_override.is_sweep_override():
+            yield f"{override.key} takes one value, not several to choose from: {shown(override.text())}"
+
+
+def _resolved(cfg: Any) -> dict[str, Any]:
+    """The config as plain values, `${...}` filled in. Raises `UsageError` where it cannot be."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{getattr(error, 'full_key', None) or 'config'}: {_first_line(error)}") from error
+    except RecursionError as error:
+        raise UsageError("a value refers to itself through ${...}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

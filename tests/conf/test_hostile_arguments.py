@@ -1,0 +1,293 @@
+"""Every command against hostile arguments: one `error: ...` line, exit code 2, nothing written.
+
+500 command lines with a fixed seed, made of the commands' own keys, values that their kinds refuse, and spellings that
+Hydra or OmegaConf would choke on or take in silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from conf.keys import chosen_by_default, documented_keys, group_options, groups, kinds, known_keys
+from infra.generate_docs import command_modules
+
+SEED, CASES = 11, 500
+LONGEST_LINE = 6000
+COMMANDS = command_modules()
+# What a command needs, so that nothing but the hostile argument is wrong. None of it starts a trial.
+NEEDED = {
+    "submit": ["+arch=mlp", "n=1", "detach=true"], "grow": ["n=1", "dry_run=true"], "query": ["SELECT 1"],
+    "cancel": ["job=none"], "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
+    "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
+    "estimate": ["run=none"], "benchmark": ["target=memory"], "build_defaults": ["path=none"],
+}  # fmt: skip
+# Their settings classes check them together with all that is wrong otherwise.
+CHECKED_BY_THE_COMMAND = {"build_defaults": {"distil", "seed", "workers"}}
+
+TOO_LARGE = ("99999999999999999999", "-99999999999999999999", "1e400", "-1e400")
+NO_NUMBER = ("nan", "inf", "-inf", "true", "many", "[1]", "{a:1}", "''", "", "'5'", "1,2,3", "range(1,5)",
+             "choice(1,2)",
+             "interval(1,2)", "glob(*)", "${nope}", "${oc.env:GPUFARM_NOT_SET}", "${", "[", "{", "'", "1]", "\\", "a\\",
+             "0x", "\x00", "\udcff", "\u202e1", "[" * 3000, "(" * 3000, "1" * 30_000)  # fmt: skip
+REFUSED = {
+    "int": (*NO_NUMBER, *TOO_LARGE, "1.5", "1e3", "null"),
+    "number": (*NO_NUMBER, "1e400", "-1e400", "null"),
+    "bool": ("2", "maybe", "nan", "null", "[true]", "{a: 1}", "''", "", "true,false", "${nope}", "'true'", "tru\x00e"),
+    "text": ("", "''", "null", "[a]", "{a:1}", "[a", "{", "'", "\"a", "'a'b", "\udcff", "a\x00b", "x" * 1_000_001),
+    "path": ("", "''", "null", "[a]", "{a:1}", "'", "a\udcff", "a\x00b", "x" * 1_000_001),
+    "new path": ("", "''", "null", "[a]", "{a:1}", "'", "${nope}", "${oc.env:GPUFARM_NOT_SET}", "a/${b}", "a\udcff"),
+    "any text": ("", "''", "null", "'", "a\udcff", "a\x00b"),
+    "mapping": ("5", "[a]", "nan", "null", "true", "''", "", "{a", "{a:{", "${nope}", "a,b"),
+    "list": ("5", "{a:1}", "nan", "null", "true", "''", "", "[", "[1,", "${nope}", "[a]]"),
+    "list of text": ("5", "{a:1}", "nan", "null", "true", "''", "", "[1]", "[null]", "[[a]]", "[a", "${nope}",
+        "[${nope}]"),
+    "list of int": ("5", "{a:1}", "nan", "null", "a", "[a]", "[1.5]", "[null]", "[true]", "[[1]]", "[1", "1,2"),
+}  # fmt: skip
+NO_GROUP_CHOICE = ("[a,b]", "nope", "{a:1}", "5", "../x", "", "''", "a,b", "${nope}", "nan", "choice(a,b)")
+# Whatever the key is: deletions, additions, packages, lists, options of Hydra's own.
+SPELLINGS = (
+    "~{key}", "~{key}=1", "+{key}=1", "++{key}=1", "{key}@x=1", "{key}:=1", "{key}[0]=1", "hydra.{key}=1",
+    "+hydra.{key}=x",
+    "{key}.0=1", "{key} =1", " {key}=1", "é{key}=1", "{key}é=1", "-{key}=1", "--{key}", "x{key}x=1", "{key}..=1",
+    "{key}.__class__=1", "$" + "{{{key}}}=1", "{key}{deep}=1", "@{key}=1", ".{key}=1", "{key}\x00=1",
+)  # fmt: skip
+ARGUMENTS = (
+    "=1", "=", "~data", "~", "+", "++=1", "+@x=1", "@x=1", "hydra.run.dir=/tmp/x", "hydra/launcher=basic", "hydra=x",
+    "hydra.job.chdir=true", "+hydra/launcher=submitit_local", "hydra.sweep.dir=x", "--multirun", "-m",
+    "--config-dir", "--config-dir=/etc",
+    "--config-name=x", "-cn", "--cfg", "--cfg=job", "--resolve", "--package", "--info", "--version", "-", "--",
+    "x.0=1", "x=1", "_target_=os.system", "_self_=1", "defaults=[]", "+defaults=[]", "data", "\n=1", "a=b=c",
+    "\x1b[31m=1",
+    "a." * 500 + "b=1", "a" * 100_000, "k" * 100_000 + "=1", "\udcff", "\udcff=1", "+arch@foo=cnn", "arch=cnn",
+    "++arch=cnn",
+    "+arch=[cnn,mlp]", "+arch=none", "+cluster=local", "+window=fixed", "+device=cpu", "/etc/passwd", "é",
+    "{a: 1}", "[1]",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    command: str
+    arguments: tuple[str, ...]
+    named: str  # what the message has to name
+
+
+def refused_values(name: str) -> Iterator[Case]:
+    """A value that its kind refuses, for every key of a command; and of groups what is no choice."""
+    defaults = chosen_by_default(name)
+    for key, kind in kinds(name, defaults).items():
+        alternatives = [*kind.plain, *("int" if number.whole else "number" for number in kind.numbers)]
+        refused = [set(REFUSED[alternative]) for alternative in alternatives if alternative != "null"]
+        for value in sorted(set.intersection(*refused) - ({"null"} if kind.optional else set())):
+            yield Case(name, (f"{key}={value}",), key)
+    for group, default in defaults.items():
+        for value in (*NO_GROUP_CHOICE, *(() if default == "null" else ("null",))):
+            yield Case(name, (f"{group}={value}",), group)
+    parents = {key.partition(".")[0] for key, _default, _text in documented_keys(name) if "." in key}
+    for parent in sorted(parents):
+        for value in ("null", "5", "[1]", "text", "nan", "''", "{nope: 1}", "${nope}", "true", "1,2"):
+            yield Case(name, (f"{parent}={value}",), parent)
+
+
+def refused_spellings(name: str) -> Iterator[Case]:
+    for key in known_keys(name, chosen_by_default(name)):
+        for spelling in SPELLINGS:
+            argument = spelling.format(key=key, deep=".a" * 200)
+            if not (key in groups() and spelling in ("+{key}=1", "++{key}=1")):
+                yield Case(name, (argument,), "")
+
+
+def refused_arguments(name: str) -> Iterator[Case]:
+    for argument in ARGUMENTS:
+        if argument not in ("+arch=cnn",) and not (name == "diff" and "=" not in argument):
+            yield Case(name, (argument,), "")
+
+
+def cases() -> list[Case]:
+    """The same 500 at every run, and as many of each command."""
+    chance, chosen = random.Random(SEED), []
+    each = -(-CASES // len(COMMANDS))
+    for name in sorted(COMMANDS):
+        kinds_of_case = [list(refused_values(name)), list(refused_spellings(name)), list(refused_arguments(name))]
+        for count, several in zip((each - 2 * (each // 4), each // 4, each // 4), kinds_of_case, strict=True):
+            chosen += chance.sample(several, min(count, len(several)))
+    return chosen[:CASES]
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    paths = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+@pytest.fixture
+def invoke(monkeypatch, capsys, tmp_path_factory):
+    """Run a command's `main` in this process, in an empty folder: (exit code, standard output, standard error)."""
+    place = tmp_path_factory.mktemp("a'; echo foo") / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("GPUFARM_DATA", raising=False)
+
+    def call(name: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as left:
+            importlib.import_module(COMMANDS[name]).main()
+        out, err = capsys.readouterr()
+        return left.value.code, out, err
+
+    call.place = place
+    return call
+
+
+def test_500_hostile_command_lines_are_one_line_each_and_change_nothing(invoke):
+    (invoke.place / "file").write_text("mine")
+    (invoke.place / "data").mkdir()
+    (invoke.place / "data" / "notes.txt").write_text("mine")
+    before, wrong, tried = contents(invoke.place), [], cases()
+    assert len(tried) == CASES and {case.command for case in tried} == set(COMMANDS)
+    for case in tried:
+        key = case.arguments[0].partition("=")[0]
+        needed = [one for one in NEEDED.get(case.command, []) if one.lstrip("+").partition("=")[0] != key]
+        if key == "sql":
+            needed = []
+        code, out, err = invoke(case.command, *needed, *case.arguments)
+        problems = [] if code == 2 else [f"exit code {code}"]
+        problems += [f"printed {out[:200]!r}"] * bool(out)
+        if not (err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1):
+            problems.append("not one line")
+        if len(err) > LONGEST_LINE or not err[:-1].isprintable():
+            problems.append("control characters, or far too long")
+        if case.named not in err:
+            problems.append(f"does not name {case.named}")
+        if problems:
+            wrong.append(f"{case.command} {' '.join(case.arguments)[:120]!r}: {', '.join(problems)}: {err[:300]}")
+    assert not wrong, f"{len(wrong)} of {len(tried)}\n" + "\n".join(wrong[:40])
+    assert contents(invoke.place) == before
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_key_declares_what_it_may_hold(name):
+    documented = {key for key, _default, _text in documented_keys(name)} - set(groups())
+    assert documented - set(kinds(name, {})) == CHECKED_BY_THE_COMMAND.get(name, set())
+
+
+@pytest.mark.parametrize("group", [group for group in groups() if group not in ("arch", "device")])
+def test_every_key_of_a_group_declares_what_it_may_hold(group):
+    for choice in group_options(group):
+        documented = {f"{group}.{key}" for key, _default, _text in documented_keys(f"{group}/{choice}")}
+        assert documented == {key for key in kinds("status", {group: choice}) if key.startswith(f"{group}.")}
+
+
+# A command line that is odd and right, and what a key then holds.
+RIGHT = [
+    ("status", ["data=a\\b"], "data", "a\\b"),
+    ("status", [r"data=a\\b\'c"], "data", r"a\\b\'c"),
+    ("status", ["data=a, b = 'c'"], "data", "a, b = 'c'"),
+    ("status", ["data='[a]'"], "data", "[a]"),
+    ("status", ["data=[a"], "data", "[a"),
+    ("status", ["data=a'; echo foo"], "data", "a'; echo foo"),
+    ("status", ["data=grün\n"], "data", "grün\n"),
+    ("status", ["data=2026"], "data", "2026"),
+    ("status", ["data=true"], "data", "true"),
+    ("status", ["data=a:b"], "data", "a:b"),
+    ("status", ["data=null"], "data", None),
+    ("status", ["data=a", "data=b"], "data", "b"),
+    ("status", ["data=a", "data=null"], "data", None),
+    ("status", ["data=null", "data=b"], "data", "b"),
+    ("submit", ["n=1", "n=1_000"], "n", 1000),
+    ("submit", ["n=int(5)"], "n", 5),
+    ("submit", ["n=5", "seed=${n}"], "seed", 5),
+    ("submit", ["n=1", "detach=True"], "detach", True),
+    ("submit", ["limits.max_parameters=1e9"], "limits.max_parameters", 1e9),
+    ("submit", ["device='cpu'", "device.count=2"], "device.count", 2),
+    ("submit", ["+arch=mlp", "+arch.space.another=0.5"], "arch.space.another", 0.5),
+    ("submit", ["+arch=cnn", "arch.space.image_size.low=64"], "arch.space.image_size.low", 64),
+    ("submit", ["log={file: x, keep: 2}"], "log.keep", 2),
+    ("grow", ["families=cnn"], "families", "cnn"),
+    ("grow", ["families=[cnn, mlp]"], "families", ["cnn", "mlp"]),
+    ("grow", ["hours=.5"], "hours", 0.5),
+    ("grow", ["notify.command={ cat; } > /tmp/x"], "notify.command", "{ cat; } > /tmp/x"),
+    ("grow", ["space={precision:[fp32,bf16]}"], "space", {"precision": ["fp32", "bf16"]}),
+    ("query", ["SELECT '${x}', '\\${y}' = 'a\\\\${z}'"], "sql", "SELECT '${x}', '\\${y}' = 'a\\\\${z}'"),
+    ("query", ["'quoted' is no statement"], "sql", "'quoted' is no statement"),
+    ("query", ["sql=SELECT 1, 2", "format='csv'"], "sql", "SELECT 1, 2"),
+    ("estimate", ["config={family: mlp, batch_size: 2}"], "config", {"family": "mlp", "batch_size": 2}),
+    ("estimate", ["input=[[8,128],[8,128]]"], "input", [[8, 128], [8, 128]]),
+    ("estimate", ["device=null"], "device", None),
+    ("publish", ["citation=@misc{a, title={b}}"], "citation", "@misc{a, title={b}}"),
+    ("publish", ["creators=[Ada Lovelace,'org:ACME']"], "creators", ["Ada Lovelace", "org:ACME"]),
+    ("benchmark", ["published=a\\b"], "published", "a\\b"),
+    ("benchmark", ["published=[a, b]"], "published", ["a", "b"]),
+    ("build_defaults", ["datasets=false"], "datasets", False),
+    ("build_defaults", ["datasets=${home}"], "datasets", "${home}"),
+    ("diff", ["a", "b"], "after", "b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments", "key", "value"), RIGHT)
+def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, arguments, key, value):
+    from omegaconf import OmegaConf
+
+    found = []
+    module = importlib.import_module(COMMANDS[name])
+    monkeypatch.setattr("conf.cli._require", lambda *_: None)  # required keys that are of no interest here
+    monkeypatch.setattr(module, "entry", lambda cfg: found.append(OmegaConf.to_container(cfg, resolve=True)))
+    assert invoke(name, *arguments) == (0, "", "")
+    node = found[0]
+    for part in key.split("."):
+        node = node.get(part)
+    assert node == value
+    code, out, err = invoke(name, *arguments, "--cfg", "job")
+    assert (code, err) == (0, "") and yaml.safe_load(out)
+    assert not list(invoke.place.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [("--cfg",), ("--cfg", "all"), ("--cfg", "n=1"), ("--cfg", "--multirun")])
+def test_cfg_takes_nothing_but_job(invoke, arguments):
+    code, out, err = invoke("status", *arguments)
+    assert (code, out) == (2, "") and err.startswith("error: --cfg takes job") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_shown_whatever_stands_beside_it(invoke, name):
+    code, out, err = invoke(name, "=1", "~data", "data=[a", "\udcff", "--multirun", "--help", "x" * 100_000)
+    assert (code, err) == (0, "") and "Keys (KEY=VALUE" in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    for arguments in (["--help"], ["data=grün\u2028", *NEEDED.get(name, []), "--cfg", "job"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal)
+            assert invoke(name, *arguments)[0] == 0
+    written = terminal.buffer.getvalue()
+    assert written.isascii() and b"gr\\xfcn" in written
+
+
+def test_a_folder_is_named_as_it_is_typed(invoke):
+    names = ("a, b", "x=y", "{a", "a'; echo foo", "ü")
+    for name in names:
+        arguments = ["+arch=mlp", "n=1", "detach=true", "device=simulated", f"data={name}"]
+        assert invoke("submit", *arguments)[0] == 0
+        assert invoke("query", "SELECT count(*) AS n FROM jobs", "format=csv", f"data={name}")[1].split() == ["n", "1"]
+    assert sorted(os.listdir(invoke.place)) == sorted(names)
+
+
+def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invoke):
+    """DuckDB takes it for a separator: it finds nothing below such a folder."""
+    for name in ("submit", "query", "status", "fit"):
+        code, out, err = invoke(name, *NEEDED.get(name, []), r"data=a\b")
+        assert (code, out) == (2, "") and err.count("\n") == 1 and r"a\b holds a backslash" in err
+    assert not list(invoke.place.iterdir())
+    assert invoke("submit", *NEEDED["submit"], "device=simulated")[0] == 0
+    assert invoke("query", "SELECT 1 AS n", "format=csv", r"out=a\b.csv")[0] == 0
+    assert (invoke.place / r"a\b.csv").read_text().split() == ["n", "1"]

@@ -1,0 +1,151 @@
+"""Commands as processes with odd bytes, environments, standard files and folders: one clear line, or they work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="closes standard files as Linux has them")
+
+
+@pytest.fixture
+def place(tmp_path):
+    folder = tmp_path / "a'; echo foo"
+    folder.mkdir()
+    return folder
+
+
+def start(place, module, *arguments, redirect="", before="", **environment):
+    """Run a command by way of a shell, which closes and redirects files: (exit code, output, errors), as bytes."""
+    known = {name: value for name, value in os.environb.items() if name != b"GPUFARM_DATA"}
+    changed = {os.fsencode(name): os.fsencode(value) for name, value in environment.items() if value is not None}
+    gone = {os.fsencode(name) for name, value in environment.items() if value is None}
+    paths = {b"PYTHONPATH": os.fsencode(str(ROOT))}
+    done = subprocess.run(
+        ["sh", "-c", f'{before}exec "$@" {redirect}', "sh", sys.executable, "-m", module, *arguments],
+        cwd=place, capture_output=True, timeout=120,
+        env={name: value for name, value in (known | paths | changed).items() if name not in gone},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def is_one_line(errors: bytes) -> bool:
+    return errors.startswith(b"error: ") and errors.count(b"\n") == 1 and errors.endswith(b"\n")
+
+
+@pytest.mark.parametrize("arguments", [[b"data=a\xff"], [b"\xff"], [b"\xff=1"], [b"--cfg", b"job", b"job=\x80"]])
+def test_bytes_that_are_no_utf8_are_refused_and_shown_as_bytes(place, arguments):
+    code, out, err = start(place, "farm.status", *arguments)
+    assert (code, out) == (2, b"") and is_one_line(err)
+    assert b"is no UTF-8" in err and b"\\x" in err and err.isascii()
+
+
+@pytest.mark.parametrize("module", ["farm.submit", "warehouse.query"])
+def test_a_data_folder_that_is_no_utf8_is_refused_wherever_it_is_named(place, module):
+    needed = {"farm.submit": ["+arch=mlp", "n=1", "detach=true"], "learn.fit": ["target=memory"]}.get(
+        module, ["SELECT 1"]
+    )
+    code, out, err = start(place, module, *needed, GPUFARM_DATA=b"a\xff")
+    assert (code, out) == (2, b"") and is_one_line(err) and b"is no UTF-8" in err
+    inside = Path(os.fsdecode(os.fsencode(place) + b"/odd\xff"))
+    inside.mkdir()
+    code, out, err = start(inside, module, *needed)
+    assert (code, out) == (2, b"") and is_one_line(err) and b"is no UTF-8" in err
+    assert not list(inside.iterdir()) and [path.name for path in place.iterdir()] == [inside.name]
+
+
+@pytest.mark.parametrize(
+    ("folder", "code", "said"),
+    [
+        ("", 0, b"/data yet"),
+        ("file", 2, b"is a file"),
+        ("a\\b", 2, rb"a\b holds a backslash"),
+        ("/proc/1/nope", 0, b"yet"),
+    ],
+)
+def test_the_environments_data_folder_may_be_odd(place, folder, code, said):
+    (place / "file").write_text("mine")
+    found, out, err = start(place, "farm.status", GPUFARM_DATA=folder)
+    assert found == code and said in (err if code else out)
+    assert (err == b"") if code == 0 else (out == b"" and is_one_line(err))
+
+
+@pytest.fixture(scope="module")
+def queued(tmp_path_factory):
+    """A folder whose data folder is called `ü` and has one job."""
+    folder = tmp_path_factory.mktemp("a'; echo foo")
+    assert start(folder, "farm.submit", "+arch=mlp", "n=1", "detach=true", "device=simulated", "data=ü")[0] == 0
+    return folder
+
+
+ODD_ENVIRONMENTS = [
+    {"COLUMNS": "abc", "LINES": "-1", "NO_COLOR": "", "TERM": "no such"},
+    {"COLUMNS": "0", "HOME": None, "USER": None},
+    {"COLUMNS": "999999999", "HOME": "/nope", "LC_ALL": "no_SUCH.locale"},
+    {"LC_ALL": "C"},
+    {"PYTHONIOENCODING": "ascii:strict", "PYTHONUNBUFFERED": None},
+]
+
+
+@pytest.mark.parametrize("environment", ODD_ENVIRONMENTS)
+@pytest.mark.parametrize("name", ["table", "csv"])
+def test_an_odd_environment_changes_nothing_but_how_things_are_shown(queued, environment, name):
+    sql = "SELECT family, 'grün→' AS \"größe\", '\u2028' AS other FROM jobs"
+    code, out, err = start(queued, "warehouse.query", sql, f"format={name}", "data=ü", **environment)
+    assert (code, err) == (0, b"") and b"mlp" in out and b"gr" in out
+
+
+def test_an_argument_that_the_locale_cannot_hold_is_refused_with_the_remedy(queued):
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code, out, err = start(queued, "farm.status", "data=ü", **locale)
+    assert (code, out) == (2, b"") and is_one_line(err) and b"set PYTHONUTF8=1" in err
+    assert start(queued, "farm.status", **locale)[0] == 0
+
+
+@pytest.mark.parametrize("module", ["farm.status", "warehouse.snapshot"])
+def test_a_current_folder_that_is_gone_is_one_line(place, module):
+    (place / "gone").mkdir()
+    code, out, err = start(place / "gone", module, before='rmdir "$PWD"; ')
+    assert (code, out) == (2, b"") and is_one_line(err) and b"current folder has been removed" in err
+
+
+@pytest.mark.parametrize("arguments", [["farm.status"], ["warehouse.query", "SELECT 1"]])
+def test_closed_output_is_refused_before_anything_is_done(place, arguments):
+    code, out, err = start(place, *arguments, redirect=">&-")
+    assert (code, out) == (2, b"") and is_one_line(err) and b"standard output is closed" in err
+
+
+def test_closed_input_and_closed_errors_do_no_harm(place):
+    """A file that is opened next would get the number, and what is printed there would land in a database."""
+    submitted = ["+arch=mlp", "n=2", "detach=true", "device=simulated"]
+    code, out, _ = start(place, "farm.submit", *submitted, redirect="<&- 2>&-")
+    assert code == 0 and b"2 trials added" in out
+    assert start(place, "farm.status", "nn=1", redirect="2>&-")[0] == 2
+    code, out, err = start(place, "warehouse.query", "SELECT count(*) AS n FROM jobs", "format=csv", redirect="<&-")
+    assert (code, out.split(), err) == (0, [b"n", b"1"], b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "arguments",
+    [["farm.status"], ["farm.status", "--help"], ["farm.status", "--cfg", "job"],
+     ["warehouse.query", "SELECT unnest(range(100000)) AS n", "format=csv"]],
+)  # fmt: skip
+@pytest.mark.parametrize("unbuffered", [None, "1"])
+def test_output_that_cannot_be_written_is_one_line_and_no_silent_0(queued, arguments, unbuffered):
+    environment = {"PYTHONUNBUFFERED": unbuffered, "GPUFARM_DATA": "ü"}
+    code, _, err = start(queued, *arguments, redirect=">/dev/full", **environment)
+    assert code == 2 and is_one_line(err) and b"standard output cannot be written: No space left on device" in err
+
+
+def test_a_reader_that_has_had_enough_is_no_mistake(place):
+    done = subprocess.run(
+        ["sh", "-c", '{ "$@"; echo "$?" >&2; } | head -n 1', "sh", sys.executable, "-m", "farm.status", "--help"],
+        cwd=place, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stderr == b"0\n" and done.stdout.count(b"\n") == 1
