@@ -8,12 +8,14 @@ process its part of a shared page; asking walks the page tables, some millisecon
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import psutil
 
+_LOOK_PERIOD_NS = 1_000_000_000
 _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
@@ -24,6 +26,7 @@ class HostMemoryGuard:
         import psutil
 
         self._limit_mib = limit_mib
+        self._memory = TreeMemory()
         self._process = None
         with contextlib.suppress(psutil.Error):
             self._process = psutil.Process(pid)
@@ -41,7 +44,7 @@ class HostMemoryGuard:
         resident = resident_bytes(tree)
         if sum(resident.values()) <= self._limit_mib * 2**20:
             return None
-        used_mib = tree_memory_bytes(resident) / 2**20
+        used_mib = self._memory.bytes(resident, time.monotonic_ns()) / 2**20
         if used_mib <= self._limit_mib:
             return None
         return f"its {used_mib:.0f} MiB of host memory exceed trial.host_memory_limit_mib={self._limit_mib:.0f}"
@@ -56,6 +59,29 @@ def resident_bytes(processes: Iterable[psutil.Process]) -> dict[int, int]:
         with contextlib.suppress(psutil.Error):
             resident[process.pid] = process.memory_info().rss
     return resident
+
+
+class TreeMemory:
+    """The memory of one tree of processes, reading after reading.
+
+    What the processes share is looked up when one comes or goes, and once a second; in between only what their resident
+    sets grow by is added, as if it were not shared.
+    """
+
+    def __init__(self) -> None:
+        self._processes: frozenset[int] = frozenset()  # of which it is known what they share
+        self._shared_bytes = 0  # that the sum of their resident sets has more than once
+        self._looked_ns = 0
+
+    def bytes(self, resident: Mapping[int, int], now_ns: int) -> int:
+        """Return the memory of the tree in bytes, as `tree_memory_bytes` does; `resident` is by process id."""
+        total = sum(resident.values())
+        if len(resident) < 2:
+            return total
+        if resident.keys() != self._processes or now_ns - self._looked_ns >= _LOOK_PERIOD_NS:
+            self._processes, self._looked_ns = frozenset(resident), now_ns
+            self._shared_bytes = total - tree_memory_bytes(resident)
+        return max(total - self._shared_bytes, *resident.values())
 
 
 def tree_memory_bytes(resident: Mapping[int, int]) -> int:
