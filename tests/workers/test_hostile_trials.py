@@ -287,6 +287,7 @@ def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(note
         doomed.close()
 
 
+@pytest.mark.slow  # the keeper gives a server ten seconds
 def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
     monkeypatch.setattr("workers.server_client._ANSWER_TIMEOUT_S", 1.0)
     doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
