@@ -8,13 +8,13 @@ process its part of a shared page; asking walks the page tables, some millisecon
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import psutil
+from workers.containment import descendants_of
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LOOK_PERIOD_NS = 1_000_000_000
 _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
@@ -22,26 +22,14 @@ _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 class HostMemoryGuard:
     """Kills a trial that takes more host memory than its share, before the kernel kills something else."""
 
-    def __init__(self, pid: int, limit_mib: float):
-        import psutil
-
+    def __init__(self, pid: int, limit_mib: float) -> None:
+        self._pid = pid
         self._limit_mib = limit_mib
         self._memory = TreeMemory()
-        self._process = None
-        with contextlib.suppress(psutil.Error):
-            self._process = psutil.Process(pid)
 
     def exceeded(self) -> str | None:
         """Why the trial must go, or None."""
-        import psutil
-
-        if self._process is None:
-            return None
-        try:
-            tree = [self._process, *self._process.children(recursive=True)]
-        except psutil.Error:
-            return None
-        resident = resident_bytes(tree)
+        resident = resident_bytes([self._pid, *descendants_of(self._pid)])
         if sum(resident.values()) <= self._limit_mib * 2**20:
             return None
         used_mib = self._memory.bytes(resident, time.monotonic_ns()) / 2**20
@@ -50,14 +38,12 @@ class HostMemoryGuard:
         return f"its {used_mib:.0f} MiB of host memory exceed trial.host_memory_limit_mib={self._limit_mib:.0f}"
 
 
-def resident_bytes(processes: Iterable[psutil.Process]) -> dict[int, int]:
+def resident_bytes(pids: Iterable[int]) -> dict[int, int]:
     """Process id -> resident set in bytes, of those that are still there."""
-    import psutil
-
     resident = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            resident[process.pid] = process.memory_info().rss
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as sizes:
+            resident[pid] = int(sizes.read().split()[1]) * _PAGE_BYTES
     return resident
 
 
