@@ -8,54 +8,66 @@ process its part of a shared page; asking walks the page tables, some millisecon
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import psutil
+from workers.containment import descendants_of
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_LOOK_PERIOD_NS = 1_000_000_000
 _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 class HostMemoryGuard:
     """Kills a trial that takes more host memory than its share, before the kernel kills something else."""
 
-    def __init__(self, pid: int, limit_mib: float):
-        import psutil
-
+    def __init__(self, pid: int, limit_mib: float) -> None:
+        self._pid = pid
         self._limit_mib = limit_mib
-        self._process = None
-        with contextlib.suppress(psutil.Error):
-            self._process = psutil.Process(pid)
+        self._memory = TreeMemory()
 
     def exceeded(self) -> str | None:
         """Why the trial must go, or None."""
-        import psutil
-
-        if self._process is None:
-            return None
-        try:
-            tree = [self._process, *self._process.children(recursive=True)]
-        except psutil.Error:
-            return None
-        resident = resident_bytes(tree)
+        resident = resident_bytes([self._pid, *descendants_of(self._pid)])
         if sum(resident.values()) <= self._limit_mib * 2**20:
             return None
-        used_mib = tree_memory_bytes(resident) / 2**20
+        used_mib = self._memory.bytes(resident, time.monotonic_ns()) / 2**20
         if used_mib <= self._limit_mib:
             return None
         return f"its {used_mib:.0f} MiB of host memory exceed trial.host_memory_limit_mib={self._limit_mib:.0f}"
 
 
-def resident_bytes(processes: Iterable[psutil.Process]) -> dict[int, int]:
+def resident_bytes(pids: Iterable[int]) -> dict[int, int]:
     """Process id -> resident set in bytes, of those that are still there."""
-    import psutil
-
     resident = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            resident[process.pid] = process.memory_info().rss
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as sizes:
+            resident[pid] = int(sizes.read().split()[1]) * _PAGE_BYTES
     return resident
+
+
+class TreeMemory:
+    """The memory of one tree of processes, reading after reading.
+
+    What the processes share is looked up when one comes or goes, and once a second; in between only what their resident
+    sets grow by is added, as if it were not shared.
+    """
+
+    def __init__(self) -> None:
+        self._processes: frozenset[int] = frozenset()  # of which it is known what they share
+        self._shared_bytes = 0  # that the sum of their resident sets has more than once
+        self._looked_ns = 0
+
+    def bytes(self, resident: Mapping[int, int], now_ns: int) -> int:
+        """Return the memory of the tree in bytes, as `tree_memory_bytes` does; `resident` is by process id."""
+        total = sum(resident.values())
+        if len(resident) < 2:
+            return total
+        if resident.keys() != self._processes or now_ns - self._looked_ns >= _LOOK_PERIOD_NS:
+            self._processes, self._looked_ns = frozenset(resident), now_ns
+            self._shared_bytes = total - tree_memory_bytes(resident)
+        return max(total - self._shared_bytes, *resident.values())
 
 
 def tree_memory_bytes(resident: Mapping[int, int]) -> int:

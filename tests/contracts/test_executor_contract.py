@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import threading
 
 import psutil
 import pytest
@@ -97,11 +98,24 @@ def test_everything_listens_on_loopback_only(executor):
 
 
 def test_after_close_no_trial_server_is_left():
+    before = below_us("workers.trial_server"), below_us("workers.keeper")
     executor = make_executor(CHOICE, ClusterSettings(kind="inline"))
     executor.start()
     await_idle(executor)
-    servers = [p for p in psutil.Process().children(recursive=True) if "workers.trial_server" in " ".join(p.cmdline())]
-    assert servers
+    pause = threading.Event()
+    for _ in range(6000):  # the keeper executes the server
+        if below_us("workers.trial_server") > before[0]:
+            break
+        pause.wait(0.01)
+    assert below_us("workers.trial_server") == before[0] + 1 and below_us("workers.keeper") == before[1] + 1
     executor.close()
-    alive = [p for p in psutil.Process().children(recursive=True) if "workers.trial_server" in " ".join(p.cmdline())]
-    assert len(alive) == len(servers) - 1
+    assert (below_us("workers.trial_server"), below_us("workers.keeper")) == before
+
+
+def below_us(module):
+    """How many processes below this one run the module."""
+    count = 0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            count += module in " ".join(process.cmdline())
+    return count

@@ -46,7 +46,7 @@ def tree(request):
 
 
 def processes(root):
-    return [root, *root.children(recursive=True)]
+    return [process.pid for process in (root, *root.children(recursive=True))]
 
 
 @pytest.mark.parametrize("tree", [(4, 0)], indirect=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from pathlib import Path
 
 import psutil
@@ -283,21 +282,5 @@ def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(note
         assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
         assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
         assert doomed.run(hostile("changes_folder")).run["status"] == "ok"
-    finally:
-        doomed.close()
-
-
-def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
-    monkeypatch.setattr("workers.server_client._ANSWER_TIMEOUT_S", 1.0)
-    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
-    try:
-        doomed.ready()
-        keeper = psutil.Process(doomed._server.pid).parent()
-        below = []
-        thread = threading.Thread(target=lambda: below.append(doomed.run(hostile("stops_its_server", timeout_s=1.0))))
-        thread.start()
-        thread.join(timeout=90)
-        assert below[0].run["error_type"] == "ServerLost"
-        assert not keeper.is_running() and not psutil.pid_exists(keeper.pid)
     finally:
         doomed.close()

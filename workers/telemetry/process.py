@@ -12,12 +12,11 @@ from typing import Any
 
 import psutil
 
-from workers.host_memory import tree_memory_bytes
+from workers.host_memory import TreeMemory
 from workers.telemetry.base import Sample, SensorUnavailable, Target
 
 _BYTES_PER_MIB = 1024**2
 _MIN_CPU_INTERVAL_NS = 50_000_000  # the kernel counts CPU time in ticks of 10 ms: shorter spans say little
-_SHARED_PERIOD_NS = 1_000_000_000  # how often it is looked up what processes of a tree share
 _SCAN_PERIOD_NS = 1_000_000_000  # without /proc/*/task/*/children every look at the tree reads all processes
 
 
@@ -73,9 +72,8 @@ class ProcessTree:
 class ProcessSensor:
     """CPU cores used since the last reading, and resident memory, of the trial's process tree.
 
-    `rss_mib` of one process is its resident set. Of several it is what they use together, pages that they share counted
-    once (`workers.host_memory.tree_memory_bytes`): the sum of their resident sets less what is in it twice, which is
-    looked up when processes come or go and once a second. A tree that has ended gives no readings.
+    `rss_mib` of one process is its resident set; of several it is what they use together, pages that they share counted
+    once (`workers.host_memory.TreeMemory`). A tree that has ended gives no readings.
     """
 
     name = "process"
@@ -88,9 +86,7 @@ class ProcessSensor:
         self._tree: ProcessTree | None = None
         self._cpu_ns = 0  # when the CPU times below were read
         self._cpu_s: dict[tuple[int, float], float] = {}  # (pid, start time) -> CPU seconds, reaped children included
-        self._sharing: frozenset[int] = frozenset()  # the processes of which it is known what they share
-        self._shared = 0  # bytes that the sum of their resident sets has more than once
-        self._shared_ns = 0
+        self._memory = TreeMemory()
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> ProcessSensor:
@@ -114,22 +110,12 @@ class ProcessSensor:
             return []
         if not resident:
             return []
-        values = {"rss_mib": self._together(resident, t_ns) / _BYTES_PER_MIB}
+        values = {"rss_mib": self._memory.bytes(resident, t_ns) / _BYTES_PER_MIB}
         elapsed_ns = t_ns - self._cpu_ns
         if elapsed_ns >= _MIN_CPU_INTERVAL_NS:
             values["cpu_cores"] = self._used_since(cpu_s) / (elapsed_ns / 1e9)
             self._cpu_ns, self._cpu_s = t_ns, cpu_s
         return [Sample(t_ns, values)]
-
-    def _together(self, resident: dict[int, int], t_ns: int) -> int:
-        """Bytes that the processes use, shared pages counted once."""
-        total = sum(resident.values())
-        if len(resident) < 2:
-            return total
-        if resident.keys() != self._sharing or t_ns - self._shared_ns >= _SHARED_PERIOD_NS:
-            self._sharing, self._shared_ns = frozenset(resident), t_ns
-            self._shared = total - tree_memory_bytes(resident)
-        return max(total - self._shared, *resident.values())
 
     def _used_since(self, cpu_s: dict[tuple[int, float], float]) -> float:
         """CPU seconds since the last reading.

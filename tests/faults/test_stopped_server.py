@@ -1,0 +1,52 @@
+"""A trial server that stands still: its worker loses it, and its keeper ends what is below it."""
+
+import signal
+import threading
+
+import psutil
+import pytest
+
+from featurize.families import get_family
+from featurize.trial import canonical_json
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
+from workers.worker import TaskSpec, Worker
+
+pytestmark = pytest.mark.slow  # the keeper gives a server ten seconds
+
+LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_seconds=0)
+
+
+def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
+    monkeypatch.setattr("workers.server_client._ANSWER_TIMEOUT_S", 1.0)
+    worker = Worker(DeviceChoice(backend="cpu"), "0", "stopped")
+    try:
+        worker.ready()
+        server = psutil.Process(worker._server.pid)
+        keeper = server.parent()
+        results = []
+        thread = threading.Thread(target=lambda: results.append(worker.run(a_task(timeout_s=3.0))))
+        thread.start()
+        pause = threading.Event()
+        for _ in range(6000):
+            if trials := server.children():
+                break
+            pause.wait(0.01)
+        server.send_signal(signal.SIGSTOP)
+        thread.join(timeout=120)
+        (result,) = results
+        assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+        assert not psutil.wait_procs([keeper, server, *trials], timeout=20)[1]
+        monkeypatch.undo()
+        assert worker.run(a_task(timeout_s=1.0)).run["status"] == "timeout", "on a server of its own"
+    finally:
+        worker.close()
+
+
+def a_task(timeout_s):
+    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping()
+    settings = TrialSettings(window=LONG, timeout_s=timeout_s).to_mapping()
+    return TaskSpec(
+        job_id="mlp-00000000", task_index=0, attempt=1, config=canonical_json(config),
+        settings=canonical_json(settings), seed=0,
+    )  # fmt: skip
