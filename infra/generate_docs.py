@@ -49,7 +49,8 @@ def commands_markdown() -> str:
         "",
         "Every key can be set on the command line as `KEY=VALUE`, in Hydra's syntax. `--cfg job` prints what a command",
         "would run with. Exit codes: 0 done, 1 something failed (`warehouse.compact`: files that cannot be read;",
-        "`warehouse.snapshot verify=`: damaged ones), 2 a mistake that you can mend, 130 interrupted.",
+        "`warehouse.snapshot verify=`, `warehouse.check`: damaged ones; `farm.doctor repair=true`: something is left),",
+        "2 a mistake that you can mend, 130 interrupted.",
         "",
         *(f"- [`python -m {module}`](#{_anchor(module)})" for module in modules.values()),
     ]

@@ -21,6 +21,7 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from warehouse.checks import LABELS
 from warehouse.connection import connect
+from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT, JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.snapshot import NOW, find_snapshot
@@ -282,7 +283,8 @@ def entry(cfg) -> int:
     tolerance: Any = cfg.tolerance
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
         raise UsageError(f"tolerance must be a number >= 0, got {tolerance!r}")
-    found = diff(DataFolder.resolve(cfg.data), str(cfg.before), str(cfg.after), tolerance=tolerance)
+    with disk_errors_named():
+        found = diff(DataFolder.resolve(cfg.data), str(cfg.before), str(cfg.after), tolerance=tolerance)
     print(found.as_json() if cfg.format == "json" else "\n".join(lines(found)))
     return 0
 

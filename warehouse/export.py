@@ -39,6 +39,7 @@ from warehouse.dataset import (
     to_bytes,
 )
 from warehouse.dataset_card import card
+from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder, sync, write_bytes
 from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
 
@@ -116,7 +117,11 @@ def export(settings: ExportSettings) -> ExportReport:
     a data folder without such runs.
     """
     report = ExportReport(settings.root)
-    with _lock(report.root), contextlib.closing(connect(DataFolder.resolve(settings.data))) as connection:
+    with (
+        disk_errors_named(),
+        _lock(report.root),
+        contextlib.closing(connect(DataFolder.resolve(settings.data))) as connection,
+    ):
         runs = _runs(connection, settings, report)
         contents: dict[Path, bytes] = {}
         for part, rows in sorted(runs.items()):
@@ -318,14 +323,28 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
             f"the data set would take {report.total_bytes / 1e6:.2f} MB, more than max_mb={max_mb:g}, and nothing is "
             f"written; the largest files: {said}. Choose families=, thin the telemetry with hz=, or raise max_mb"
         )
-    for name, content in contents.items():
-        path = root / name
-        if path.exists() and path.read_bytes() == content:
-            continue
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True)
-            sync(path.parent.parent)
-        write_bytes(path, content)
+    new_files: list[Path] = []
+    new_folders: list[Path] = []
+    try:
+        for name, content in contents.items():
+            path = root / name
+            if path.exists() and path.read_bytes() == content:
+                continue
+            missing = [parent for parent in (path.parent, *path.parent.parents) if not parent.exists()]
+            for parent in reversed(missing):
+                parent.mkdir()
+                new_folders.append(parent)
+                sync(parent.parent)
+            if not path.exists():
+                new_files.append(path)
+            write_bytes(path, content)
+    except OSError:  # the disk is full: nothing half-done stays; files that were replaced are whole, old or new
+        for path in new_files:
+            path.unlink(missing_ok=True)
+        for parent in reversed(new_folders):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 def entry(cfg) -> int:

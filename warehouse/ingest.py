@@ -33,6 +33,7 @@ from warehouse.dataset import (
     read_part,
     repository_folder,
 )
+from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.imported_rows import DOUBT, ImportedFile, published_file
 from warehouse.lock_file import open_lock
@@ -322,7 +323,7 @@ def entry(cfg) -> int:
     """Ingest what `cfg` names and print what became of it."""
     keys = ("source", "path", "data", "device_name", "family", "columns", "constants")
     settings = IngestSettings(**{key: None if cfg[key] is None else str(cfg[key]) for key in keys})
-    with _bar() as progress:
+    with _bar() as progress, disk_errors_named():
         report = ingest(settings, progress)
     print_report(report)
     return 0

@@ -246,14 +246,20 @@ def land_merged(
     table = table.replace_schema_metadata({SOURCES: json.dumps(dict.fromkeys(sources)).encode()})
     with replacing(target) as temporary:
         checksum = write_sealed(table, temporary, **COMPRESSION, **options)
-    Listing(
+    listing = Listing(
         file=listing_file(folder, kind, target.name),
         merged=f"{target.parent.name}/{target.name}",
         hidden=tuple(sources),
         published_at_s=now_s,
         checksum=checksum,
         rows=table.num_rows,
-    ).write()
+    )
+    try:
+        listing.write()
+    except BaseException:
+        if not listing.file.exists():  # the disk is full: nothing half-done stays
+            target.unlink(missing_ok=True)
+        raise
 
 
 def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:

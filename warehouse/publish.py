@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import glob
 import itertools
 import json
 import os
 import shutil
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ from warehouse.connection import connect
 from warehouse.croissant import croissant
 from warehouse.dataset import narrow, writing
 from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
+from warehouse.disk_errors import disk_errors_named
 from warehouse.export import naive, public_row, public_telemetry, scrubbed
 from warehouse.folder import TEMPORARY_SUFFIX, DataFolder, sync
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
@@ -44,6 +47,8 @@ _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the s
 _ALWAYS = {"runs": ("run_id", "family", "status", "source", "peak_memory_mib"), "telemetry": ("run_id", "t_ms")}
 _CHUNK_RUNS = 2_000
 _FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "jobs": 500_000}
+_TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
+_ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # what is said to be missing where it is
 
 
@@ -124,12 +129,17 @@ def publish(settings: PublishSettings) -> PublishReport:
     The folder appears whole or not at all. Raises `UsageError` for a snapshot without such runs, or a damaged one.
     """
     folder = DataFolder.resolve(settings.data).open()
-    snapshot = _chosen(folder, settings.snapshot)
+    with disk_errors_named(), _chosen(folder, settings.snapshot) as snapshot:
+        return _published(folder, snapshot, settings)
+
+
+def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) -> PublishReport:
     report = PublishReport(settings.root, snapshot.name)
     report.missing = tuple(name for name in _TOLD if not getattr(settings, name))
     root = settings.root
     root.parent.mkdir(parents=True, exist_ok=True)
-    building = root.with_name(f".{root.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+    _remove_abandoned(root)
+    building = root.with_name(f".{root.name}.{uuid.uuid4().hex[:_TOKEN_CHARACTERS]}{TEMPORARY_SUFFIX}")
     try:
         with contextlib.closing(connect(folder, snapshot=snapshot.name)) as connection:
             _write_tables(connection, building, settings, report)
@@ -159,11 +169,31 @@ def publish(settings: PublishSettings) -> PublishReport:
     return report
 
 
-def _chosen(folder: DataFolder, name: str | None) -> Snapshot:
-    if name is not None:
-        return find_snapshot(folder, name)
-    there = snapshots(folder)
-    return there[-1] if there else take_snapshot(folder)
+def _remove_abandoned(root: Path) -> None:
+    """Folders of earlier calls that were killed, a day ago or longer."""
+    for path in root.parent.glob(f".{glob.escape(root.name)}.{'?' * _TOKEN_CHARACTERS}{TEMPORARY_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _chosen(folder: DataFolder, name: str | None) -> Iterator[Snapshot]:
+    """The snapshot to publish: the one named, the newest, or one that is taken now, and goes again on any error."""
+    there = [find_snapshot(folder, name)] if name is not None else snapshots(folder)
+    if there:
+        yield there[-1]
+        return
+    taken = take_snapshot(folder)
+    try:
+        yield taken
+    except BaseException:
+        # Renamed first: a snapshot is there whole or not at all. `take_snapshot` removes what a kill leaves here.
+        leaving = folder.snapshots / f".{taken.name}.{uuid.uuid4().hex[:_TOKEN_CHARACTERS]}{TEMPORARY_SUFFIX}"
+        with contextlib.suppress(OSError):
+            os.rename(taken.folder.root, leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
+        raise
 
 
 class _Writer:
@@ -189,8 +219,13 @@ class _Writer:
 
     def close(self) -> None:
         if self._open is not None:
-            self._open.close()
-            self._open = None
+            writer, self._open = self._open, None
+            writer.close()
+
+    def abandon(self) -> None:
+        """Let go of the file after an error; closing writes a footer, which fails again on a full disk."""
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self.close()
 
 
 def _write_tables(
@@ -198,8 +233,28 @@ def _write_tables(
 ) -> None:
     chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
     _count_left_out(connection, chosen, report)
-    runs = _Writer(root, "runs", _filled(connection, "runs", RUN_SCHEMA, chosen), report)
-    telemetry = _Writer(root, "telemetry", narrow(_filled(connection, "telemetry", TELEMETRY_SCHEMA, "true")), report)
+    with contextlib.ExitStack() as opened:
+        writers = {
+            "runs": _Writer(root, "runs", _filled(connection, "runs", RUN_SCHEMA, chosen), report),
+            "telemetry": _Writer(
+                root, "telemetry", narrow(_filled(connection, "telemetry", TELEMETRY_SCHEMA, "true")), report
+            ),
+            "jobs": _Writer(root, "jobs", pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]), report),
+        }
+        for writer in writers.values():
+            opened.callback(writer.abandon)
+        jobs = _write_runs(connection, chosen, settings, writers["runs"], writers["telemetry"])
+        if not report.rows["runs"]:
+            raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
+        writers["jobs"].write(_jobs(connection, jobs))
+        for writer in writers.values():
+            writer.close()
+
+
+def _write_runs(
+    connection: duckdb.DuckDBPyConnection, chosen: str, settings: PublishSettings, runs: _Writer, telemetry: _Writer
+) -> set[str]:
+    """Write the chosen runs and their samples; the jobs that they are of."""
     jobs: set[str] = set()
     for rows in _chunks(connection, chosen):
         ids = [row["run_id"] for row in rows]
@@ -216,13 +271,7 @@ def _write_tables(
         jobs.update(row["job_id"] for row in published if row["job_id"] is not None)
         telemetry.write(samples)
         runs.write(pa.Table.from_pylist(published, schema=RUN_SCHEMA))
-    if not report.rows["runs"]:
-        raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
-    runs.close()
-    telemetry.close()
-    writer = _Writer(root, "jobs", pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]), report)
-    writer.write(_jobs(connection, jobs))
-    writer.close()
+    return jobs
 
 
 def _chunks(connection: duckdb.DuckDBPyConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:

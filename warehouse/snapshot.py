@@ -27,6 +27,7 @@ from conf.errors import UsageError, unknown_name
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.damage import DamagedFile
 from warehouse.damage import report as report_damage
+from warehouse.disk_errors import disk_errors_named, is_disk_error
 from warehouse.file_check import file_problem
 from warehouse.folder import (
     KINDS,
@@ -127,7 +128,7 @@ def take_snapshot(
     folder.open()
     if name is not None:
         _check_new_name(folder, name)
-    with _lock(folder, tell):
+    with _lock(folder, tell), disk_errors_named():
         folder.snapshots.mkdir(exist_ok=True)
         for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # of one that was killed
             shutil.rmtree(abandoned)
@@ -302,6 +303,8 @@ def _view_rows(building: DataFolder) -> dict[str, int]:
             counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
             return dict(zip(VIEWS, connection.execute(f"SELECT {counts}").fetchone(), strict=True))
         except duckdb.Error as error:
+            if is_disk_error(error):
+                raise
             raise UsageError(f"the folder's files cannot be read: {str(error).splitlines()[0]}") from error
 
 

@@ -1,0 +1,94 @@
+"""A disk with little space left: every command that writes says so in one line, leaves nothing half-done, and works
+again when there is space. On a small tmpfs, so only where one can be mounted."""
+
+import datetime
+import os
+import subprocess
+import tempfile
+
+import pytest
+from warehouse_rows import run_row, samples
+
+from conf.cli import run
+from warehouse import compact, export, ingest, publish, snapshot
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+DISK_KIB = 4096
+LEFT_KIB = (0, 4, 12, 24, 48, 96, 160)
+ENDED = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """A small disk that holds the data folder and the temporary files, with 40 runs."""
+    root = tmp_path / "a'; echo foo"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "tmpfs", root], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs takes root")
+    try:
+        (root / "tmp").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(root / "tmp"))
+        monkeypatch.setenv("GPUFARM_DATA", str(root / "data"))
+        writer = RunWriter(DataFolder.resolve())
+        for index in range(40):
+            writer.write(run_row(index, device_name="A100", finished_at=ENDED), samples(20))
+        yield root
+    finally:
+        subprocess.run(["umount", "-l", root], check=True)
+
+
+def leave(disk, kib):
+    """Fill the disk until so much is left; None empties it again."""
+    filler = disk / "filler"
+    filler.unlink(missing_ok=True)
+    if kib is not None:
+        status = os.statvfs(disk)
+        filler.write_bytes(bytes(max(0, status.f_bavail * status.f_bsize - kib * 1024)))
+
+
+def places(disk):
+    """Every path but locks, and the folder of snapshots, which is one of the data folder's own."""
+    return {
+        path for path in disk.rglob("*")
+        if path.parent.name != "locks" and path.name not in ("snapshots", "filler", "warehouse.duckdb")
+    }  # fmt: skip
+
+
+COMMANDS = {
+    "publish": (publish.entry, ["out='{disk}/set'", "licence=CC-BY-4.0"]),
+    "export": (export.entry, ["out='{disk}/set'", "source=simulated"]),
+    "snapshot": (snapshot.entry, ["name=s"]),
+    "compact": (compact.entry, []),
+    "ingest": (
+        ingest.entry,
+        ["source=csv", "path='{disk}/rows.csv'", "family=cnn", "device_name=A100",
+         "columns='{{peak_memory_mib: memory, batch_size: batch}}'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_without_space_says_so_and_works_again_with_space(disk, capsys, name):
+    entry, arguments = COMMANDS[name]
+    (disk / "rows.csv").write_text("memory,batch\n" + "".join(f"{1000 + i},{i + 1}\n" for i in range(50)))
+    arguments = [text.format(disk=str(disk).replace("'", "\\'")) for text in arguments]
+    refused = 0
+    for kib in LEFT_KIB:
+        before = places(disk)
+        leave(disk, kib)
+        code = run(name, entry, arguments)
+        leave(disk, None)
+        out, err = capsys.readouterr()
+        if code == 0:
+            break
+        refused += 1
+        assert code == 2 and len(err.splitlines()) == 1 and "No space left" in err, (kib, out, err)
+        new = places(disk) - before
+        whole = {path for path in new if name == "compact" and path.name.startswith("merged-")}  # with its listing
+        assert new == whole and len(whole) % 2 == 0, (kib, new)
+    else:
+        assert run(name, entry, arguments) == 0
+    assert refused > 0
+    assert not [path for path in disk.rglob("*") if path.name.endswith(".tmp")]

@@ -1,0 +1,36 @@
+"""DuckDB's errors about the disk as the operating system's, which every command prints in one line.
+
+Start reading at `disk_errors_named`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+import duckdb
+
+_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def is_disk_error(error: duckdb.Error) -> bool:
+    """Whether DuckDB failed for want of space or permission to write."""
+    return _code(error) is not None
+
+
+@contextlib.contextmanager
+def disk_errors_named() -> Iterator[None]:
+    """Raise `OSError` where DuckDB fails for want of space or permission to write, as in its temporary files."""
+    try:
+        yield
+    except duckdb.Error as error:
+        code = _code(error)
+        if code is None:
+            raise
+        raise OSError(code, os.strerror(code)) from error
+
+
+def _code(error: duckdb.Error) -> int | None:
+    return next((code for code in _CODES if os.strerror(code) in str(error)), None)
