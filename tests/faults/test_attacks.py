@@ -78,8 +78,9 @@ class Attack:
                 kinds.setdefault(kind_of(process, self.farm.process.pid), []).append(process)
         if dispatcher_of(DataFolder.resolve(self.data).dispatcher_lock) != self.farm.process.pid:
             kinds.pop("dispatcher", None)  # it still imports: a Ctrl-C then is answered by Python itself
-        if not kinds:
-            return
+        starting = not {"worker", "trial server"} & set(kinds)
+        if not kinds or (starting and self.dice.random() < 0.7):
+            return  # mostly it may get on: otherwise only starts are attacked
         kind = self.dice.choice(sorted(kinds))
         process = self.dice.choice(sorted(kinds[kind], key=lambda process: process.pid))
         number = self.dice.choices(KILLS, WEIGHTS)[0]
