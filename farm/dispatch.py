@@ -117,9 +117,11 @@ class Dispatcher:
                 phase = "stopping" if stop.requested else "working"
                 self._service.pulse.beat(phase, len(self._executor.running()), len(self._executor.idle()))
         finally:
-            given_back = self._queue.release(list(self._leased.values()))
-            self._executor.close()
-            stop.install()  # Ray's end takes the handlers away: the next SIGTERM would kill us
+            try:
+                given_back = self._queue.release(list(self._leased.values()))
+            finally:  # also where a full disk lets nothing be given back
+                self._executor.close()
+                stop.install()  # Ray's end takes the handlers away: the next SIGTERM would kill us
             events.emit("device_left", given_back=given_back)
 
     def _hand_out(self) -> None:

@@ -66,6 +66,7 @@ class DispatcherLock:
         self._session.write(processes)
 
     def __exit__(self, *_: object) -> None:
+        sweep_folders()  # of workers that were killed, as Ray's are at the end
         self._session.close()
         self._file.close()
 

@@ -12,6 +12,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from farm.sweep import SESSION_VARIABLE
+
 _COMMAND_S = 60.0
 _WEBHOOK_S = 15.0
 
@@ -35,10 +37,12 @@ def notify(message: Mapping[str, Any], command: str | None, webhook: str | None)
 
 def _run(command: str, text: str, outcome: str) -> list[str]:
     """Run it in a session of its own, so that what it has started ends with it when it hangs."""
+    environment = {**os.environ, "GPUFARM_OUTCOME": outcome}
+    environment.pop(SESSION_VARIABLE, None)  # what the command leaves running is the user's, not the farm's to sweep
     try:
         process = subprocess.Popen(
             command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env={**os.environ, "GPUFARM_OUTCOME": outcome}, start_new_session=True,
+            env=environment, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         return [f"notify.command: {error.strerror}"]
