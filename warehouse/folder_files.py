@@ -72,8 +72,12 @@ class FolderFiles(AbstractFileSystem):
     def leave_out_damaged(self) -> list[DamagedFile]:
         """Find the damaged ones of the files that the query opened, and serve them no more. Names each on stderr."""
         paths = sorted(path for path in self.opened if not self._is_left_out(path))
-        # Footers first; only where all are whole, every page is decoded.
-        damaged = damage.damaged_among(paths) or damage.damaged_among(paths, pages=True)
+        # Footers first; only where all are whole, every page is decoded, and last as DuckDB does it.
+        damaged = (
+            damage.damaged_among(paths)
+            or damage.damaged_among(paths, pages=True)
+            or damage.damaged_among(paths, judge=damage.damage_for_duckdb)
+        )
         with self._lock:
             for file in damaged:
                 self._damaged[str(file.path)] = _identity(file.path)
