@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.plain_text import one_line, printable
 from farm.jobs import JobProgress
 from farm.lock import dispatcher_of
 from farm.queue_copy import queue_to_read
@@ -163,11 +164,11 @@ def _print_table(report: dict[str, Any]) -> None:
         rate = "" if job["rate_per_min"] is None else f"{job['rate_per_min']:,.1f}"
         numbers = [f"{job[name]:,}" for name in ("n", "queued", "running", "done")]
         table.add_row(
-            *(Text(text) for text in (job["job_id"], job["family"], job["policy"], *numbers, statuses, rate)),
+            *(Text(one_line(text)) for text in (job["job_id"], job["family"], job["policy"], *numbers, statuses, rate)),
             "" if job["eta_s"] is None else str(datetime.timedelta(seconds=round(job["eta_s"]))),
             str(job["priority"]),
-            *([Text(_doubt_text(job, _MAIN_REASONS))] if doubtful else []),
-            _state_text(job),
+            *([Text(one_line(_doubt_text(job, _MAIN_REASONS)))] if doubtful else []),
+            Text(one_line(_state_text(job))),
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     console.print(table)
@@ -198,7 +199,7 @@ def _state_text(job: dict[str, Any]) -> str:
 
 def _print_detail(console, job: dict[str, Any]) -> None:
     def line(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(printable(text), markup=False, soft_wrap=True)  # errors are whatever a trial printed
 
     line(f"submitted {job['submitted_at']}, seed {job['seed']}")
     if job["waiting"]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.plain_text import one_line
 from warehouse.folder import KINDS, LISTING_SCHEMA, DataFolder
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.sql_text import escaped_glob, sql_text
 
 _MAGIC = b"PAR1"
 _LEAST_BYTES = 12  # the magic twice, and the length of the footer
@@ -68,12 +70,30 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
         return _first_line(error)
 
 
-def damaged_among(paths: Iterable[Path], *, pages: bool = False) -> list[DamagedFile]:
-    """Return the files of `paths` that cannot be read, in order. Files that vanish meanwhile are left out."""
+def damage_for_duckdb(path: Path) -> str | None:
+    """Return why DuckDB cannot read a file, or None if it can: it refuses some flipped bits that Arrow looks over."""
+    try:
+        with duckdb.connect(config={"threads": 1}) as connection:
+            files = f"read_parquet({sql_text(escaped_glob(path))}, hive_partitioning=false)"
+            connection.execute(f"SELECT count(*) FROM (SELECT DISTINCT * FROM {files})").fetchall()
+    except duckdb.Error as error:
+        if not path.exists():
+            raise FileNotFoundError(path) from error
+        return _first_line(error)
+    return None
+
+
+def damaged_among(
+    paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
+) -> list[DamagedFile]:
+    """Return the files of `paths` that cannot be read, in order. Files that vanish meanwhile are left out.
+
+    `judge` says why a file cannot be read; by default `damage_of` does.
+    """
 
     def check(path: Path) -> DamagedFile | None:
         try:
-            reason = damage_of(path, pages=pages)
+            reason = damage_of(path, pages=pages) if judge is None else judge(path)
         except FileNotFoundError:
             return None
         return None if reason is None else DamagedFile(path, reason)

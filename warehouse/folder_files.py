@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import functools
 import io
 import os
 import re
@@ -61,7 +62,6 @@ class FolderFiles(AbstractFileSystem):
         self._plans = 0
         self._pinned: OrderedDict[str, bytes | _SharedFile] = OrderedDict()  # path of DuckDB -> what it reads
         self._damaged: dict[str, tuple[int, int, int]] = {}
-        self._empty = {kind: _parquet_bytes(schema.empty_table()) for kind, schema in SCHEMAS.items()}
         # Counts, as several cursors may be at work: each compares what there was before its query and after.
         self.failures = 0
         self.failure: UsageError | None = None  # the last one
@@ -72,8 +72,12 @@ class FolderFiles(AbstractFileSystem):
     def leave_out_damaged(self) -> list[DamagedFile]:
         """Find the damaged ones of the files that the query opened, and serve them no more. Names each on stderr."""
         paths = sorted(path for path in self.opened if not self._is_left_out(path))
-        # Footers first; only where all are whole, every page is decoded.
-        damaged = damage.damaged_among(paths) or damage.damaged_among(paths, pages=True)
+        # Footers first; only where all are whole, every page is decoded, and last as DuckDB does it.
+        damaged = (
+            damage.damaged_among(paths)
+            or damage.damaged_among(paths, pages=True)
+            or damage.damaged_among(paths, judge=damage.damage_for_duckdb)
+        )
         with self._lock:
             for file in damaged:
                 self._damaged[str(file.path)] = _identity(file.path)
@@ -145,7 +149,7 @@ class FolderFiles(AbstractFileSystem):
             plan = f"{SCHEME}://{kind}/{self._plans}/"
         while True:
             paths = [plan + _NO_ROWS]
-            kept: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: self._empty[kind]}
+            kept: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: _empty_file(kind)}
             is_pinned = True
             try:
                 for name, doubled in self._counting(kind):
@@ -280,6 +284,12 @@ def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
     table = pq.ParquetFile(path).read()
     is_doubled = pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string()))
     return _parquet_bytes(table.filter(pc.invert(is_doubled)))
+
+
+@functools.cache
+def _empty_file(kind: str) -> bytes:
+    # Not `empty_table()`, which imports pandas where there is one, for a quarter of a second.
+    return _parquet_bytes(pa.Table.from_batches([], SCHEMAS[kind]))
 
 
 def _parquet_bytes(table: pa.Table) -> bytes:

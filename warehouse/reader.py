@@ -41,14 +41,8 @@ class _Opened:
     def __init__(self, files: FolderFiles, lock: int | None) -> None:
         self.files = files
         self._lock = lock
-        self.users = 1
 
-    def leave(self) -> None:
-        self.users -= 1
-        if self.users == 0:
-            self._close()
-
-    def _close(self) -> None:
+    def close(self) -> None:
         self.files.close()
         if self._lock is not None:
             os.close(self._lock)
@@ -56,7 +50,7 @@ class _Opened:
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
-            self._close()
+            self.close()
 
 
 class _Planned:
@@ -157,13 +151,13 @@ class WarehouseConnection(_Planned):
     where some have been handed out already, the error is raised, and says that the query has to run again.
     """
 
-    def __init__(self, wrapped: duckdb.DuckDBPyConnection, opened: _Opened) -> None:
+    def __init__(self, wrapped: duckdb.DuckDBPyConnection, opened: _Opened, *, is_cursor: bool = False) -> None:
         super().__init__(wrapped, opened)
+        self._is_cursor = is_cursor
         self._executed: tuple[tuple, dict[str, Any]] | None = None  # the arguments of `execute`
         self._is_fetched = False  # some rows of it have been handed out
         self._is_unpinned = False  # it may open files by name that are gone by then
         self._rows: deque[tuple] | None = None
-        self._is_closed = False
 
     @classmethod
     def opened(cls, wrapped: duckdb.DuckDBPyConnection, files: FolderFiles, lock: int | None) -> Self:
@@ -177,11 +171,10 @@ class WarehouseConnection(_Planned):
         self.close()
 
     def close(self) -> None:
-        """Close the connection, but not its cursors."""
+        """Close the connection with its cursors, or a cursor alone."""
         self._wrapped.close()
-        if not self._is_closed:
-            self._is_closed = True
-            self._opened.leave()
+        if not self._is_cursor:
+            self._opened.close()
 
     def leave_out_damaged(self) -> bool:
         """Look for damaged files among those that queries have read, and leave them out; whether there are new ones.
@@ -201,8 +194,7 @@ class WarehouseConnection(_Planned):
 
     def _call(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
         if name in ("cursor", "duplicate"):
-            self._opened.users += 1
-            return WarehouseConnection(getattr(self._wrapped, name)(), self._opened)
+            return WarehouseConnection(getattr(self._wrapped, name)(), self._opened, is_cursor=True)
         is_fetch = name.startswith("fetch") or name in (*_STREAMS, "df", "to_arrow_table", "torch", "tf")
         if not is_fetch:
             return super()._call(name, args, options)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import unicodedata
 
 import pytest
 
@@ -10,6 +11,7 @@ from farm import cancel, status
 from farm.jobs import Doubt, Job, Queue
 from farm.lock import DispatcherLock
 from farm.space import parse_space
+from farm.status import _print_table
 from warehouse.folder import DataFolder
 
 
@@ -251,3 +253,18 @@ def test_status_as_a_module_is_runnable(folder, tmp_path):
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "") and "no jobs in" in done.stdout
+
+
+def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
+    hostile = "a\x1b[2J\x9bb\u202ec\x07"
+    job = {
+        "job_id": "J", "family": hostile, "policy": "random", "n": 1, "queued": 0, "running": 0, "done": 1,
+        "cancelled": 0, "by_status": {"crashed": 1}, "rate_per_min": None, "eta_s": None, "priority": 0,
+        "by_quality": {}, "state": "done",
+        "submitted_at": "2025-01-02", "seed": 0, "waiting": 0, "space": {"space": []}, "settings": {"x": hostile},
+        "errors": [{"task_index": 0, "attempt": 1, "status": "crashed", "state": "done", "error": "first\n" + hostile}],
+    }  # fmt: skip
+    _print_table({"jobs": [job]})
+    printed = capsys.readouterr().out
+    assert "\\x1b[2J" in printed
+    assert not [c for c in printed if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
