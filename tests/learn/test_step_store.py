@@ -2,9 +2,11 @@
 
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,6 +201,26 @@ def test_a_damaged_part_is_left_out_with_a_warning_and_computed_again(data, trac
     with pytest.warns(UserWarning, match="holds no features"):
         assert prepare(CASES, data, workers=0) == 0, "what was computed again is kept"
     assert all(features_of(case).error is None for case in CASES) and len(traced) == 3
+
+
+def test_no_flipped_bit_of_a_part_changes_a_feature_without_a_word(data, fresh):
+    prepare(CASES[:1], data, workers=0)
+    true = {case.key: (dict(features_of(case).values), features_of(case).graph) for case in CASES[:1]}
+    (part,) = parts(data)
+    content = part.read_bytes()
+    draw = random.Random(11)
+    noticed = 0
+    for at in [draw.randrange(len(content)) for _ in range(150)]:
+        fresh()
+        part.write_bytes(content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step_store.recall(CASES[:1], data)
+        for key, record in step_store._memory.items():
+            assert (dict(record.values), record.graph) == true[key], at
+        noticed += bool(said)
+        assert said or len(step_store._memory) == 1, "what is missing is said"
+    assert noticed
 
 
 def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_again(data, traced, fresh):
