@@ -6,22 +6,49 @@ Start reading at `keyed_values`; what users call goes through `conf.cli`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE
-from conf.errors import UsageError
+from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, print_error
+from conf.errors import UsageError, shown
+from conf.overrides import check_readable
+from conf.values import Kind, problems_of
 
 
-def keyed_values(argv: Sequence[str], known: Iterable[str]) -> dict[str, Any]:
-    """The arguments by key, values as YAML has them. Raises `UsageError` that lists the `known` keys."""
-    from omegaconf import OmegaConf
+def keyed_values(argv: Sequence[str], known: Iterable[str] | Mapping[str, str]) -> dict[str, Any]:
+    """The arguments by key, values as YAML has them; text stands as typed where `known` gives the keys' kinds.
 
-    known = tuple(known)
+    Raises `UsageError` that lists the `known` keys, or names every value that is not of its kind (`conf.values`).
+    """
+    check_readable(argv)
+    kinds = {key: Kind.parse(kind) for key, kind in known.items()} if isinstance(known, Mapping) else {}
+    known, values = tuple(known), {}
     for item in argv:
-        if item.partition("=")[0] not in known or "=" not in item:
-            raise UsageError(f"unknown argument {item!r}; valid are KEY=VALUE of {', '.join(known)}")
-    return OmegaConf.to_container(OmegaConf.from_dotlist(list(argv)))
+        key, equals, written = item.partition("=")
+        if key not in known or not equals:
+            raise UsageError(f"unknown argument {shown(item)}; valid are KEY=VALUE of {', '.join(known)}")
+        kind = kinds.get(key)
+        if kind is not None and kind.stands_as_typed(written):
+            if problems := kind.problems_as_written(key, written):
+                raise UsageError("; ".join(problems))
+            values[key] = written
+        else:
+            values[key] = _read(item)
+    if problems := problems_of(values, kinds):
+        raise UsageError("; ".join(problems))
+    return values
+
+
+def _read(item: str) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        (value,) = OmegaConf.to_container(OmegaConf.from_dotlist([item]), resolve=True).values()
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {shown(item)}; write KEY=VALUE as YAML has it") from error
+    return value
 
 
 def exit_code(work: Callable[[], object]) -> int:
@@ -29,7 +56,7 @@ def exit_code(work: Callable[[], object]) -> int:
     try:
         work()
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("stopped; the same command goes on where it was", file=sys.stderr)

@@ -19,6 +19,7 @@ from conf.values import Kind, problems_of
 
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
+_TEXT, _OTHER = Kind.parse("any text"), Kind()
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
 
 
@@ -168,14 +169,9 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _stands_as_typed(override: Override, kind: Kind | None, is_text: bool) -> bool:
-    """Whether the value is text that needs no reading: neither in quotes, nor null, nor a list where one may be."""
-    if override.verbatim:
-        return True
-    if override.written in ("", "null") or override.written[0] in "'\"":
-        return False
-    if kind is None:
-        return is_text
-    return kind.is_text and not kind.is_structure(override.written)
+    return override.verbatim or (_TEXT if kind is None and is_text else kind or _OTHER).stands_as_typed(
+        override.written
+    )
 
 
 def _composed(name: str, overrides: Sequence[Override]) -> Any:

@@ -58,6 +58,8 @@ class _Number:
     def words(self, value: object = None) -> str:
         """`an integer >= 1`; where it is too much, the bound that `value` exceeds."""
         kind = "an integer" if self.whole else "a number"
+        if isinstance(value, float) and not (self.whole or math.isfinite(value)):
+            kind = "a finite number"
         if self._is_number(value) and value > self._ceiling:
             return f"{kind} <= {_plain(self._ceiling)}"
         if self.low is not None:
@@ -123,6 +125,12 @@ class Kind:
     def is_text(self) -> bool:
         """Whether text is among the alternatives, so that it is taken as it stands."""
         return not self.plain.isdisjoint(_TEXTS)
+
+    def stands_as_typed(self, written: str) -> bool:
+        """Whether an argument is text that needs no reading: not in quotes, not null, no list where one may be."""
+        if written in ("", "null") or written[0] in "'\"":
+            return False
+        return self.is_text and not self.is_structure(written)
 
     def is_structure(self, written: str) -> bool:
         """Whether an argument as it is written is a list or a mapping (or `true`) that this kind takes as such."""

@@ -48,6 +48,14 @@ _ON_CPU = ("limits.max_memory_mib=400", "limits.max_parameters=5000000", "window
 _EXPORTED = {"cuda": "measured", "cpu": "cpu", "simulated": "simulated"}
 
 
+# What each key may hold, as `conf.values` spells it.
+KINDS = {
+    "families": "text | list of text", "n": "int 1 to 10000000", "seed": "int >= 0", "device": "text",
+    "minutes": "number 0 to 1e6 | null", "cluster": "text", "timeout_s": "number 1 to 1e7", "data": "new path",
+    "out": "new path | null", "max_mb": "number > 0", "overrides": "text | list of text",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings:
     """The keys. `n`: trials of each family; `minutes` None: until all are done; another `seed` gives other trials."""
@@ -83,7 +91,7 @@ class CollectSettings:
 
 def settings_of(argv: Sequence[str]) -> CollectSettings:
     """KEY=VALUE arguments as settings. Raises `UsageError`."""
-    return CollectSettings(**keyed_values(argv, (field.name for field in dataclasses.fields(CollectSettings))))
+    return CollectSettings(**keyed_values(argv, KINDS))
 
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:

@@ -11,7 +11,7 @@ import io
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,12 +37,14 @@ CHECKED_BY_THE_COMMAND = {"build_defaults": {"distil", "seed", "workers"}}
 TOO_LARGE = ("99999999999999999999", "-99999999999999999999", "1e400", "-1e400")
 NO_NUMBER = ("nan", "inf", "-inf", "true", "many", "[1]", "{a:1}", "''", "", "'5'", "1,2,3", "range(1,5)",
              "choice(1,2)",
-             "interval(1,2)", "glob(*)", "${nope}", "${oc.env:GPUFARM_NOT_SET}", "${", "[", "{", "'", "1]", "\\", "a\\",
+             "interval(1,2)", "glob(*)", "${nope}", "${oc.env:GPUFARM_NOT_SET}", "${", "[", "{", "'", "1]", "\\",
+             "a\\",
              "0x", "\x00", "\udcff", "\u202e1", "[" * 3000, "(" * 3000, "1" * 30_000)  # fmt: skip
 REFUSED = {
     "int": (*NO_NUMBER, *TOO_LARGE, "1.5", "1e3", "null"),
     "number": (*NO_NUMBER, "1e400", "-1e400", "null"),
-    "bool": ("2", "maybe", "nan", "null", "[true]", "{a: 1}", "''", "", "true,false", "${nope}", "'true'", "tru\x00e"),
+    "bool": ("2", "maybe", "nan", "null", "[true]", "{a: 1}", "''", "", "true,false", "${nope}", "'true'",
+    "tru\x00e"),
     "text": ("", "''", "null", "[a]", "{a:1}", "[a", "{", "'", "\"a", "'a'b", "\udcff", "a\x00b", "x" * 1_000_001),
     "path": ("", "''", "null", "[a]", "{a:1}", "'", "a\udcff", "a\x00b", "x" * 1_000_001),
     "new path": ("", "''", "null", "[a]", "{a:1}", "'", "${nope}", "${oc.env:GPUFARM_NOT_SET}", "a/${b}", "a\udcff"),
@@ -147,30 +149,113 @@ def invoke(monkeypatch, capsys, tmp_path_factory):
     return call
 
 
-def test_500_hostile_command_lines_are_one_line_each_and_change_nothing(invoke):
+# Values of the right kind, which the command itself refuses. Spaces part arguments.
+REFUSED_BY_THE_COMMAND = {
+    "submit": (
+        "n=0", "n=10000001", "n=100000000000", "seed=-1", "policy=nope", "batch_sizes=[]", "batch_sizes=[0]",
+        "batch_sizes=[1,1]",
+        "limits.max_parameters=0", "trial.prepare_ahead=no", "trial.quality_repeats=5", "trial.timeout_s=0",
+        "log.keep=0",
+        "trial.timeout_s=1e8", "log.format=x", "telemetry.sources=[nope]", "telemetry.dcgm_url=http://[",
+        "window.min_steps=-1",
+        "window.kind=x", "window.max_seconds=0.1", "cluster.kind=x", "cluster.object_store_mib=1",
+        "data=/dev/null", "data=file",
+        "device.backend=x", "device.model=../x", "device.memory_fraction=2", "device.count=0", "device.count=100000",
+        "arch.family=5", "arch.family=nope", "arch.family=null", "arch.space=null", "arch.space=5",
+        "+arch.space.a.b=1",
+        "arch.space.batch_size=nan", "arch.space.batch_size=[null]", "arch.space.batch_size={low:nan,high:2}",
+        "arch.space.batch_size=[[1]]", "arch.space.batch_size=99999999999999999999",
+        "arch.space.batch_size={low:5,high:1}",
+        "arch.space.optimizer=nope", "arch.space.dropout={low:0.1,high:inf}", "arch.space.batch_size=${nope}",
+        "device=RTX-4090 device.memory_mib=nan", "device=RTX-4090 device.memory_mib=inf",
+        "device=RTX-4090 device.name=null",
+        "device=RTX-4090 device.peak_tflops=null", "device=RTX-4090 device.compute_capability=x",
+        "device=RTX-4090 device.sm_count=1e400", "device=RTX-4090 device.power_limit_w=''",
+    ),
+    "grow": (
+        "n=null", "n=0", "hours=0", "hours=100001", "space={colour:1}", "space={precision:[nan]}", "space={5:1}",
+        "families=[]",
+        "families=nope", "canaries=x", "learn.targets=[x]", "learn.estimator=x", "notify.webhook=x", "pool=0",
+        "+arch=cnn",
+        "space={batch_size:99999999999999999999999}",
+    ),
+    "query": ("format=x", "out=/nope/x", "max_rows=0", "snapshot=nope", "snapshot=../x", "data=file",
+        "format=parquet"),
+    "status": ("format=x", "job=nope", "data=file"), "cancel": ("job=a;b",), "doctor": ("format=x",
+        "telemetry.dcgm_url=x"),
+    "work": ("cluster.kind=x", "log.keep=0", "data=nope"), "diff": ("tolerance=-1", "format=x", "before=../x"),
+    "compact": ("grace_s=-1", "min_files=1", "target_mib=0", "target_rows=0", "data=nope"),
+    "export": ("source=x", "hz=0", "max_mb=0", "out=file"), "snapshot": ("name=../x", "verify=nope",
+    "name=x list=true"),
+    "publish": ("sources=[]", "sources=x", "hz=0", "published=soon", "out=file", "snapshot=nope"),
+    "ingest": (
+        "source=x", "columns=5", "columns={", "columns=[a]", "constants={batch_size:[1]}", "family=nope",
+        "columns={a:*b}",
+        "columns={a:!!python/object:x}", "columns=" + "[" * 5000, "constants={day:2026-99-99}",
+        "source=timm columns={a:b}",
+    ),
+    "fit": ("target=x", "estimator=x", "family=x", "bin_gb=5", "seed=-1", "seed=2147483648", "snapshot=x",
+        "data=nope"),
+    "benchmark": ("target=x", "estimators=[]", "files=[a]", "folds=1", "by=x", "rows=0", "limit_s=0",
+        "out=/nope/x", "split=x"),
+    "build_defaults": ("distil=5", "distil=null", "distil=nan", "distil=1e400", "workers=half", "seed=true",
+        "datasets=nope"),
+    "estimate": (
+        "format=x", "method=x", "estimator=x", "device=cpu", "config={}", "input=[1]", "run=a/b", "report=/nope/x",
+    ),
+}  # fmt: skip
+
+
+def problems_of(case: Case, code: int, out: str, err: str) -> list[str]:
+    """What is not as it should be when a hostile command line has been refused."""
+    found = [] if code == 2 else [f"exit code {code}"]
+    found += [f"printed {out[:200]!r}"] * bool(out)
+    if not (err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1):
+        found.append("not one line")
+    if len(err) > LONGEST_LINE or not err[:-1].isprintable():
+        found.append("control characters, or far too long")
+    if case.named not in err:
+        found.append(f"does not name {case.named}")
+    return found
+
+
+def refusal_problems(invoke, tried: Iterable[Case]) -> list[str]:
+    """Run the command lines beside what each command needs; a line for each that was not refused as it should be."""
     (invoke.place / "file").write_text("mine")
     (invoke.place / "data").mkdir()
     (invoke.place / "data" / "notes.txt").write_text("mine")
-    before, wrong, tried = contents(invoke.place), [], cases()
-    assert len(tried) == CASES and {case.command for case in tried} == set(COMMANDS)
+    before, wrong = contents(invoke.place), []
     for case in tried:
-        key = case.arguments[0].partition("=")[0]
-        needed = [one for one in NEEDED.get(case.command, []) if one.lstrip("+").partition("=")[0] != key]
-        if key == "sql":
+        keys = {argument.lstrip("+").partition("=")[0] for argument in case.arguments}
+        needed = [one for one in NEEDED.get(case.command, []) if one.lstrip("+").partition("=")[0] not in keys]
+        if "sql" in keys:
             needed = []
-        code, out, err = invoke(case.command, *needed, *case.arguments)
-        problems = [] if code == 2 else [f"exit code {code}"]
-        problems += [f"printed {out[:200]!r}"] * bool(out)
-        if not (err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1):
-            problems.append("not one line")
-        if len(err) > LONGEST_LINE or not err[:-1].isprintable():
-            problems.append("control characters, or far too long")
-        if case.named not in err:
-            problems.append(f"does not name {case.named}")
-        if problems:
-            wrong.append(f"{case.command} {' '.join(case.arguments)[:120]!r}: {', '.join(problems)}: {err[:300]}")
+        if problems := problems_of(case, *(answer := invoke(case.command, *needed, *case.arguments))):
+            line = " ".join(case.arguments)[:120]
+            wrong.append(f"{case.command} {line!r}: {', '.join(problems)}: {answer[2][:300]}")
+    if contents(invoke.place) != before:
+        wrong.append(f"the folder holds {sorted(set(contents(invoke.place)) - set(before))}")
+    return wrong
+
+
+def test_500_hostile_command_lines_are_one_line_each_and_change_nothing(invoke):
+    tried = cases()
+    assert len(tried) == CASES and {case.command for case in tried} == set(COMMANDS)
+    wrong = refusal_problems(invoke, tried)
     assert not wrong, f"{len(wrong)} of {len(tried)}\n" + "\n".join(wrong[:40])
-    assert contents(invoke.place) == before
+
+
+def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(invoke):
+    assert set(REFUSED_BY_THE_COMMAND) == set(COMMANDS)
+    wrong = refusal_problems(
+        invoke,
+        (
+            Case(name, tuple(line.split(" ")), "")
+            for name, several in REFUSED_BY_THE_COMMAND.items()
+            for line in several
+        ),
+    )
+    assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:40])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
