@@ -6,19 +6,17 @@ Start reading at `printable`; `shown` is for values that a message quotes.
 from __future__ import annotations
 
 import re
+import unicodedata
 
 _LONGEST_LINE = 4000  # characters; some messages list every valid name
 _LONGEST_SHOWN = 200  # characters of a value that is quoted back
-# C0 but line feed, DEL, C1, marks that turn the direction of text, invisible joins, line separators, lone surrogates.
-_UNSAFE = re.compile(
-    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
-    "\U000e0000-\U000e007f]"
-)
 
 
 def printable(text: str) -> str:
     """Return `text` with what could command a terminal escaped, as in `\\x1b`. Line feeds stay, tabs are blanks."""
-    return _UNSAFE.sub(_escaped, text)
+    if text.isprintable():
+        return text
+    return "".join(map(_spelled, text))
 
 
 def one_line(text: str) -> str:
@@ -45,10 +43,13 @@ def _cut(text: str, limit: int, between: str) -> str:
     return f"{text[:half]}{between}{text[-half:]}"
 
 
-def _escaped(match: re.Match[str]) -> str:
-    if match[0] == "\t":
+def _spelled(character: str) -> str:
+    if character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    if character == "\t":
         return " "
-    code = ord(match[0])
+    # Controls, surrogates, what turns the direction of text or is not seen, line ends, characters of no known meaning.
+    code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that Python could not decode (PEP 383)
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -184,6 +184,7 @@ REFUSED_BY_THE_COMMAND = {
     "status": ("format=x", "job=nope", "data=file"), "cancel": ("job=a;b",), "doctor": ("format=x",
         "telemetry.dcgm_url=x"),
     "work": ("cluster.kind=x", "log.keep=0", "data=nope"), "diff": ("tolerance=-1", "format=x", "before=../x"),
+    "check": ("format=x", "data=nope", "data=file"),
     "compact": ("grace_s=-1", "min_files=1", "target_mib=0", "target_rows=0", "data=nope"),
     "export": ("source=x", "hz=0", "max_mb=0", "out=file"), "snapshot": ("name=../x", "verify=nope",
     "name=x list=true"),

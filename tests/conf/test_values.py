@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.arguments import keyed_values
-from conf.errors import UsageError, one_line, shown
+from conf.errors import UsageError
+from conf.plain_text import bounded, one_line, printable, shown
 from conf.overrides import literal
 from conf.values import Kind, problems_of
 
@@ -67,12 +68,12 @@ def test_text_that_stands_as_typed_is_that_text_for_omegaconf(text):
 def test_a_line_holds_nothing_that_moves_a_cursor_and_can_be_encoded(text):
     line = one_line(text)
     assert line.isprintable() and line.encode() is not None and len(line) <= 10 * len(text)
-    assert one_line(text, keep_lines=True).count("\n") == text.count("\n")
+    assert printable(text).count("\n") == text.count("\n")
 
 
 def test_what_is_quoted_back_is_short_and_shows_bytes():
     assert shown("a\udcff") == "'a\\xff'" and shown("\\udcff") == "'\\\\udcff'"
-    assert len(shown("x" * 10**6)) < 300 and len(one_line("x" * 10**6)) < 5000
+    assert len(shown("x" * 10**6)) < 300 and len(bounded("x" * 10**6)) < 5000
 
 
 @pytest.mark.parametrize(
