@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from conf.arguments import keyed_values
 from conf.errors import UsageError
-from conf.plain_text import bounded, one_line, printable, shown
 from conf.overrides import literal
+from conf.plain_text import bounded, one_line, printable, shown
 from conf.values import Kind, problems_of
 
 
