@@ -5,6 +5,7 @@ import datetime
 import getpass
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -213,3 +214,15 @@ def test_what_is_published_is_what_the_snapshot_shows(filled, tmp_path):
             "(SELECT run_id FROM runs WHERE source <> 'imported')"
         ).fetchall()
     assert rows(tmp_path / "set", "telemetry", "sum(smact), sum(t_ms), count(*)") == wanted
+
+
+def test_what_a_killed_call_left_long_ago_is_removed_and_another_at_work_is_not_disturbed(folder, tmp_path):
+    RunWriter(folder).write(run_row(1), samples())
+    old, young = (tmp_path / f".set.{token * 8}.tmp" for token in "ab")
+    for path in (old, young):
+        path.mkdir()
+        (path / "part.parquet").write_bytes(b"torn")
+    os.utime(old, (0, 0))
+    publish(PublishSettings(out=str(tmp_path / "set"), data=str(folder.root), licence="CC-BY-4.0"))
+    assert (tmp_path / "set" / "README.md").is_file()
+    assert not old.exists() and young.exists()
