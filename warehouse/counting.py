@@ -65,7 +65,7 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
             lines = ", ".join(f"{listed[name]} lists {folder.root / kind / name}" for name in missing)
             raise UsageError(
                 f"{len(missing)} merged file{'s are' if len(missing) > 1 else ' is'} missing with all rows: {lines}; "
-                "restore the file from a copy, or delete the listing to go on without its rows"
+                "restore the file from a copy, or run `python -m farm.doctor repair=true` to measure its runs again"
             )
     return [_family_plan(folder, kind, family, names, listed, hidden, left_out) for family, names in on_disk.items()]
 
