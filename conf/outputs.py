@@ -51,6 +51,13 @@ def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[s
     `data` are data folders that are searched for hard links; others show by their `format.json`. Raises `UsageError`
     for a folder, for a file in a folder that does not exist, and for a data folder's own file, however it is named.
     """
+    output = _output(out, key, data)
+    if output.descriptor is None and not output.path.parent.is_dir():
+        raise UsageError(f"{key}={output.given} cannot be written: there is no folder {output.path.parent}")
+    return output
+
+
+def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike]) -> Output:
     given = os.fspath(out)
 
     def refused(why: str) -> UsageError:
@@ -71,8 +78,6 @@ def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[s
         raise refused("it is a folder")
     if status is not None and stat.S_ISSOCK(status.st_mode):
         raise refused("it is a socket")
-    if descriptor is None and not path.parent.is_dir():
-        raise refused(f"there is no folder {path.parent}")
     owner = _owner(path, status, data)
     if owner is not None:
         raise refused(f"it is a file of the data folder {owner}; choose a place outside")
@@ -89,7 +94,7 @@ def output_file(
     A plain file becomes visible, whole and durable, when the block ends; after an error nothing has changed. Raises
     `UsageError` as `checked_output` does, and for what the system refuses (no permission, a full disk).
     """
-    target = out if isinstance(out, Output) else checked_output(out, key=key, data=data)
+    target = out if isinstance(out, Output) else _output(out, key, data)
     try:
         if target.is_plain:
             with _replaced(target.path) as file:
@@ -135,7 +140,7 @@ def _is_own(path: str) -> bool:
 def _status(path: Path) -> os.stat_result | None:
     try:
         return path.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # its folder is looked at elsewhere
         return None
 
 

@@ -35,6 +35,7 @@ _NO_FAMILY = "family=_"  # of files without rows
 _SOURCES = b"gpufarm_sources"
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
 _REMEMBERED = 4096
+_REMEMBERED_GROUPS = 32
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
     """
     for _ in range(_PASSES):
         # The listings before the files: a merged file that is found listed was there before its listing.
-        listed, hidden = _listed_and_hidden(folder, kind)
+        listed, hidden = _listed_and_hidden(folder, kind, left_out)
         on_disk = _names_on_disk(folder.root / kind)
         missing = [name for name in listed if name not in hidden and not _is_there(on_disk, name)]
         if not missing:
@@ -92,8 +93,13 @@ def _is_there(on_disk: Mapping[str, list[str]], name: str) -> bool:
     return file_name in on_disk.get(partition.removeprefix(_PARTITION), ())
 
 
-def _listed_and_hidden(folder: DataFolder, kind: str) -> tuple[dict[str, Path], set[str]]:
-    """(name of each merged file that is listed -> its listing, names of the files that listings hide)."""
+def _listed_and_hidden(
+    folder: DataFolder, kind: str, left_out: Callable[[Path], bool]
+) -> tuple[dict[str, Path], set[str]]:
+    """(name of each merged file that is listed -> its listing, names of the files that listings hide).
+
+    A damaged merged file hides nothing: what it replaces may still be there.
+    """
     listed: dict[str, Path] = {}
     hidden: set[str] = set()
     listings = folder.listings(kind)
@@ -108,7 +114,8 @@ def _listed_and_hidden(folder: DataFolder, kind: str) -> tuple[dict[str, Path], 
                 continue
             if listing is not None:
                 listed[listing.merged] = path
-                hidden.update(listing.hidden)
+                if not left_out(folder.root / kind / listing.merged):
+                    hidden.update(listing.hidden)
     return listed, hidden
 
 
@@ -244,7 +251,15 @@ def _without_merged(partition: Path, own: list[str], merged: list[str]) -> list[
 
 
 def _doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
-    """Merged file -> its runs that an earlier merged file holds. Statistics rule out nearly all pairs."""
+    """Merged file -> its runs that an earlier merged file holds. Statistics rule out nearly all pairs.
+
+    The answer is remembered while the files stay the same.
+    """
+    key = tuple(_key(partition / name, "doubled") for name in merged)
+    return _remembered_by(key, lambda: _compared(partition, merged), _memory, _REMEMBERED)
+
+
+def _compared(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
     groups = [
         (least, most, order, group)
         for order, name in enumerate(merged)
@@ -290,13 +305,13 @@ def _group_ids(path: Path, group: int) -> frozenset[str]:
         return _distinct(file.read_row_group(group, columns=["run_id"]))
 
     try:
-        return _remembered(path, read, group)
+        return _remembered(path, read, group, _group_memory, _REMEMBERED_GROUPS)
     except (pa.ArrowException, OSError):
         return frozenset()
 
 
 def _ids(path: Path) -> frozenset[str]:
-    return _remembered(path, lambda: _distinct(pq.ParquetFile(path).read(columns=["run_id"])), "ids")
+    return _distinct(pq.ParquetFile(path).read(columns=["run_id"]))
 
 
 def _distinct(table: pa.Table) -> frozenset[str]:
@@ -310,21 +325,35 @@ def _is_name(name: str) -> bool:
 
 
 _memory: dict[Hashable, Any] = {}
+_group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
 _memory_lock = threading.Lock()
 
 
-def _remembered(path: Path, read: Callable[[], Any], what: Hashable = "listing") -> Any:
+def _remembered(
+    path: Path,
+    read: Callable[[], Any],
+    what: Hashable = "listing",
+    memory: dict[Hashable, Any] = _memory,
+    most: int = _REMEMBERED,
+) -> Any:
     """What `read` gives of a file, once in a process while the file stays the same."""
+    return _remembered_by(_key(path, what), read, memory, most)
+
+
+def _key(path: Path, what: Hashable) -> Hashable:
     status = path.stat()
-    key = (str(path), status.st_ino, status.st_size, status.st_mtime_ns, what)
+    return str(path), status.st_ino, status.st_size, status.st_mtime_ns, what
+
+
+def _remembered_by(key: Hashable, read: Callable[[], Any], memory: dict[Hashable, Any], most: int) -> Any:
     with _memory_lock:
-        if key in _memory:
-            return _memory[key]
+        if key in memory:
+            return memory[key]
     value = read()
     with _memory_lock:
-        if len(_memory) >= _REMEMBERED:
-            _memory.clear()
-        _memory[key] = value
+        if len(memory) >= most:
+            memory.clear()
+        memory[key] = value
     return value
 
 

@@ -211,6 +211,15 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
     assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, kind):
+    fill(folder)
+    merge(folder, grace_s=1e12)
+    (merged,) = merged_files(folder, kind)
+    merged.write_bytes(merged.read_bytes()[:-50])
+    assert ask(folder) == [(10, 20, 10)]
+
+
 LOOP = """
 import sys, time
 from warehouse.compact import CompactionSettings, compact
