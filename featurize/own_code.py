@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from conf.errors import UsageError
-from featurize.families import get_family
+from featurize.families import family_names, get_family
 from featurize.trial import TrialConfig, config_from_mapping
 
 # Modules of libraries whose models data may name. A factory is one name in them: nothing is looked up through it.
@@ -73,8 +75,9 @@ def config_of_user(mapping: Mapping[str, Any]) -> TrialConfig:
 def trusting(config: TrialConfig, trust: Sequence[str]) -> TrialConfig:
     """The config, its names of code marked as the user's where they lie in one of the modules `trust`, or are one of
     its `MODULE:FACTORY`."""
-    fields = code_fields(config.family)
-    named = {name: getattr(config, name) for name in fields} if trust else {}
+    if not trust:
+        return config
+    named = {name: getattr(config, name) for name in code_fields(config.family)}
     granted = {name: CodeName(text) for name, text in named.items() if _within(text, trust)}
     return replace(config, **granted) if granted else config
 
@@ -91,8 +94,7 @@ def parse_trust(value: object) -> tuple[str, ...]:
 
 def refusal(config: TrialConfig) -> str | None:
     """Why nothing is imported for this config, or None. Imports nothing itself."""
-    check: Callable[[TrialConfig], str | None] | None = getattr(get_family(config.family), "refusal", None)
-    return None if check is None else check(config)
+    return _family_of_code(config.family).refusal(config) if code_fields(config.family) else None
 
 
 def library_problem(model: str, arguments: str) -> str | None:
@@ -149,9 +151,13 @@ def _within(name: str, trust: Sequence[str]) -> bool:
 
 def code_fields(family: str) -> tuple[str, ...]:
     """The fields of a family's config that name code; none of a family that is not known."""
-    from featurize.families import family_names
+    return getattr(_family_of_code(family), "CODE_FIELDS", ())
 
-    return getattr(get_family(family), "CODE_FIELDS", ()) if family in family_names() else ()
+
+@lru_cache(maxsize=256)
+def _family_of_code(family: str) -> ModuleType | None:
+    """The family's module, remembered: every row asks for it."""
+    return get_family(family) if family in family_names() else None
 
 
 def _value_problem(name: str, value: Any, depth: int) -> str | None:

@@ -111,18 +111,21 @@ def _problem_of_values(found: dict[str, Any]) -> str | None:
     waiting: list[tuple[Any, int]] = [(found, 0)]
     count = 0
     while waiting:
-        value, depth = waiting.pop()
-        count += 1
+        group, depth = waiting.pop()
+        values = [*group, *group.values()] if isinstance(group, dict) else group
+        count += len(values)
         if depth > MOST_DEPTH or count > MOST_VALUES:
             return f"is nested deeper than {MOST_DEPTH} or holds more than {MOST_VALUES:,} values"
-        if isinstance(value, dict):
-            waiting += [(one, depth + 1) for pair in value.items() for one in pair]
-        elif isinstance(value, list):
-            waiting += [(one, depth + 1) for one in value]
-        elif isinstance(value, float) and not math.isfinite(value):
-            return f"holds {value}, which is no figure"
-        elif isinstance(value, int) and abs(value) > MOST_INTEGER:
-            return f"holds a number beyond {MOST_INTEGER:,}"
-        elif isinstance(value, str) and (not value.isprintable() or _LONG_NUMBER.search(value)):
-            return "holds a text with control characters or endless numbers"
+        for value in values:
+            if isinstance(value, str):
+                if not value.isprintable() or (len(value) > 15 and _LONG_NUMBER.search(value)):
+                    return "holds a text with control characters or endless numbers"
+            elif isinstance(value, int):
+                if not -MOST_INTEGER <= value <= MOST_INTEGER:
+                    return f"holds a number beyond {MOST_INTEGER:,}"
+            elif isinstance(value, float):
+                if not math.isfinite(value):
+                    return f"holds {value}, which is no figure"
+            elif value is not None:
+                waiting.append((value, depth + 1))
     return None

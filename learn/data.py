@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import ModuleType
 
 import numpy as np
 
@@ -383,10 +384,16 @@ def _doubt(row: dict) -> str:
 def module_of(config: TrialConfig) -> str:
     """What a network is one of, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or the
     family where it has no topologies."""
-    from featurize.families import get_family
-
-    family = get_family(config.family)
+    family = _family(config.family)
     if hasattr(family, "kind"):
         return family.kind(config)
     topology = getattr(config, "topology", None)
     return f"{config.family}/{topology}" if topology else config.family
+
+
+@cache
+def _family(name: str) -> ModuleType:
+    """Remembered: looking for it reads a folder, and every row asks."""
+    from featurize.families import get_family
+
+    return get_family(name)

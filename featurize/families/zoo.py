@@ -318,6 +318,8 @@ class _Reading(NamedTuple):
 
 
 def _reading(config: Config) -> _Reading:
+    if problem := refusal(config):  # whatever is remembered of a config that the user named
+        raise NotTrusted(f"zoo: {problem}")
     return _read(config.model, config.inputs, config.arguments, config.target)
 
 

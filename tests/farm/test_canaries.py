@@ -14,6 +14,7 @@ from farm.growth.settings import NEED_LIBRARIES
 from farm.sampling import Limits, sample
 from farm.space import default_space, parse_space
 from featurize.families import family_names, get_family
+from featurize.own_code import CodeName
 from featurize.trial import config_hash
 
 HASHES = [
@@ -69,9 +70,11 @@ def test_every_layer_of_every_family_is_of_a_known_operator_family(family):
 
 def test_models_of_libraries_count_by_their_plans_and_as_other_without_one():
     zoo = get_family("zoo").Config
-    read = zoo(batch_size=2, model="torch.nn:Conv2d", inputs="float32[3,8,8]", target="int64[6,6]<4",
+    read = zoo(batch_size=2, model=CodeName("torch.nn:Conv2d"), inputs="float32[3,8,8]", target="int64[6,6]<4",
                arguments='{"in_channels": 3, "out_channels": 4, "kernel_size": 3}')  # fmt: skip
     assert operators_of(read) == {"convolution", "loss", "adam"}
+    row = zoo(**{**vars(read), "model": str(read.model)})  # as data has it
+    assert operators_of(row) == {OTHER, "loss", "adam"}
     assert operators_of(zoo(batch_size=2, model="nosuch.module:Net", inputs="float32[3]")) == {OTHER, "loss", "adam"}
 
 
