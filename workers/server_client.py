@@ -23,6 +23,8 @@ from typing import Any
 
 from workers.trial_server import PACKET_BYTES, trial_log
 
+# Key of a trial server's environment: the Python that executes it; without it, this process's own.
+PYTHON_VARIABLE = "GPUFARM_TRIAL_PYTHON"
 _START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
 _LOG_TAIL_BYTES = 4000
@@ -66,7 +68,7 @@ class TrialServer:
         self._hello: dict[str, Any] | None = None
         with open(self._server_log_path, "wb") as log, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.trial_server", str(theirs.fileno()), self._folder.name],
+                [environment.get(PYTHON_VARIABLE, sys.executable), "-m", "workers.trial_server", str(theirs.fileno()), self._folder.name],
                 # NumPy's OpenBLAS would start threads at import, and a process that forks must have one only.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment},
                 pass_fds=(theirs.fileno(),),
