@@ -67,8 +67,9 @@ class TrialServer:
         self._control = ours
         self._hello: dict[str, Any] | None = None
         with open(self._server_log_path, "wb") as log, theirs:
+            python = environment.get(PYTHON_VARIABLE, sys.executable)
             self._process = subprocess.Popen(
-                [environment.get(PYTHON_VARIABLE, sys.executable), "-m", "workers.trial_server", str(theirs.fileno()), self._folder.name],
+                [python, "-m", "workers.trial_server", str(theirs.fileno()), self._folder.name],
                 # NumPy's OpenBLAS would start threads at import, and a process that forks must have one only.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment},
                 pass_fds=(theirs.fileno(),),

@@ -53,8 +53,8 @@ def lines(result: Result) -> list[str]:
                    [shift_row(shift) for shift in comparison.shifts])  # fmt: skip
     if comparison.statuses:
         said += ["", "configurations that failed, or ended otherwise:"]
-        said += _table(("before", "after", "configurations", "error"),
-                       [(s.before, s.after, f"{s.configurations:,}", s.error or "") for s in comparison.statuses])  # fmt: skip
+        rows = [(s.before, s.after, f"{s.configurations:,}", s.error or "") for s in comparison.statuses]
+        said += _table(("before", "after", "configurations", "error"), rows)
     for label, name in ((MEMORY, "peak memory"), (STEP_TIME, "step time")):
         largest = comparison.largest(label, _SHOWN)
         if largest:
@@ -64,8 +64,8 @@ def lines(result: Result) -> list[str]:
     families = [family for family in comparison.families if family.largest][:_SHOWN]
     if families:
         said += ["", "by the operator families of the configurations' layers, medians:"]
-        said += _table(("operator family", "pairs", "peak memory", "step time"),
-                       [(f.name, f"{f.pairs:,}", percent(f.memory), percent(f.step_time)) for f in families])  # fmt: skip
+        rows = [(f.name, f"{f.pairs:,}", percent(f.memory), percent(f.step_time)) for f in families]
+        said += _table(("operator family", "pairs", "peak memory", "step time"), rows)
     said += ["", *_operator_lines(result)]
     for side, alone in zip((result.before, result.after), comparison.alone, strict=True):
         if alone:
