@@ -6,9 +6,10 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
+from conf.bars import StepBar
 from conf.cli import EXIT_INTERRUPTED, command
 from farm.comparison.run import CompareSettings, Interrupted, run_comparison
-from farm.comparison.view import Progress, as_json, lines
+from farm.comparison.view import as_json, lines
 from farm.comparison.write import checked_report, write_comparison
 from warehouse.folder import DataFolder
 
@@ -26,8 +27,8 @@ def entry(cfg: DictConfig) -> int:
     # What a run says on its way is for people; with format=json standard output is the result's.
     with contextlib.redirect_stdout(sys.stderr) if settings.format == "json" else contextlib.nullcontext():
         try:
-            with Progress() as progress:
-                result = run_comparison(settings, progress.update)
+            with StepBar("compare") as bar:
+                result = run_comparison(settings, bar.update)
         except Interrupted:
             print("left; the same command goes on where it was", file=sys.stderr)
             return EXIT_INTERRUPTED

@@ -7,42 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from conf.bars import start_bar
 from farm.comparison.operators import Change, Operators
 from farm.comparison.pairs import MEMORY, STEP_TIME, LabelShift, Pair
 from farm.comparison.run import Result
 from farm.comparison.sides import Environment, Recorded, Side
 
 _SHOWN = 5  # configurations, operators and modules of each table
-
-
-class Progress:
-    """A context manager on stderr: a bar for each label on a terminal, nothing elsewhere."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=True, highlight=False)
-        self._bar = self._task = self._label = None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, label: str, done: int, of: int) -> None:
-        """`done` of `of` steps of `label` are taken."""
-        if not self._console.is_terminal:
-            return
-        if label != self._label:
-            from rich.progress import TimeRemainingColumn
-
-            self.__exit__()
-            self._label = label
-            self._bar, self._task = start_bar(self._console, label, TimeRemainingColumn())
-        self._bar.update(self._task, completed=done, total=of)
 
 
 def lines(result: Result) -> list[str]:
