@@ -150,6 +150,8 @@ def _operators(result: Result) -> str:
         rows = [(key, before or "traced", after or "traced") for key, (before, after) in found.failed.items()]
         parts.append(note(f"{count_of(len(found.failed), 'configuration')} cannot be traced on a side."))
         parts.append(fold("Which, and why", table(("config hash", "*before", "*after"), rows[:_SHOWN])))
+    if not found.compared:
+        return section("operators", "By operator", *parts)
     parts.append(_changes("operator", found.operators))
     moved = [(k, figure(a), figure(b), percent(b / a - 1 if a else None)) for k, (a, b) in found.peak.items() if a or b]
     parts.append("<h3>What the peak consists of, MiB</h3>")
@@ -162,7 +164,7 @@ def _operators(result: Result) -> str:
 
 
 def _modules(found: Operators | None) -> str:
-    if found is None:
+    if found is None or not found.compared:
         return ""
     return section(
         "modules", "By module",

@@ -52,7 +52,7 @@ class Environment:
     text: str  # as the user named it
     python: Path  # absolute; links are not followed, since a virtual environment's Python is one
     versions: Mapping[str, str | None]
-    fingerprint: str  # changes with the versions, and when torch is built or installed again
+    fingerprint: str  # changes with the versions, when torch is built or installed again, and with the trials' code
 
     @property
     def label(self) -> str:
@@ -156,7 +156,18 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
         hint = f"; install it there: {python} -m pip install {missing}" if missing else ""
         raise UsageError(f"{key}={text}: {python} cannot run a trial: {said[-1]}{hint}")
     found = json.loads(line.removeprefix("PROBE"))
-    digest = hashlib.sha256(canonical_json({**found, "python": str(python)}).encode()).hexdigest()[:8]
+    identity = {**found, "python": str(python), "code": _trial_code(code)}
+    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:8]
     return Environment(
         text=text, python=python, versions={name: found.get(name) for name in _SHOWN}, fingerprint=digest
     )
+
+
+def _trial_code(code: Path) -> str:
+    """A digest of what decides a run's figures here: both sides of a comparison must have run the same."""
+    digest = hashlib.sha256()
+    for package in ("featurize", "workers"):
+        root = (code / package).resolve()
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{package}/{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()

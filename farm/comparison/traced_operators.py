@@ -26,11 +26,13 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     A step that cannot be traced gives `{"error": why}`.
     """
     from featurize.opgraph import VOCABULARY, category
+    from featurize.releases import complete
     from featurize.replay import replay
     from featurize.roofline import price
     from featurize.trace import TraceError, trace_config
     from featurize.trial import config_from_mapping
 
+    complete()
     try:
         trial = config_from_mapping(config)
         trace = trace_config(trial, device=spec)

@@ -118,6 +118,8 @@ def _operator_lines(result: Result) -> list[str]:
     if found.failed:
         error = next(error for pair in found.failed.values() for error in reversed(pair) if error)
         said.append(f"  {len(found.failed):,} more cannot be traced on a side: {error}")
+    if not found.compared:
+        return said
     columns = ("calls", "moved_mib", "ms", "peak_mib")
     for name, entries in (("operator", found.operators), ("module", found.modules)):
         changed = [change for change in entries if change.changed]
