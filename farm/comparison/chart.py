@@ -84,6 +84,6 @@ def _decades(low: float, high: float) -> list[float]:
     ]
     if len(found) > 8:
         found = [size for size in found if math.isclose(math.log10(size) % 1, 0, abs_tol=1e-9)]
-    return (
-        found if len(found) > 1 else sorted({float(figure(low).replace(",", "")), float(figure(high).replace(",", ""))})
-    )
+    if len(found) > 1:
+        return found
+    return sorted({float(figure(low).replace(",", "")), float(figure(high).replace(",", ""))})

@@ -34,7 +34,7 @@ def comparison_page(result: Result) -> str:
         "alone": ("Without a partner", _alone(result)),
         "sides": ("Environments", _sides(result)),
     }
-    links = "".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
+    links = " ".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
     style = "".join(
         resources.files(package).joinpath(name).read_text(encoding="utf-8")
         for package, name in (("farm.reports", "report.css"), ("farm.comparison", "compare.css"))

@@ -60,7 +60,7 @@ def report_page(report: Report) -> str:
     }
     if (report.canaries or {}).get("verdict") in ("sick", "drift"):  # what explains the rest comes first
         sections = {"canaries": sections["canaries"], **sections}
-    links = "".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
+    links = " ".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
