@@ -6,14 +6,23 @@ cycle's report (`farm.reports`); `compare.css` adds the chart's.
 
 from __future__ import annotations
 
-import json
 from importlib import resources
 
 from farm.comparison.chart import shift_chart
 from farm.comparison.operators import Change, Operators
 from farm.comparison.pairs import MEMORY, STEP_TIME, Comparison
 from farm.comparison.run import Result
-from farm.comparison.view import change_row, changed_dtypes, figure, headline, pair_row, percent, shift_row
+from farm.comparison.view import (
+    change_row,
+    changed_dtypes,
+    config_words,
+    figure,
+    headline,
+    pair_row,
+    percent,
+    share,
+    shift_row,
+)
 from farm.reports.parts import chart, charts, clean, count_of, fold, lead, legend, note, section, table
 from warehouse.schema import ENVIRONMENT
 
@@ -82,7 +91,7 @@ def _labels(comparison: Comparison) -> str:
         svg = shift_chart(comparison.pairs, label, unit, css, comparison.tolerance)
         if svg is not None:
             drawn.append(chart(f"{name}: difference of each configuration by its size before", svg))
-    heads = ("label", "pairs", "median", "p90", "largest", f"beyond {comparison.tolerance:.3g}", "equal")
+    heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
     return section(
         "labels", "Memory and step time",
         lead("Differences are relative to before; p90 is of their sizes."),
@@ -108,10 +117,7 @@ def _largest(comparison: Comparison) -> str:
         largest = comparison.largest(label, _SHOWN)
         if not largest:
             continue
-        rows = [
-            (*pair_row(pair, label), json.dumps({k: v for k, v in pair.before.config.items() if k != "family"}))
-            for pair in largest
-        ]
+        rows = [(*pair_row(pair, label), config_words(pair.before.config)) for pair in largest]
         beyond = [k for k, pair in enumerate(largest) if abs(pair.shift(label) or 0) > comparison.tolerance]
         heads = ("config hash", "family", "before", "after", "difference", "*configuration")
         parts.append(f"<h3>Largest differences of {clean(name)}</h3>" + table(heads, rows, words=2, marked=beyond))

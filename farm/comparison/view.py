@@ -19,7 +19,7 @@ def lines(result: Result) -> list[str]:
     """What a terminal shows: labels, statuses, the largest differences, operators and modules, what has no partner."""
     comparison = result.comparison
     said = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
-    said += _table(("label", "pairs", "median", "p90", "largest", f"beyond {comparison.tolerance:.3g}", "equal"),
+    said += _table(("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal"),
                    [shift_row(shift) for shift in comparison.shifts])  # fmt: skip
     if comparison.statuses:
         said += ["", "configurations that failed, or ended otherwise:"]
@@ -60,7 +60,7 @@ def headline(result: Result) -> str:
                 parts.append(f"{name} equal in all")
             else:
                 parts.append(f"{name} {percent(shift.median)} in the median, {shift.beyond:,} beyond "
-                             f"{comparison.tolerance:.3g}")  # fmt: skip
+                             f"{share(comparison.tolerance)}")  # fmt: skip
     changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
     if changed:
         parts.append(f"{changed:,} ended otherwise")
@@ -81,23 +81,37 @@ def pair_row(pair: Pair, label: str) -> tuple[str, ...]:
     return pair.config_hash, pair.before.family, figure(old), figure(new), percent(pair.shift(label))
 
 
-def percent(share: float | None) -> str:
-    """A signed share; a difference too small for its last digit is not shown as none."""
-    if share is None:
+def share(tolerance: float) -> str:
+    """`1 %`."""
+    return f"{100 * tolerance:.3g} %"
+
+
+def percent(difference: float | None) -> str:
+    """A signed relative difference; one too small for the last digit is not shown as none."""
+    if difference is None:
         return "-"
-    if share == 0:
+    if difference == 0:
         return "0 %"
-    return f"{100 * share:+.2f} %" if abs(share) >= 5e-5 else f"{100 * share:+.0e} %"
+    return f"{100 * difference:+.2f} %" if abs(difference) >= 5e-5 else f"{100 * difference:+.0e} %"
 
 
 def figure(value: float | None) -> str:
-    """Four significant digits, thousands set apart."""
+    """Four significant digits, whole numbers whole, thousands set apart."""
     if value is None:
         return "-"
-    if value == 0:
-        return "0"
+    if value == round(value):
+        return f"{value:,.0f}"
     digits = max(0, 3 - math.floor(math.log10(abs(value))))
     return f"{value:,.{digits}f}"
+
+
+def config_words(config: Mapping[str, Any]) -> str:
+    """A configuration's values but its family; switches that are off are left out."""
+    return ", ".join(
+        f"{name} {value}"
+        for name, value in config.items()
+        if name != "family" and value is not None and value is not False
+    )
 
 
 def change_row(change: Change, figures: Sequence[str]) -> tuple[str, ...]:

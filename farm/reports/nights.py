@@ -36,6 +36,7 @@ SHOWN_CYCLES = 40  # of a curve: the newest
 OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
 _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
+_WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
 _OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # of the shares: an error may be more than 100 %
 _FIGURES = {
@@ -159,7 +160,9 @@ def _decisions(scores: Sequence[Score]) -> str:
     heads = ("target", "estimator", "decision", "held out", *map(_name, keys))
     failed = [k for k, one in enumerate(scores) if one.decision == "failed"]
     said = lead("Figures of the model so far / of the night's candidate, on the same held-out rows.") if keys else ""
-    why = "".join(f"<li>{clean(one.target)}: {clean(one.decision)}: {clean(gist(one.why))}</li>" for one in scores)
+    why = "".join(
+        f"<li>{clean(one.target)}: {clean(one.decision)}: {clean(gist(one.why, _WHY))}</li>" for one in scores
+    )
     return f"{said}{table(heads, rows, words=3, marked=failed)}<ul>{why}</ul>"
 
 

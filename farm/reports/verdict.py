@@ -93,12 +93,12 @@ def _sentence(
     return f"The night is done: {runs_said}{ended}{drift}."
 
 
-def gist(error: str) -> str:
+def gist(error: str, most: int = _SAID) -> str:
     """The line of an error that says what happened: of a traceback the last that is not indented, else the first."""
     lines = error.strip().splitlines() or [""]
     if any(line.startswith('  File "') for line in lines):
         lines = [line for line in lines[::-1] if not line.startswith(" ")] or lines
-    return lines[0][:_SAID].strip()
+    return lines[0][:most].strip()
 
 
 def _sentence_of(text: str | None) -> str:
