@@ -36,10 +36,11 @@ _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up 
 
 def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
     """The executor that `cluster` asks for, its processes marked as this dispatcher's."""
-    environment = {SESSION_VARIABLE: session_marker()}
+    marker = {SESSION_VARIABLE: session_marker()}
+    environment = {**cluster.environment, **marker}
     if cluster.kind == "inline":
         return InlineExecutor(choice, environment)
-    os.environ.update(environment)  # Ray's own processes inherit it
+    os.environ.update(marker)  # Ray's own processes inherit it
     return RayExecutor(choice, cluster, environment)
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class ClusterSettings:
     address: str | None = None
     dashboard: bool = False
     object_store_mib: int = 128
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' own
 
     def __post_init__(self) -> None:
         if self.kind not in ("ray", "inline"):

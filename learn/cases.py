@@ -89,3 +89,11 @@ def _described(name: str) -> DeviceSpec | None:
         return describe_device(name)
     except UsageError:
         return None
+
+
+def name_of(config: TrialConfig) -> str:
+    """A config in a few words: its family, and where that has models by name the model and its arguments."""
+    model = getattr(config, "model", None)
+    arguments = getattr(config, "arguments", "{}")
+    words = [config.family, *([str(model)] if model else []), *([str(arguments)] if arguments != "{}" else [])]
+    return " ".join(words)

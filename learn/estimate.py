@@ -273,6 +273,7 @@ def entry(cfg) -> int:
     from omegaconf import OmegaConf
 
     from featurize.device_spec import device_from_mapping, device_names
+    from learn.cases import name_of
     from learn.estimation.estimate_view import print_json, print_table
 
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)
@@ -304,7 +305,7 @@ def entry(cfg) -> int:
             settings["device"] = past.device
     elif values["config"] is not None:
         subject = config_of_user(_mapping(values["config"]))
-        title = f"{subject.family}, batch {subject.batch_size}"
+        title = f"{name_of(subject)}, batch {subject.batch_size}"
     else:
         title, subject = values["model"], None
         settings["input_dtype"] = values["input_dtype"]

@@ -5,12 +5,15 @@ Start reading at `fit`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conf.bars import StepBar
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from learn.targets import BIN_WIDTHS_GB, Bins, get_target
@@ -73,9 +76,12 @@ def fit(
     settings: FitSettings,
     *,
     now: datetime | None = None,
-    progress: Callable[[str], None] = lambda _step: None,
+    progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
 ) -> Fit:
     """Load, split, cross-validate, test, fit again on every usable row, and write `models/TARGET/VERSION/`.
+
+    `progress(step, done, of)` hears each step before it starts, and how many of its kind are done: jobs while they are
+    traced, then fits and the report; 0 of 0 where that is not known yet.
 
     The figures are those of fits that had not seen the rows they are judged on; the model that is kept has seen all
     rows. Raises `UsageError` for what the user can mend, before anything is written. `now` is time-zone aware.
@@ -83,24 +89,27 @@ def fit(
     from learn.artifacts import described, save_artifact
     from learn.data import load_rows
     from learn.estimators import get_estimator, make_estimator, require_target
-    from learn.evaluation.evaluate import evaluate
+    from learn.evaluation.evaluate import CV_FOLDS, evaluate
     from learn.evaluation.report import write_report
     from learn.step_store import prepare
     from learn.targets import make_bins
 
     now = now or datetime.now(UTC)
     require_target(get_estimator(settings.estimator), settings.target)
-    progress("reading rows")
+    progress("reading rows", 0, 0)
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name,
         snapshot=settings.snapshot, trust=settings.trust,
     )  # fmt: skip
     needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
     if needs_trace:
-        prepare(rows.cases, settings.data, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+        prepare(rows.cases, settings.data, progress=partial(progress, "tracing jobs"))
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
-    evaluation = evaluate(settings.estimator, rows, bins, settings.seed, progress)
-    progress("fit on all rows")
+    steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
+    evaluation = evaluate(
+        settings.estimator, rows, bins, settings.seed, lambda step: progress(step, next(done), steps)
+    )  # fmt: skip
+    progress("fit on all rows", steps - 2, steps)
     estimator = make_estimator(settings.estimator, settings.seed).fit(rows)
 
     notes = list(estimator.predict(rows.cases[:1]).warnings)
@@ -126,7 +135,7 @@ def fit(
     }
     report["refused_run_ids"] = sorted({*rows.run_ids} - {*report["test_run_ids"], *report["train_run_ids"]})
     report["fitted_on"] = "all"
-    progress("drawing the report")
+    progress("drawing the report", steps - 1, steps)
     path = save_artifact(
         settings.data, settings.target, estimator, meta, report,
         now=now, extras=lambda folder: write_report(folder, evaluation, meta),
@@ -167,8 +176,8 @@ def entry(cfg) -> int:
 
     settings = FitSettings(**OmegaConf.to_container(cfg, resolve=True))
     screen = Console()
-    with screen.status("starting") as status:
-        done = fit(settings, progress=lambda step: status.update(f"{settings.target}: {step}"))
+    with StepBar(settings.target) as bar:
+        done = fit(settings, progress=bar.update)
 
     from learn.evaluation.report import metric_rows
 

@@ -77,11 +77,13 @@ def step_of(
     `timeline` keeps the allocator's state after every event in `memory.timeline`. Raises `CannotTrace`, and
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
+    from featurize.releases import complete
     from featurize.replay import outside_mib, replay
     from featurize.simulate import simulate
     from featurize.trace import TraceError, trace_step
 
     spec = describe_device(device)
+    complete()
     try:
         trace = trace_step(
             job.build, job.batch, loss=job.loss, device=spec, settings=job.settings, training_loop=job.training_loop

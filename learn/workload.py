@@ -47,10 +47,11 @@ class Workload:
 def of_config(config: TrialConfig) -> Workload:
     """The workload of a trial config, as the farm runs it."""
     from featurize.families import get_family, loss_of
+    from learn.cases import name_of
 
     family = get_family(config.family)
     return Workload(
-        name=config.family,
+        name=name_of(config),
         build=lambda: family.build(config),
         batch=lambda device: family.batch(config, device),
         settings=config,

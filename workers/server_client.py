@@ -25,6 +25,8 @@ from workers.reports import BrokenReport, Failure, Report, ReportReader, Result
 from workers.safe_text import quoted, safe_text
 from workers.trial_server import PACKET_BYTES
 
+# Key of a trial server's environment: the Python that executes it; without it, this process's own.
+PYTHON_VARIABLE = "GPUFARM_TRIAL_PYTHON"
 _START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
 _GOODBYE_S = 30.0  # for a trial to end after its last report: giving back its memory may take long
@@ -79,8 +81,9 @@ class TrialServer:
         self._pid: int | None = None
         line, self._line = os.pipe()  # its end tells the keeper that this process is gone
         with open(self._server_log_path, "wb") as log, theirs:
+            python = environment.get(PYTHON_VARIABLE, sys.executable)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.keeper", str(line), str(theirs.fileno())],
+                [python, "-m", "workers.keeper", str(line), str(theirs.fileno())],
                 # NumPy's OpenBLAS would start threads at import, and a process that forks must have one only.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment},
                 pass_fds=(line, theirs.fileno()),

@@ -15,7 +15,7 @@ from farm.reports.rows import Grid, short
 
 SHADES = 6  # of a heat map, beside empty
 _CELL_WIDTH, _CELL_HEIGHT = 38.0, 31.0
-_LETTER = 6.7  # width of one at 12 pixels, rounded up
+_LETTER = 7.7  # width of a digit at 12 pixels in the widest of the usual system fonts (DejaVu Sans, Verdana)
 
 _WIDTH, _HEIGHT = 560.0, 230.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 22.0, 20.0, 30.0
@@ -87,10 +87,14 @@ def _centred(css: str, x: float, y: float, text: str) -> str:
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
 
 
-def curves(names: Sequence[str], lines: Sequence[Curve], unit: str, limit: float | None = None) -> str:
-    """Lines over the cycles `names`, from 0 on; `limit`: a value drawn across, dashed."""
+def curves(
+    names: Sequence[str], lines: Sequence[Curve], unit: str, limit: float | None = None, most: float | None = None
+) -> str:  # fmt: skip
+    """Lines over the cycles `names`, from 0 on; `limit`: a value drawn across, dashed; `most`: the largest value that
+    there can be, where the axis ends at the latest."""
     found = [value for line in lines for value in line.values if value is not None]
     top = _nice_top(max([*found, limit or 0.0]))
+    top = top if most is None else min(top, most)
     drawn = [_frame(names, top, unit)]
     if limit:
         drawn.append(f'<path class="limit" d="M{_LEFT:g} {_y(limit, top):.1f}H{_WIDTH - _RIGHT:g}"/>')

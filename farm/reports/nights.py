@@ -36,7 +36,9 @@ SHOWN_CYCLES = 40  # of a curve: the newest
 OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
 _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
+_WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
+_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # of the shares: an error may be more than 100 %
 _FIGURES = {
     "rows": "rows",
     "mean_abs_error": "mean absolute error",
@@ -44,6 +46,7 @@ _FIGURES = {
     "median_rel_error": "median relative error",
     "accuracy": "accuracy",
     "above_bound": "above the bound",
+    "out_of_memory": "rows out of memory",
 }
 
 
@@ -154,11 +157,18 @@ def _decisions(scores: Sequence[Score]) -> str:
             for key in keys
         )
         rows.append((one.target, one.estimator, one.decision, one.held_out, *compared))
-    heads = ("target", "estimator", "decision", "held out", *(_FIGURES.get(key, key) for key in keys))
+    heads = ("target", "estimator", "decision", "held out", *map(_name, keys))
     failed = [k for k, one in enumerate(scores) if one.decision == "failed"]
     said = lead("Figures of the model so far / of the night's candidate, on the same held-out rows.") if keys else ""
-    why = "".join(f"<li>{clean(one.target)}: {clean(one.decision)}: {clean(gist(one.why))}</li>" for one in scores)
+    why = "".join(
+        f"<li>{clean(one.target)}: {clean(one.decision)}: {clean(gist(one.why, _WHY))}</li>" for one in scores
+    )
     return f"{said}{table(heads, rows, words=3, marked=failed)}<ul>{why}</ul>"
+
+
+def _name(key: str) -> str:
+    """A figure's name as people read it."""
+    return _FIGURES.get(key, key.replace("_", " "))
 
 
 def _figure(key: str, value: Any) -> str:
@@ -184,7 +194,7 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
 
     used, candidate = values("in_use"), values("candidate")
     marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in ("promoted", "first"))
-    what, unit = _FIGURES.get(key, key), "%" if key in _SHARES else ""
+    what, unit = _name(key), "%" if key in _SHARES else ""
     if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.evaluation.paired takes it
         what, unit = (
             (f"{what} of the logarithm", "ln") if TARGETS[target].space == "log" else (what, TARGETS[target].unit)
@@ -194,7 +204,8 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
         Curve(name="in use", css="k1", values=used, marks=marks),
     ]
     chips = legend({"model in use": "k1", "the night's candidate": "k5"})
-    return chart(f"{title}: {what}", curves(names, lines, unit), chips, newest=True)
+    most = 100.0 if key in _OF_A_WHOLE else None
+    return chart(f"{title}: {what}", curves(names, lines, unit, most=most), chips, newest=True)
 
 
 def time_section(report: Report) -> str:
@@ -210,11 +221,14 @@ def time_section(report: Report) -> str:
     ]  # fmt: skip
     failed = [k for k, step in enumerate(report.steps) if step.state == "failed"]
     heads = ("step", "state", "time", "share", "started", "*error")
+    of_runs = duration(run.get("gpu_seconds"))
+    spent = (
+        f"Time of the simulated runs: {of_runs}; no GPU was used."
+        if report.simulated
+        else f"Time on the GPUs: {of_runs}; energy: {energy(run.get('energy_j'))}."
+    )
     parts = [
-        lead(
-            f"{duration(whole)} in all, {duration(night.overhead_s)} of it beside running and fitting. "
-            f"Time on the GPUs: {duration(run.get('gpu_seconds'))}; energy: {energy(run.get('energy_j'))}."
-        ),
+        lead(f"{duration(whole)} in all, {duration(night.overhead_s)} of it beside running and fitting. {spent}"),
         table(heads, rows, words=2, marked=failed),
     ]
     errors = [(step.name, step.error) for step in report.steps if step.error]
@@ -230,11 +244,17 @@ def time_section(report: Report) -> str:
     overhead = Curve(name="overhead", css="k2", values=[one.overhead_s / 60 for one in nights])
     title = f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min"
     drawn.append(chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest=True))
+    taken, energies = [], []  # of nights on GPUs
+    for one in nights:
+        taken.append(None if one.simulated else _over(one.gpu_seconds, 3600))
+        energies.append(None if one.simulated else _over(one.energy_j, 3.6e6))
+    simulating = [_over(one.gpu_seconds, 60) if one.simulated else None for one in nights]
     for title, css, unit, values in (
         ("Rows in all", "k1", "rows", [one.rows for one in nights]),
         ("Runs a night", "k4", "runs", [one.runs for one in nights]),
-        ("GPU time", "k5", "h", [_over(one.gpu_seconds, 3600) for one in nights]),
-        ("Energy", "k6", "kWh", [_over(one.energy_j, 3.6e6) for one in nights]),
+        ("GPU time", "k5", "h", taken),
+        ("Energy", "k6", "kWh", energies),
+        ("Time of simulated runs", "k0", "min", simulating),
     ):
         if any(value is not None for value in values):
             drawn.append(chart(title, curves(names, [Curve(name=title, css=css, values=values)], unit), newest=True))
@@ -242,7 +262,7 @@ def time_section(report: Report) -> str:
     parts.append(charts(drawn))
     if left > 0:
         parts.append(lead(f"{count_of(left, 'earlier cycle')} not drawn; their figures are in the JSON."))
-    return section("time", "Time and energy", *parts)
+    return section("time", "Time" if report.simulated else "Time and energy", *parts)
 
 
 def _over(value: float | None, unit: float) -> float | None:
@@ -254,7 +274,7 @@ def next_section(report: Report) -> str:
     if plan is None:
         return section("next", "What to measure next", lead("No dry run of the next night was made."))
     families = plan.get("families") or {}
-    parts = [_plan_said(plan), *(note(text) for text in plan.get("notes") or ())]
+    parts = [_plan_said(plan, report.simulated), *(note(text) for text in plan.get("notes") or ())]
     if families:
         parts.append(table(("family", "runs"), sorted(families.items(), key=lambda item: (-item[1], item[0]))))
     for dimension, of in (plan.get("gained") or {}).items():
@@ -270,16 +290,18 @@ def next_section(report: Report) -> str:
     return section("next", "What to measure next", *parts)
 
 
-def _plan_said(plan: Mapping[str, Any]) -> str:
+def _plan_said(plan: Mapping[str, Any], simulated: bool) -> str:
+    ran = "simulated" if simulated else "measured"
     runs, again = int(plan.get("runs") or 0), int(plan.get("remeasured") or 0)
-    stale = f" {again:,} of them were measured before, and are stale since." if again else ""
+    stale = f" {again:,} of them were {ran} before, and are stale since." if again else ""
     if "policy" not in plan:  # nothing but stale ones, so that no candidate was looked at
         return lead(f"{count_of(runs, 'run')}.{stale}")
     past = float(plan.get("from_past") or 0.0)
     how = f"{past:.0%} of it from past runs of the family" if past else "a guess: no past runs"
     hours, out = float(plan.get("gpu_hours") or 0.0), float(plan.get("out_of_memory") or 0.0)
+    unit = "hours, simulated" if simulated else "GPU-hours"
     return lead(
         f"Policy {plan['policy']}: {count_of(runs, 'run')} of {int(plan.get('pool') or 0):,} candidates, about "
-        f"{hours:.2f} GPU-hours ({how}); {out:.0f} of them are expected to run out of memory. Left out: "
-        f"{int(plan.get('measured') or 0):,} measured already, {int(plan.get('repeated') or 0):,} copies.{stale}"
+        f"{hours:.2f} {unit} ({how}); {out:.0f} of them are expected to run out of memory. Left out: "
+        f"{int(plan.get('measured') or 0):,} {ran} already, {int(plan.get('repeated') or 0):,} copies.{stale}"
     )

@@ -53,14 +53,14 @@ def report_page(report: Report) -> str:
         "doubts": ("Untrusted", _doubts(report)),
         "canaries": ("Canaries", canaries_section(report)),
         "scores": ("Estimators", scores_section(report)),
-        "time": ("Time and energy", time_section(report)),
+        "time": ("Time" if report.simulated else "Time and energy", time_section(report)),
         "findings": ("Quality", _findings(report)),
         "next": ("Next night", next_section(report)),
         "settings": ("Settings", _settings(report)),
     }
     if (report.canaries or {}).get("verdict") in ("sick", "drift"):  # what explains the rest comes first
         sections = {"canaries": sections["canaries"], **sections}
-    links = "".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
+    links = " ".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -94,7 +94,9 @@ def _tiles(report: Report) -> str:
         ("rows tonight", f"{tonight:,}", f"{total:,} in all"),
         ("cells with their first row", f"{gained:,}", "bins and regions"),
         ("failed", f"{failed:,}", f"{rows.doubted_tonight if rows else 0:,} untrusted"),
-        ("GPU time", duration(run.get("gpu_seconds")), energy(run.get("energy_j"))),
+        ("time of the runs", duration(run.get("gpu_seconds")), "simulated: no GPU was used")
+        if report.simulated
+        else ("GPU time", duration(run.get("gpu_seconds")), energy(run.get("energy_j"))),
         ("overhead", duration(night.overhead_s), "all but running and fitting"),
     ]
     promoted = [s.target for s in report.scores if s.cycle == report.cycle and s.decision in ("promoted", "first")]
@@ -145,9 +147,9 @@ def _difference(changed: Difference) -> str:
     beyond = [shift for shift in changed.shifts if shift.beyond]
     again = sum(shift.configurations for shift in changed.shifts)
     if not changed.shifts:
-        parts.append(lead("No configuration was measured again in the same environment."))
+        parts.append(lead("No configuration ran again in the same environment."))
     elif not beyond:
-        said = f"Measured again in the same environment: {again:,} labels"
+        said = f"Taken again in the same environment: {again:,} labels"
         parts.append(lead(f"{said}, none beyond {changed.tolerance:g} of before."))
     else:
         rows = []

@@ -20,7 +20,7 @@ import warehouse
 from conf.errors import UsageError
 from farm.journal import STEPS, Cycle, plain
 from farm.reports.rows import Rows, read_rows
-from farm.reports.verdict import Said, say
+from farm.reports.verdict import Said, only_simulated, say
 from warehouse.diff import NOW, Difference, diff
 from warehouse.folder import DataFolder
 
@@ -40,7 +40,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Night:
-    """What one cycle took and brought, for curves over the cycles. None: not reached, or not measured."""
+    """What one cycle took and brought, for curves over the cycles. None: not reached, or not measured.
+
+    gpu_seconds  of its workers: of a simulated cycle no GPU's time; energy_j: of that modelled
+    """
 
     cycle: str
     outcome: str
@@ -51,6 +54,7 @@ class Night:
     wall_s: float | None
     gpu_seconds: float | None
     energy_j: float | None
+    simulated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,11 @@ class Report:
     steps: tuple[StepTime, ...]
     nights: tuple[Night, ...]  # oldest first, this one last
     next_plan: Mapping[str, Any] | None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether no GPU took part: all that ran was simulated."""
+        return only_simulated(self.rows, self.canaries)
 
     def as_json(self) -> str:
         return json.dumps(plain(dataclasses.asdict(self)), indent=1, allow_nan=False)
@@ -210,6 +219,7 @@ def _night(cycle: Cycle) -> Night:
         wall_s=run.get("wall_s"),
         gpu_seconds=run.get("gpu_seconds"),
         energy_j=run.get("energy_j"),
+        simulated=only_simulated(None, cycle.done("canaries")),
     )
 
 

@@ -116,6 +116,11 @@ class Rows:
     doubts: tuple[Doubt, ...]
     doubted_tonight: int
 
+    @property
+    def sources_tonight(self) -> frozenset[str]:
+        """Where the labels of what finished in this cycle are from."""
+        return frozenset(one.source for one in self.counts if one.tonight)
+
 
 def read_rows(
     connection: duckdb.DuckDBPyConnection,

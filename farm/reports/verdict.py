@@ -13,6 +13,7 @@ from warehouse.diff import Difference
 LEVELS = ("good", "look", "bad")
 _MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
 _ENDED = {"time": "its time was up", "asked": "it was asked to stop"}
+SIMULATED = "simulated"  # warehouse.schema.SOURCES
 _SAID = 300  # characters of an error's sentence
 
 
@@ -26,6 +27,12 @@ class Said:
     advice: tuple[str, ...]  # most urgent first; what there is to do, or that there is nothing
 
 
+def only_simulated(rows: Rows | None, canaries: Mapping[str, Any] | None) -> bool:
+    """Whether all that a cycle ran was simulated: its rows say so, or where there are none its canaries."""
+    sources = rows.sources_tonight if rows is not None else frozenset()
+    return (sources or {(canaries or {}).get("source")}) == {SIMULATED}
+
+
 def say(
     cycle: Cycle, changed: Difference | None, rows: Rows | None, findings: Sequence[Mapping[str, Any]]
 ) -> Said:  # fmt: skip
@@ -37,13 +44,14 @@ def say(
     look = [*_findings(errors), *_failures(run), *_learning(cycle), *_moved(changed, canaries)]
     if rows is None:
         look.append("The rows could not be read: see the notes on this page.")
-    calm = _calm(outcome, run)
+    ran = SIMULATED if only_simulated(rows, canaries) else "measured"
+    calm = _calm(outcome, run, ran)
     short = outcome == "cut short" or (run is not None and run.get("ended") == "time" and not run.get("runs"))
     level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or short else "good"
     return Said(
         outcome=outcome,
         level=level,
-        sentence=_sentence(cycle, outcome, canaries, run, rows),
+        sentence=_sentence(cycle, outcome, canaries, run, rows, ran),
         advice=tuple(urgent + look) or (calm,),
     )
 
@@ -56,38 +64,41 @@ def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
     return "cut short" if run is None or run.get("ended") == "asked" else "done"
 
 
-def _sentence(cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: Rows | None) -> str:
+def _sentence(
+    cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: Rows | None, ran: str
+) -> str:  # fmt: skip
+    """`ran`: measured or simulated."""
     finished = sum(one.tonight for one in rows.counts) if rows else 0
-    measured = "nothing was measured"
+    runs_said = f"nothing was {ran}"
     if run is None and finished:  # the canaries, or a run step that did not come to its end
-        measured = f"runs that finished, canaries included: {finished:,}"
+        runs_said = f"runs that finished, canaries included: {finished:,}"
     elif run is not None:
         runs = int(run.get("runs") or 0)
         statuses = ", ".join(f"{status} {n:,}" for status, n in sorted((run.get("by_status") or {}).items()))
-        measured = (f"{runs:,} run was measured" if runs == 1 else f"{runs:,} runs were measured") + (
+        runs_said = (f"{runs:,} run was {ran}" if runs == 1 else f"{runs:,} runs were {ran}") + (
             f" ({statuses})" if statuses else ""
         )
     if outcome == "failed":
         failed = next((name for name in STEPS if name in cycle.steps and cycle.steps[name].state == "failed"), None)
         where = f" at the step {failed}" if failed else ""
-        return f"The cycle failed{where}; {measured}."
+        return f"The cycle failed{where}; {runs_said}."
     if outcome == "sick":
         said = canaries.get("said") or cycle.said
         return f"The machine is sick, and only canaries ran: {_sentence_of(said) or 'they moved.'}"
     if outcome == "cut short":
         why = _ENDED.get((run or {}).get("ended"), "it was stopped")
-        return f"The night was cut short: {why}; {measured}."
+        return f"The night was cut short: {why}; {runs_said}."
     ended = f", until {_ENDED[run['ended']]}" if run and run.get("ended") in _ENDED else ""
     drift = "; labels drifted with the environment" if canaries.get("verdict") == "drift" else ""
-    return f"The night is done: {measured}{ended}{drift}."
+    return f"The night is done: {runs_said}{ended}{drift}."
 
 
-def gist(error: str) -> str:
+def gist(error: str, most: int = _SAID) -> str:
     """The line of an error that says what happened: of a traceback the last that is not indented, else the first."""
     lines = error.strip().splitlines() or [""]
     if any(line.startswith('  File "') for line in lines):
         lines = [line for line in lines[::-1] if not line.startswith(" ")] or lines
-    return lines[0][:_SAID].strip()
+    return lines[0][:most].strip()
 
 
 def _sentence_of(text: str | None) -> str:
@@ -163,11 +174,11 @@ def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
     return found
 
 
-def _calm(outcome: str, run: Mapping | None) -> str:
+def _calm(outcome: str, run: Mapping | None, ran: str) -> str:
     if outcome == "cut short":
-        return "Nothing to do: what was measured is kept, and the next night goes on from there."
+        return f"Nothing to do: what was {ran} is kept, and the next night goes on from there."
     if run is not None and run.get("ended") == "time" and not run.get("runs"):
         return "Give it more time: the canaries took all there was."
     if run is not None and not run.get("runs"):
-        return "Nothing was left to measure: widen the search spaces, or name more families."
+        return "Nothing was left to run: widen the search spaces, or name more families."
     return "Nothing to do."

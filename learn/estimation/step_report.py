@@ -119,10 +119,17 @@ def _short(count: int) -> str:
 
 
 def _notes(done: Estimate) -> str:
-    def css(note: str) -> str:
-        return "note bad" if note.startswith("out of memory") else "note"
-
-    return "".join(f'<p class="{css(note)}">{escape(note)}</p>' for note in done.warnings)
+    """What may decide is seen, the others are folded: the chart comes first."""
+    urgent = [note for note in done.warnings if note.startswith(("out of memory", "it may run out of memory"))]
+    others = [note for note in done.warnings if note not in urgent]
+    said = "".join(
+        f'<p class="{"note bad" if note.startswith("out") else "note"}">{escape(note)}</p>' for note in urgent
+    )
+    if others:
+        inside = "".join(f'<p class="note">{escape(note)}</p>' for note in others)
+        count = f"{len(others)} note{'' if len(others) == 1 else 's'} on this estimate"
+        said += f'<details class="notes"><summary>{count}</summary>{inside}</details>'
+    return said
 
 
 def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> str:

@@ -217,6 +217,9 @@ def _write_page(path: Path, evaluation: Evaluation, meta: Mapping, images: list[
         "fitted": f"{meta['created_at']}, {meta.get('fitted', _FITTED)}",
     }
     notes = "".join(f"<p class=note>{html.escape(text)}</p>" for text in meta["warnings"])
+    if notes:
+        count = f"{len(meta['warnings'])} note{'' if len(meta['warnings']) == 1 else 's'} on these figures"
+        notes = f"<details><summary>{count}</summary>{notes}</details>"
     pictures = "".join(
         f'<img alt="{p.stem}" src="data:image/png;base64,{base64.b64encode(p.read_bytes()).decode()}">' for p in images
     )
@@ -229,6 +232,7 @@ table {{ border-collapse: collapse; margin: 1rem 0 }}
 td, th {{ padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top }}
 td + td {{ font-variant-numeric: tabular-nums }}
 img {{ max-width: 49%; vertical-align: top }} .note {{ background: #fff4d6; padding: .4rem .7rem }}
+summary {{ cursor: pointer }}
 </style>
 <h1>{title}</h1>
 {notes}<table>{table}</table>

@@ -27,7 +27,7 @@ COMMANDS = command_modules()
 # What a command needs, so that nothing but the hostile argument is wrong. None of it starts a trial.
 NEEDED = {
     "submit": ["+arch=mlp", "n=1", "detach=true"], "grow": ["n=1", "dry_run=true"], "query": ["SELECT 1"],
-    "cancel": ["job=none"], "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
+    "cancel": ["job=none"], "compare": ["before=none", "after=none"], "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
     "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
     "estimate": ["run=none"], "benchmark": ["target=memory"], "build_defaults": ["path=none"],
 }  # fmt: skip
@@ -184,6 +184,7 @@ REFUSED_BY_THE_COMMAND = {
     "status": ("format=x", "job=nope", "data=file"), "cancel": ("job=a;b",), "doctor": ("format=x",
         "telemetry.dcgm_url=x"),
     "work": ("cluster.kind=x", "log.keep=0", "data=nope"), "diff": ("tolerance=-1", "format=x", "before=../x"),
+    "compare": ("format=x", "before=/nope after=/nope", "tolerance=-1", "seed=-1", "policy=nope", "data=file"),
     "check": ("format=x", "data=nope", "data=file"),
     "compact": ("grace_s=-1", "min_files=1", "target_mib=0", "target_rows=0", "data=nope"),
     "export": ("source=x", "hz=0", "max_mb=0", "out=file"), "snapshot": ("name=../x", "verify=nope",

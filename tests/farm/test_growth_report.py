@@ -394,3 +394,46 @@ def test_a_heat_map_of_many_families_and_bins_has_room_for_its_texts():
 def test_curves_without_any_value_are_drawn_empty():
     assert "nan" not in curves(["2026-11-20"], [Curve(name="x", css="k1", values=[None])], "h")
     assert "nan" not in curves([], [], "h") + columns([], {}, "h")
+
+
+def test_a_simulated_night_speaks_of_no_measurement_no_gpu_time_and_no_energy(nights):
+    cycle = nights.begin()
+    nights.measured(cycle, [nights.run_row(source="simulated")])
+    nights.step(cycle, "canaries", canaries_payload() | {"source": "simulated"})
+    nights.landed(cycle, findings=[])
+    found, page = written(nights, plan=next_plan())
+    said = page.said()
+    assert "The night is done: 1 run was simulated (ok 1)." in said and found["nights"][-1]["simulated"]
+    assert "simulated: no GPU was used" in said and "Time of the simulated runs: 50.0 min; no GPU was used" in said
+    for text in ("measured", "GPU time", "GPU-hours", "nergy", "kWh"):
+        assert text not in said, text
+
+
+def test_a_share_of_a_whole_ends_at_100_percent_and_an_error_may_be_more(nights):
+    nights.night([nights.run_row()], learned("first"))
+    nights.night([nights.run_row()], learned())
+    _, page = written(nights)
+    assert ">200<" not in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[97.0])], "%", most=100.0)
+    assert ">200<" in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[101.0])], "%")
+    at = page.text.index("memory by hybrid: accuracy")
+    numbers = [text for text in page.text[at : at + 20] if re.fullmatch(r"[\d.,]+", text.strip())]
+    assert "100" in numbers and not {"120", "150", "200"} & set(numbers)
+
+
+def test_no_header_is_the_name_of_a_column_of_the_code(nights):
+    nights.night([nights.run_row()], learned("kept"))
+    payload = nights.journal.cycles()[-1].done("learn")
+    for result in payload["results"]:
+        for of in result["figures"].values():
+            of |= {"out_of_memory": 3, "some_new_figure": 1.0}
+    _, page = written(nights, learn=payload)
+    assert "rows out of memory" in page.said() and "some new figure" in page.said()
+    assert "out_of_memory" not in page.said() and "some_new_figure" not in page.said()
+
+
+def test_a_grids_row_names_lie_inside_the_picture_in_a_wide_font():
+    """DejaVu Sans, which a page falls back to where there is no system font, has digits of 7.64 pixels at 12."""
+    names = ("16384–32767", "8192–16383")
+    svg = heat_map(Grid(name="dlrm", rows=names, columns=("1M",), counts=((1,), (0,)), tonight=((0,), (0,))), "batch")
+    ends = [float(x) for x in re.findall(r'class="name" x="([\d.]+)" y="[\d.]+" text-anchor="end"', svg)]
+    assert len(ends) == 2 and all(end >= len(names[0]) * 7.64 for end in ends)

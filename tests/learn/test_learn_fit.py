@@ -10,6 +10,7 @@ import pytest
 from learn_rows import make_configs, write_runs
 
 from conf import cli
+from conf.bars import StepBar
 from conf.errors import UsageError
 from featurize.features import feature_version
 from learn import fit as fit_module
@@ -218,3 +219,23 @@ def test_importing_learn_loads_neither_torch_nor_lightgbm():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "True"]
+
+
+def test_progress_counts_the_jobs_that_are_traced_and_then_the_fits(data):
+    heard = []
+    fit(settings(data), progress=lambda step, done, of: heard.append((step, done, of)))
+    assert heard[0] == ("reading rows", 0, 0)
+    fits = [entry for entry in heard if entry[0] not in ("reading rows", "tracing jobs")]
+    assert [(done, of) for _, done, of in fits] == [(k, 6) for k in range(6)]
+    assert [step for step, _, _ in fits][-3:] == ["held-out test", "fit on all rows", "drawing the report"]
+
+
+def test_a_terminal_sees_a_bar_and_a_file_sees_none(monkeypatch, capsys):
+    with StepBar("memory") as bar:
+        bar.update("reading rows", 0, 0)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal
+    with StepBar("memory") as bar:
+        bar.update("tracing jobs", 3, 12)
+    said = capsys.readouterr()
+    assert said.out == "" and "memory: tracing jobs" in said.err and "3/12" in said.err

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 
 from conf import cli
 from conf.errors import UsageError
-from featurize.families import mlp
+from featurize.families import mlp, zoo
 from learn import estimate
+from learn.cases import name_of
 from learn.estimation.module_tree import module_tree_html, tree_of
 from learn.estimation.step_chart import BANDS, columns_of
 from learn.traced import describe_device, step_of
@@ -226,3 +228,25 @@ def test_the_report_leaves_the_callers_model_and_torch_as_they_were(tmp_path):
     before = module.weight.clone()
     estimate(module, torch.zeros(2, 4), report=tmp_path / "r.html")
     assert torch.equal(module.weight, before) and torch.get_default_device().type == "cpu"
+
+
+def test_notes_are_folded_before_the_chart_and_what_may_not_fit_is_seen(tmp_path):
+    estimate(CONFIG, estimator="trace", report=tmp_path / "fits.html")
+    page = (tmp_path / "fits.html").read_text()
+    small = replace(DEVICE, memory_mib=600.0)
+    done = estimate(CONFIG, estimator="trace", device=small, report=tmp_path / "over.html")
+    over = (tmp_path / "over.html").read_text()
+    assert any(text.startswith("out of memory") for text in done.warnings)
+    for text in (page, over):
+        before_the_chart = text[: text.index("<svg")]
+        outside = re.sub(r"<details.*?</details>", "", before_the_chart, flags=re.DOTALL)
+        assert all(note.startswith("out of memory") for note in re.findall(r'<p class="note[^"]*">([^<]*)', outside))
+    assert "out of memory" in re.sub(r"<details.*?</details>", "", over, flags=re.DOTALL)
+
+
+def test_a_page_of_a_librarys_model_names_the_model():
+    config = zoo.Config(model="torchvision.models:resnet18", inputs="float32[3,32,32]", batch_size=8)
+    assert name_of(config) == "zoo torchvision.models:resnet18"
+    tuned = zoo.Config(model="timm:create_model", inputs="float32[3,32,32]", batch_size=8, arguments='{"a": 1}')
+    assert name_of(tuned) == 'zoo timm:create_model {"a":1}'
+    assert name_of(CONFIG) == "mlp"

@@ -47,10 +47,12 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
+        from featurize.releases import complete
         from featurize.simulate import simulate
         from featurize.trace import trace_config
 
         torch.set_num_threads(1)
+        complete()
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
         step = simulate(trace, self.spec, config, memory=_limited(trace, self.spec, config, slot.memory_fraction))

@@ -1,0 +1,48 @@
+"""`python -m farm.compare before=ENV after=ENV +arch=cnn n=200`: what a release changes. Start reading at `entry`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from conf.bars import StepBar
+from conf.cli import EXIT_INTERRUPTED, command
+from farm.comparison.run import CompareSettings, Interrupted, run_comparison
+from farm.comparison.view import as_json, lines
+from farm.comparison.write import checked_report, write_comparison
+from warehouse.folder import DataFolder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def entry(cfg: DictConfig) -> int:
+    """Compare what `cfg` names: a table or JSON, and a page.
+
+    Returns 1 where no configuration has figures on both sides, 130 when interrupted.
+    """
+    settings = CompareSettings.from_config(cfg)
+    checked_report(settings.report)
+    # What a run says on its way is for people; with format=json standard output is the result's.
+    with contextlib.redirect_stdout(sys.stderr) if settings.format == "json" else contextlib.nullcontext():
+        try:
+            with StepBar("compare") as bar:
+                result = run_comparison(settings, bar.update)
+        except Interrupted:
+            print("left; the same command goes on where it was", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        page = write_comparison(DataFolder.resolve(settings.data), result, settings.report)
+    print(as_json(result) if settings.format == "json" else "\n".join([*lines(result), f"page: {page}"]))
+    if not result.comparison.shifts:
+        print("error: no configuration has figures on both sides", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main() -> None:
+    command("compare", entry, text=("before", "after", "data", "report"))
+
+
+if __name__ == "__main__":
+    main()

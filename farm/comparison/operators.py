@@ -1,0 +1,250 @@
+"""The operators of the same configurations under both environments: traced there, kept, and compared here.
+
+Start reading at `traced`, then `compare_operators`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+from conf.errors import UsageError
+from conf.identity import mapping_hash
+from farm.comparison.sides import Environment
+from farm.comparison.traced_operators import FIGURES
+from featurize.device_spec import DeviceSpec
+from workers.environment import core_count
+
+_A_PROCESS = 16  # configurations that one more process is started for
+_SAME = 1e-6  # relative difference of two sums that is rounding
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One operator or module over all compared steps, figure by figure; sums of one step of each configuration.
+
+    before, after  calls, launches, moved_mib, gflops, ms, peak_mib, as `farm.comparison.traced_operators` has them
+    configurations those in which any figure differs; examples: config hashes, the largest difference in time first
+    """
+
+    name: str
+    kind: str  # operator category; for a module empty
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    configurations: int
+    examples: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        return self.configurations > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """What the traces of both sides say.
+
+    compared   configurations traced on both sides; failed: config hash -> (error before, error after)
+    dtypes     dtype -> operators (before, after); peak: kind of memory -> MiB at the peak (before, after), summed
+    """
+
+    device: str
+    compared: int
+    operators: tuple[Change, ...]
+    modules: tuple[Change, ...]
+    dtypes: Mapping[str, tuple[float, float]]
+    peak: Mapping[str, tuple[float, float]]
+    failed: Mapping[str, tuple[str | None, str | None]]
+
+
+def traced(
+    environment: Environment,
+    code: Path,
+    configs: Mapping[str, Mapping[str, Any]],
+    spec: DeviceSpec,
+    kept: Path,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> dict[str, dict[str, Any]]:
+    """Config hash -> `summary_of` its step under the environment's torch; what `kept` holds is not traced again.
+
+    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call goes on there.
+    Raises `UsageError` where the environment's Python fails.
+    """
+    from learn.step_store import step_feature_version
+
+    tag = mapping_hash({"code": step_feature_version(), "device": spec.to_mapping()})
+    known = {key: record for key, record in _read(kept, tag) if key in configs}
+    missing = {key: config for key, config in configs.items() if key not in known}
+    if not missing:
+        return known
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    progress(0, len(missing))
+    with open(kept, "a", encoding="utf-8") as file:
+        file.write("\n")  # ends a line that a kill may have cut off
+        for done, record in enumerate(_answers(environment, code, missing, spec), start=1):
+            file.write(json.dumps({"tag": tag, **record}) + "\n")
+            file.flush()
+            known[record.pop("key")] = record
+            progress(done, len(missing))
+    return known
+
+
+def _read(kept: Path, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        lines = kept.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut off by a kill: traced again
+            continue
+        if isinstance(record, dict) and record.pop("tag", None) == tag and "key" in record:
+            yield record.pop("key"), record
+
+
+def _answers(
+    environment: Environment, code: Path, configs: Mapping[str, Mapping[str, Any]], spec: DeviceSpec
+) -> Iterator[dict[str, Any]]:
+    """The record of each config, as the processes finish them."""
+    count = max(1, min(core_count(), len(configs) // _A_PROCESS))
+    items = list(configs.items())
+    answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for part in (items[k::count] for k in range(count)):
+            log = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            process = subprocess.Popen(
+                [str(environment.python), "-m", "farm.comparison.traced_operators"],
+                env={**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            stack.callback(_end, process)
+            lines = [json.dumps(spec.to_mapping()), *(json.dumps({"key": k, "config": c}) for k, c in part)]
+            threading.Thread(target=_tell, args=(process.stdin, lines), daemon=True).start()
+            threading.Thread(target=_listen, args=(process.stdout, answers), daemon=True).start()
+            processes.append((process, log))
+        open_ends = len(processes)
+        while open_ends:
+            record = answers.get()
+            if record is None:
+                open_ends -= 1
+            else:
+                yield record
+        for process, log in processes:
+            if process.wait():
+                log.seek(0)
+                said = log.read().strip().splitlines() or [f"exit code {process.returncode}"]
+                raise UsageError(f"{environment.text}: its operators cannot be traced: {said[-1]}")
+
+
+def _tell(pipe: TextIO, lines: Sequence[str]) -> None:
+    with contextlib.suppress(BrokenPipeError), pipe:
+        pipe.writelines(line + "\n" for line in lines)
+
+
+def _listen(pipe: TextIO, answers: SimpleQueue[dict[str, Any] | None]) -> None:
+    try:
+        for line in pipe:
+            with contextlib.suppress(ValueError):  # cut off: the process was killed, and its exit code says so
+                answers.put(json.loads(line))
+    finally:
+        answers.put(None)
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def compare_operators(
+    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]], device: str
+) -> Operators:
+    """Compare the records of the configurations that both sides have. `device` names the GPU model they are priced on.
+
+    Modules of different configurations are one where their paths differ in numbers only.
+    """
+    both = [key for key in before if key in after]
+    failed = {
+        key: (before[key].get("error"), after[key].get("error"))
+        for key in both
+        if "error" in before[key] or "error" in after[key]
+    }
+    compared = {key: (before[key], after[key]) for key in both if key not in failed}
+    classes = {name: kind for pair in compared.values() for side in pair for name, kind in side["classes"].items()}
+    return Operators(
+        device=device,
+        compared=len(compared),
+        operators=_changes(compared, "operators", lambda name: name, classes),
+        modules=_changes(compared, "modules", lambda name: re.sub(r"\d+", "*", name), {}),
+        dtypes=_sums(compared, "dtypes"),
+        peak=_sums(compared, "peak_mib"),
+        failed=failed,
+    )
+
+
+def _changes(
+    compared: Mapping[str, tuple[Mapping, Mapping]], part: str, named: Callable[[str], str], kinds: Mapping[str, str]
+) -> tuple[Change, ...]:
+    """Every operator or module, those that changed first, by the difference in time and then in memory moved."""
+    totals: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
+    differing: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for key, pair in compared.items():
+        own: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
+        for side, record in enumerate(pair):
+            for name, figures in record[part].items():
+                for figure in FIGURES:
+                    own[named(name)][side][figure] += figures[figure]
+        for name, (old, new) in own.items():
+            for side, figures in enumerate((old, new)):
+                for figure in FIGURES:
+                    totals[name][side][figure] += figures[figure]
+            if any(_differ(old[figure], new[figure]) for figure in FIGURES):
+                differing[name].append((abs(new["ms"] - old["ms"]), key))
+    found = []
+    for name, (old, new) in totals.items():
+        largest = sorted(differing[name], key=lambda item: (-item[0], item[1]))
+        found.append(
+            Change(
+                name=name, kind=kinds.get(name, ""), before=old, after=new, configurations=len(largest),
+                examples=tuple(key for _, key in largest[:_EXAMPLES]),
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=_largest_first))
+
+
+def _largest_first(change: Change) -> tuple:
+    differences = [abs(change.after[figure] - change.before[figure]) for figure in ("ms", "peak_mib", "moved_mib")]
+    return (not change.changed, *(-value for value in differences), change.name)
+
+
+def _differ(old: float, new: float) -> bool:
+    return abs(new - old) > _SAME * max(abs(old), abs(new))
+
+
+def _none() -> dict[str, float]:
+    return dict.fromkeys(FIGURES, 0.0)
+
+
+def _sums(compared: Mapping[str, tuple[Mapping, Mapping]], part: str) -> dict[str, tuple[float, float]]:
+    sums: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for pair in compared.values():
+        for total, record in zip(sums, pair, strict=True):
+            for name, value in record[part].items():
+                total[name] += value
+    return {name: (sums[0][name], sums[1][name]) for name in sorted(set(sums[0]) | set(sums[1]))}

@@ -1,0 +1,253 @@
+"""One comparison from its settings to its result: run what environments have not run yet, pair, trace, compare.
+
+Start reading at `run_comparison`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UsageError, unknown_name
+from conf.identity import mapping_hash
+from farm.comparison.operators import Operators, compare_operators, traced
+from farm.comparison.pairs import Comparison, RunSet, compare_runs
+from farm.comparison.sides import Environment, Recorded, Side, code_folder, side_of, trial_environment
+from farm.jobs import Queue
+from farm.monitoring.service import Service
+from farm.settings import SubmitSettings
+from farm.submit import submit
+from farm.work import TimedStop, run_job
+from featurize.device_spec import DeviceSpec, device_names, load_device, same_device
+from featurize.families import family_names
+from warehouse.folder import DataFolder, checked_name
+from workers.devices import choose_device
+from workers.devices.simulated import DEFAULT_MODEL
+
+FORMATS = ("table", "json")
+SIMULATED = (
+    "Simulated runs see what a release changes above the kernels: which operators a step runs, on which shapes and "
+    "dtypes, in which modules, and which tensors are alive when. They do not see kernels and their speed, the "
+    "algorithms and workspaces that cuDNN and cuBLAS choose, the caching allocator's C++ or the CUDA context: one "
+    "model stands for these on both sides, so a difference there cannot show."
+)
+MEASURED = (
+    "Labels are measured, so kernels, library choices and the allocator count. Figures by operator and module are of "
+    "traced steps, priced by this project's model of the GPU: they say what changed, not what a kernel takes. One "
+    "side ran after the other: compare clocks and temperatures (telemetry) before blaming a release for a few per cent."
+)
+
+
+class Interrupted(Exception):
+    """Asked to leave; the same comparison goes on where it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings:
+    """The keys of `conf/compare.yaml`. `submission`: what environments run; None where both sides have their runs."""
+
+    before: str
+    after: str
+    data: str | None
+    family: str | None
+    submission: SubmitSettings | None
+    tolerance: float
+    operators: bool
+    report: str | None
+    format: str
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.format not in FORMATS:
+            problems.append(str(unknown_name("format", self.format, FORMATS)))
+        tolerance = self.tolerance
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < float("inf"):
+            problems.append(f"tolerance must be a number >= 0, got {tolerance!r}")
+        if not isinstance(self.operators, bool):
+            problems.append(f"operators must be true or false, got {self.operators!r}")
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    @classmethod
+    def from_config(cls, cfg) -> CompareSettings:
+        """Raises `UsageError` naming the key."""
+        from omegaconf import OmegaConf
+
+        submission, family = None, None
+        if "arch" in cfg:
+            family = str(cfg.arch.family)
+            if cfg.n is not None:
+                whole = OmegaConf.merge({"batch_sizes": None, "priority": 0, "detach": False}, cfg)
+                submission = SubmitSettings.from_config(whole)
+        return cls(
+            before=str(cfg.before), after=str(cfg.after), data=cfg.data, family=family, submission=submission,
+            tolerance=cfg.tolerance, operators=cfg.operators, report=cfg.report, format=cfg.format,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A comparison that is done.
+
+    name       of its files; job_id of the runs of environments
+    operators  None where they were not compared: `no_operators` says why
+    caveat     what these figures can and cannot show
+    folders    where the runs of each side are
+    """
+
+    name: str
+    before: Side
+    after: Side
+    comparison: Comparison
+    operators: Operators | None
+    no_operators: str | None
+    caveat: str
+    folders: tuple[Path, Path]
+    job_id: str | None
+
+
+def run_comparison(
+    settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, done, of: None
+) -> Result:
+    """Run what is missing, and compare. `progress(label, done, of)` hears of operators that are traced.
+
+    Raises `UsageError` for what the user can mend, before anything is written, and `Interrupted`.
+    """
+    home = DataFolder.resolve(settings.data)
+    with code_folder() as code:
+        sides = _sides(settings, code)
+        if any(isinstance(side, Environment) for side in sides):
+            settings = _ready(settings)
+            home.create()
+        run_sets = tuple(_run_set(side, settings, home, code) for side in sides)
+        comparison = compare_runs(*run_sets, settings.tolerance)
+        operators, no_operators = _operators(settings, sides, run_sets, comparison, code, progress)
+    job_id = next((where.job_id for where in run_sets if where.job_id is not None), None)
+    caveat = MEASURED if "measured" in comparison.sources else SIMULATED
+    return Result(
+        name=_name(sides, settings, job_id), before=sides[0], after=sides[1], comparison=comparison,
+        operators=operators, no_operators=no_operators, caveat=caveat,
+        folders=(run_sets[0].folder.root, run_sets[1].folder.root), job_id=job_id,
+    )  # fmt: skip
+
+
+def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
+    """Both at once: importing torch takes seconds."""
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(side_of, key, getattr(settings, key), code) for key in ("before", "after")]
+        problems = [str(error) for one in asked if (error := one.exception()) is not None]
+    if problems:
+        errors = [one.exception() for one in asked if one.exception() is not None]
+        if not all(isinstance(error, UsageError) for error in errors):
+            raise errors[0]
+        raise UsageError("; ".join(problems))
+    before, after = (one.result() for one in asked)
+    same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
+    if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):
+        raise UsageError(
+            f"before={settings.before} and after={settings.after} are the same: there is nothing to compare"
+        )
+    return before, after
+
+
+def _ready(settings: CompareSettings) -> CompareSettings:
+    """With the device chosen. `UsageError` where it is not said what environments shall run."""
+    if settings.submission is None:
+        families = ", ".join(f"+arch={name}" for name in family_names())
+        raise UsageError(f"which configurations shall the environments run? add n=200 and one of {families}")
+    device, said = choose_device(settings.submission.device)
+    settings.submission.cluster.check_address()
+    print(said)
+    return dataclasses.replace(settings, submission=dataclasses.replace(settings.submission, device=device))
+
+
+def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path) -> RunSet:
+    """The side's runs; those that an environment still owes are run first."""
+    if isinstance(side, Recorded):
+        return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
+    folder = DataFolder(environments_folder(home) / checked_name("environment", side.folder_name)).create()
+    submission = settings.submission
+    cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
+    print(f"{side.label}: {side.python}, runs in {folder.root}")
+    with Queue.open(folder.queue) as queue:
+        job_id = submit(folder, queue, submission)
+        if queue.pending(job_id):
+            if not run_job(folder, queue, cluster, job_id, TimedStop(None), Service()):
+                raise Interrupted
+            from warehouse.compact import compact
+
+            compact(folder)
+    return RunSet(folder=folder, job_id=job_id, n=submission.n)
+
+
+def environments_folder(home: DataFolder) -> Path:
+    """A data folder for each environment."""
+    return home.root / "environments"
+
+
+def comparisons_folder(home: DataFolder) -> Path:
+    """Pages and their JSON."""
+    return home.root / "comparisons"
+
+
+def _operators(
+    settings: CompareSettings,
+    sides: tuple[Side, Side],
+    run_sets: tuple[RunSet, RunSet],
+    comparison: Comparison,
+    code: Path,
+    progress: Callable[[str, int, int], None],
+) -> tuple[Operators | None, str | None]:
+    recorded = [side.text for side in sides if isinstance(side, Recorded)]
+    if not settings.operators:
+        return None, "operators=false"
+    if recorded:
+        return None, (
+            f"operators are traced under an environment's torch, and {' and '.join(recorded)} "
+            f"{'is' if len(recorded) == 1 else 'are'} recorded runs: name the environments to compare operators"
+        )
+    if not comparison.pairs:
+        return None, "no configuration ran on both sides"
+    spec = _spec_of(settings.submission, comparison.devices)
+    configs: dict[str, Mapping[str, Any]] = {pair.config_hash: pair.before.config for pair in comparison.pairs}
+    records = []
+    for side, where in zip(sides, run_sets, strict=True):
+
+        def tell(done: int, of: int, label: str = side.label) -> None:
+            progress(f"tracing operators, {label}", done, of)
+
+        records.append(traced(side, code, configs, spec, where.folder.root / "operators.jsonl", tell))
+    return compare_operators(*records, spec.name), None
+
+
+def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec:
+    """The description that operators are priced by: the simulated device's, the real one's, else the default's."""
+    from featurize.device_spec import device_from_mapping
+
+    if submission.device.backend == "simulated" and submission.device.spec is not None:
+        return device_from_mapping(dict(submission.device.spec))
+    known = next((name for name in device_names() for device in devices if same_device(name, device)), DEFAULT_MODEL)
+    return load_device(known)
+
+
+def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
+    """The same for the same comparison, and as a file's name readable."""
+    identity = [side.folder_name if isinstance(side, Environment) else _recorded(side) for side in sides]
+    what = {"sides": identity, "job": job_id, "family": settings.family}
+    if settings.submission is not None:
+        what["n"] = settings.submission.n
+    words = "-".join(_word(side) for side in sides)
+    return f"{settings.family or 'all'}-{words}-{mapping_hash(what)[:6]}"
+
+
+def _recorded(side: Recorded) -> str:
+    return f"{side.folder.root}@{side.snapshot or ''}"
+
+
+def _word(side: Side) -> str:
+    name = side.versions["torch_version"] if isinstance(side, Environment) else side.snapshot or side.folder.root.name
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._+") else "_" for c in str(name))[:40]

@@ -1,0 +1,89 @@
+"""What runs inside an environment: traces training steps and says operator by operator what they take.
+
+Executed as `python -m farm.comparison.traced_operators`; `farm.comparison.operators` talks to it. Start reading at
+`summary_of`. torch is imported on use.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+
+MIB = 2**20
+# Of an operator or of a module, in one training step. `peak_mib`: what it made and is alive when most memory is in use.
+FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
+
+
+def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
+    """One traced step: figures by operator and by module, operators by dtype, the peak by kind in MiB.
+
+    A step that cannot be traced gives `{"error": why}`.
+    """
+    from featurize.opgraph import VOCABULARY, category
+    from featurize.releases import complete
+    from featurize.replay import replay
+    from featurize.roofline import price
+    from featurize.trace import TraceError, trace_config
+    from featurize.trial import config_from_mapping
+
+    complete()
+    try:
+        trial = config_from_mapping(config)
+        trace = trace_config(trial, device=spec)
+    except (TraceError, ValueError) as error:
+        return {"error": str(error)}
+    memory = replay(trace, spec, cudnn_benchmark=trial.cudnn_benchmark, timeline=True)
+    operators: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(FIGURES, 0.0))
+    modules: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(FIGURES, 0.0))
+    for operator, cost in zip(trace.operators, price(trace, spec, trial).operators, strict=True):
+        for figures in (operators[operator.name], modules[operator.module or "(none)"]):
+            figures["calls"] += 1
+            figures["launches"] += operator.launches
+            figures["moved_mib"] += (operator.bytes_read + operator.bytes_written) / MIB
+            figures["gflops"] += operator.flops / 1e9
+            figures["ms"] += cost.seconds * 1e3
+    for block, nbytes in _alive_at_peak(trace, memory).items():
+        made = trace.blocks[block]
+        operators[made.operator or f"({made.kind})"]["peak_mib"] += nbytes / MIB
+        modules[made.module or f"({made.kind})"]["peak_mib"] += nbytes / MIB
+    return {
+        "operators": operators,
+        "modules": modules,
+        "classes": {name: VOCABULARY[category(name)] for name in operators if not name.startswith("(")},
+        "dtypes": Counter(operator.dtype for operator in trace.operators),
+        "peak_mib": {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()},
+    }
+
+
+def _alive_at_peak(trace, memory) -> Counter[int]:
+    """Block -> its bytes, of those alive when most memory is in use."""
+    highest = max(range(len(memory.timeline)), key=lambda i: memory.timeline[i].allocated, default=-1)
+    alive: Counter[int] = Counter()
+    for event in trace.events[: highest + 1]:
+        alive[event.block] += event.nbytes
+    return Counter({block: nbytes for block, nbytes in alive.items() if nbytes > 0})
+
+
+def main() -> None:
+    """Read a device description and then configs, a JSON object a line; answer each config with a line."""
+    import torch
+
+    from featurize.device_spec import device_from_mapping
+
+    torch.set_num_threads(1)
+    answers, sys.stdout = sys.stdout, sys.stderr  # a model that prints must not spoil the answers
+    spec = device_from_mapping(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answers.write(json.dumps({"key": asked["key"], **summary_of(asked["config"], spec)}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

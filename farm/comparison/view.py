@@ -1,0 +1,231 @@
+"""A comparison as a table in the terminal, and as JSON. Start reading at `lines`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from farm.comparison.operators import Change, Operators
+from farm.comparison.pairs import MEMORY, STEP_TIME, LabelShift, Pair
+from farm.comparison.run import Result
+from farm.comparison.sides import Environment, Recorded, Side
+
+_SHOWN = 5  # configurations, operators and modules of each table
+
+
+def lines(result: Result) -> list[str]:
+    """What a terminal shows: labels, statuses, the largest differences, operators and modules, what has no partner."""
+    comparison = result.comparison
+    said = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
+    said += _table(("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal"),
+                   [shift_row(shift) for shift in comparison.shifts])  # fmt: skip
+    if comparison.statuses:
+        said += ["", "configurations that failed, or ended otherwise:"]
+        rows = [(s.before, s.after, f"{s.configurations:,}", s.error or "") for s in comparison.statuses]
+        said += _table(("before", "after", "configurations", "error"), rows)
+    for label, name in ((MEMORY, "peak memory"), (STEP_TIME, "step time")):
+        largest = comparison.largest(label, _SHOWN)
+        if largest:
+            said += ["", f"largest differences of {name}:"]
+            said += _table(("configuration", "family", "before", "after", "difference"),
+                           [pair_row(pair, label) for pair in largest])  # fmt: skip
+    families = [family for family in comparison.families if family.largest][:_SHOWN]
+    if families:
+        said += ["", "by the operator families of the configurations' layers, medians:"]
+        rows = [(f.name, f"{f.pairs:,}", percent(f.memory), percent(f.step_time)) for f in families]
+        said += _table(("operator family", "pairs", "peak memory", "step time"), rows)
+    said += ["", *_operator_lines(result)]
+    for side, alone in zip((result.before, result.after), comparison.alone, strict=True):
+        if alone:
+            examples = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
+            said.append(f"without a partner: {len(alone):,} configurations of {side.label} ({examples})")
+    for side, count in zip((result.before, result.after), comparison.unhashed, strict=True):
+        if count:
+            said.append(f"left out: {count:,} rows of {side.label} that name no configuration")
+    return [*said, "", result.caveat]
+
+
+def headline(result: Result) -> str:
+    """The result in a sentence."""
+    comparison = result.comparison
+    if not comparison.pairs:
+        return "no configuration ran on both sides"
+    parts = [f"{len(comparison.pairs):,} {'pair' if len(comparison.pairs) == 1 else 'pairs'} of configurations"]
+    for shift in comparison.shifts:
+        if shift.label in (MEMORY, STEP_TIME):
+            name = "peak memory" if shift.label == MEMORY else "step time"
+            if shift.equal == shift.pairs:
+                parts.append(f"{name} equal in all")
+            else:
+                parts.append(f"{name} {percent(shift.median)} in the median, {shift.beyond:,} beyond "
+                             f"{share(comparison.tolerance)}")  # fmt: skip
+    changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
+    if changed:
+        parts.append(f"{changed:,} ended otherwise")
+    return ", ".join(parts)
+
+
+def shift_row(shift: LabelShift) -> tuple[str, ...]:
+    """label, pairs, median, p90, largest, beyond, equal."""
+    return (
+        f"{shift.label} [{shift.unit}]", f"{shift.pairs:,}", percent(shift.median), percent(shift.p90).lstrip("+"),
+        percent(shift.largest), f"{shift.beyond:,}", f"{shift.equal:,}",
+    )  # fmt: skip
+
+
+def pair_row(pair: Pair, label: str) -> tuple[str, ...]:
+    """configuration, family, before, after, difference."""
+    old, new = pair.before.labels[label], pair.after.labels[label]
+    return pair.config_hash, pair.before.family, figure(old), figure(new), percent(pair.shift(label))
+
+
+def share(tolerance: float) -> str:
+    """`1 %`."""
+    return f"{100 * tolerance:.3g} %"
+
+
+def percent(difference: float | None) -> str:
+    """A signed relative difference; one too small for the last digit is not shown as none."""
+    if difference is None:
+        return "-"
+    if difference == 0:
+        return "0 %"
+    return f"{100 * difference:+.2f} %" if abs(difference) >= 5e-5 else f"{100 * difference:+.0e} %"
+
+
+def figure(value: float | None) -> str:
+    """Four significant digits, whole numbers whole, thousands set apart."""
+    if value is None:
+        return "-"
+    if value == round(value):
+        return f"{value:,.0f}"
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def config_words(config: Mapping[str, Any]) -> str:
+    """A configuration's values but its family; switches that are off are left out."""
+    return ", ".join(
+        f"{name} {value}"
+        for name, value in config.items()
+        if name != "family" and value is not None and value is not False
+    )
+
+
+def change_row(change: Change, figures: Sequence[str]) -> tuple[str, ...]:
+    """`before -> after` of each of these figures, one figure where both are the same."""
+    return tuple(_arrow(change.before[name], change.after[name]) for name in figures)
+
+
+def _arrow(old: float, new: float) -> str:
+    before, after = figure(old), figure(new)
+    return before if before == after else f"{before} -> {after}"
+
+
+def _operator_lines(result: Result) -> list[str]:
+    found = result.operators
+    if found is None:
+        return [f"operators: not compared: {result.no_operators}"]
+    said = [f"operators of one traced step of {found.compared:,} configurations, priced on {found.device}:"]
+    if found.failed:
+        error = next(error for pair in found.failed.values() for error in reversed(pair) if error)
+        said.append(f"  {len(found.failed):,} more cannot be traced on a side: {error}")
+    if not found.compared:
+        return said
+    columns = ("calls", "moved_mib", "ms", "peak_mib")
+    for name, entries in (("operator", found.operators), ("module", found.modules)):
+        changed = [change for change in entries if change.changed]
+        if not changed:
+            said.append(f"  no {name} differs ({len(entries):,} {name}s)")
+            continue
+        rows = [
+            (change.name, f"{change.configurations:,}", *change_row(change, columns)) for change in changed[:_SHOWN]
+        ]
+        said += _table((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
+        if len(changed) > _SHOWN:
+            said.append(f"  {len(changed) - _SHOWN:,} more {name}s differ: see the page")
+    dtypes = changed_dtypes(found)
+    if dtypes:
+        said.append(
+            "  operators by dtype: " + ", ".join(f"{name} {_arrow(*counts)}" for name, counts in dtypes.items())
+        )
+    return said
+
+
+def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
+    """dtype -> operators before and after, where these differ."""
+    return {name: counts for name, counts in operators.dtypes.items() if counts[0] != counts[1]}
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return [
+        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in (heads, *rows)
+    ]
+
+
+def as_json(result: Result) -> str:
+    """The whole comparison: what the table and the page show, and every pair."""
+    comparison, operators = result.comparison, result.operators
+    return json.dumps(
+        {
+            "before": side_mapping(result.before, comparison.versions[0]),
+            "after": side_mapping(result.after, comparison.versions[1]),
+            "folders": [str(path) for path in result.folders],
+            "job_id": result.job_id,
+            "sources": comparison.sources,
+            "devices": comparison.devices,
+            "caveat": result.caveat,
+            "headline": headline(result),
+            "tolerance": comparison.tolerance,
+            "labels": [vars(shift) for shift in comparison.shifts],
+            "statuses": [vars(status) for status in comparison.statuses],
+            "operator_families": [vars(family) for family in comparison.families],
+            "alone": dict(zip(("before", "after"), comparison.alone, strict=True)),
+            "rows_without_configuration": dict(zip(("before", "after"), comparison.unhashed, strict=True)),
+            "operators": None if operators is None else _operators_mapping(operators),
+            "no_operators": result.no_operators,
+            "pairs": [_pair_mapping(pair) for pair in comparison.pairs],
+        },
+        allow_nan=False,
+        indent=1,
+    )
+
+
+def side_mapping(side: Side, versions: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What a side is; `versions` are those of its runs."""
+    about: dict[str, Any] = {"given": side.text, "versions": {name: list(found) for name, found in versions.items()}}
+    if isinstance(side, Environment):
+        return {**about, "python": str(side.python), "environment": dict(side.versions)}
+    assert isinstance(side, Recorded)
+    return {**about, "folder": str(side.folder.root), "snapshot": side.snapshot}
+
+
+def _operators_mapping(found: Operators) -> dict[str, Any]:
+    return {
+        **vars(found),
+        "operators": [vars(change) for change in found.operators],
+        "modules": [vars(change) for change in found.modules],
+    }
+
+
+def _pair_mapping(pair: Pair) -> dict[str, Any]:
+    def side(name: str) -> dict[str, Any]:
+        runs = getattr(pair, name)
+        return {"status": runs.status, "error": runs.error, "runs": runs.runs, **runs.labels}
+
+    return {
+        "config_hash": pair.config_hash,
+        "family": pair.before.family,
+        "config": pair.before.config,
+        "device_name": pair.before.device_name,
+        "source": pair.before.source,
+        "before": side("before"),
+        "after": side("after"),
+        "shift": {label: pair.shift(label) for label in pair.before.labels},
+    }

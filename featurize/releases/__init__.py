@@ -1,0 +1,31 @@
+"""What releases of torch lack that a traced step needs, added before it is traced. Start reading at `complete`."""
+
+from __future__ import annotations
+
+import functools
+
+
+@functools.cache
+def complete() -> None:
+    """Give this process's torch the meta kernels that later releases have; harmless on a release that has them.
+
+    Call it before a step is traced. The one that is missed: `aten::_convolution` has a meta kernel from 2.13 on
+    (`torch/_meta_registrations.py`). Before, it chooses a backend by the device and finds none for meta tensors:
+    "convolution_overrideable not implemented".
+    """
+    import torch
+
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_convolution", "Meta"):
+        return
+    from torch._meta_registrations import meta_conv
+
+    def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *_flags):
+        return meta_conv(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    # Not `library.impl`, which wants composite operators left composite.
+    library.m.impl("_convolution", "Meta", convolution, False)
+    _kept.append(library)
+
+
+_kept: list[object] = []  # a library that is collected takes its kernels along

@@ -1,0 +1,397 @@
+"""Two sides compared: what a side may be, runs paired by configuration, operators of traced steps, the table and the
+page. `tests/faults/test_compare_environments.py` runs the command on two environments."""
+
+import datetime
+import json
+import os
+import stat
+import sys
+
+import pyarrow as pa
+import pytest
+
+from conf import cli
+from conf.errors import UsageError
+from farm import compare as compare_module
+from farm.comparison.operators import compare_operators, traced
+from farm.comparison.pairs import RunSet, compare_runs
+from farm.comparison.sides import Environment, Recorded, code_folder, side_of
+from farm.comparison.traced_operators import summary_of
+from farm.comparison.view import percent
+from featurize.device_spec import load_device
+from featurize.trial import config_from_mapping, config_hash
+from warehouse.folder import DataFolder
+from warehouse.snapshot import take_snapshot
+from warehouse.writer import RunWriter
+
+DEVICE = "A100-SXM4-40GB"
+CONFIGS = [
+    config_from_mapping({"family": "mlp", "batch_size": size, "input_size": 64, "classes": 10, "depth": 3,
+                         "topology": "uniform", "batch_norm": size == 8})
+    for size in (8, 16, 32, 64)
+]  # fmt: skip
+HASHES = [config_hash(config) for config in CONFIGS]
+
+
+def land(folder, index, config, **changes):
+    """A run of this config."""
+    row = {
+        "run_id": f"J-{index:06d}", "job_id": "J", "task_index": index, "attempt": 1, "family": config.family,
+        "config": json.dumps(config.to_mapping()), "config_hash": config_hash(config), "status": "ok",
+        "source": "simulated", "device_name": DEVICE, "torch_version": "2.12.0", "quality": "trusted",
+        "peak_memory_mib": 1000.0, "step_time_ms": 4.0,
+        "started_at": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+    }  # fmt: skip
+    RunWriter(folder).write(row | changes, pa.table({"t_ms": [0.0]}))
+
+
+@pytest.fixture
+def before(tmp_path):
+    return DataFolder.resolve(tmp_path / "a'; echo before").create()
+
+
+@pytest.fixture
+def after(tmp_path):
+    return DataFolder.resolve(tmp_path / "a'; echo after").create()
+
+
+def compare(*arguments, data):
+    return cli.run(
+        "compare", compare_module.entry, [*arguments, f"data={data}"], text=("before", "after", "data", "report")
+    )
+
+
+# ---- runs
+
+
+def test_runs_are_paired_by_configuration_and_differences_are_relative_to_before(before, after):
+    for index, config in enumerate(CONFIGS):
+        land(before, index, config)
+        # In another order, under other ids: what ran is what counts.
+        land(after, 9 - index, config, peak_memory_mib=1000.0 * (1 + index / 10), step_time_ms=4.0)
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.15)
+    memory, step_time = (
+        next(s for s in done.shifts if s.label == name) for name in ("peak_memory_mib", "step_time_ms")
+    )
+    assert (memory.pairs, memory.beyond, memory.equal) == (4, 2, 1)
+    assert (memory.median, memory.p90, memory.largest) == pytest.approx((0.15, 0.3, 0.3))
+    assert (step_time.median, step_time.largest, step_time.equal) == (0.0, 0.0, 4)
+    assert [pair.config_hash for pair in done.largest("peak_memory_mib", 2)] == [HASHES[3], HASHES[2]]
+    assert done.largest("step_time_ms", 2) == []
+
+
+def test_several_runs_of_a_configuration_count_as_their_median(before, after):
+    for index, memory in enumerate((1000.0, 1000.0, 5000.0)):
+        land(before, index, CONFIGS[0], peak_memory_mib=memory)
+    land(after, 0, CONFIGS[0], peak_memory_mib=1100.0)
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
+    assert done.pairs[0].shift("peak_memory_mib") == pytest.approx(0.1)
+    assert done.pairs[0].before.runs == 3
+
+
+def test_a_status_that_changed_is_counted_with_its_error_and_has_no_difference(before, after):
+    land(before, 0, CONFIGS[0])
+    land(
+        after,
+        0,
+        CONFIGS[0],
+        status="crashed",
+        error="Traceback\n  ...\nNotImplementedError: no kernel",
+        peak_memory_mib=None,
+    )
+    land(before, 1, CONFIGS[1])
+    land(after, 1, CONFIGS[1])
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
+    (change,) = done.statuses
+    assert (change.before, change.after, change.configurations) == ("ok", "crashed", 1)
+    assert change.examples == (HASHES[0],) and change.error == "NotImplementedError: no kernel"
+    assert next(s for s in done.shifts if s.label == "peak_memory_mib").pairs == 1
+
+
+def test_what_one_side_alone_has_is_named_and_another_device_is_no_partner(before, after):
+    land(before, 0, CONFIGS[0])
+    land(after, 0, CONFIGS[0])
+    land(before, 1, CONFIGS[1])
+    land(after, 2, CONFIGS[2])
+    land(before, 3, CONFIGS[3])
+    land(after, 3, CONFIGS[3], device_name="H100-SXM-80GB")
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
+    assert [pair.config_hash for pair in done.pairs] == [HASHES[0]]
+    assert done.alone == (tuple(sorted((HASHES[1], HASHES[3]))), tuple(sorted((HASHES[2], HASHES[3]))))
+
+
+def test_labels_that_nobody_trusts_are_not_compared(before, after):
+    land(before, 0, CONFIGS[0])
+    land(after, 0, CONFIGS[0], quality="untrusted", peak_memory_mib=9000.0)
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
+    assert len(done.pairs) == 1 and done.shifts == () and done.statuses == ()
+
+
+def test_the_operator_family_that_differs_stands_first(before, after):
+    for index, config in enumerate(CONFIGS):
+        land(before, index, config)
+        land(after, index, config, peak_memory_mib=1200.0 if config.batch_norm else 1000.0)
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
+    first, second = done.families[:2]
+    assert (first.name, first.pairs, first.memory) == ("batch_norm", 1, pytest.approx(0.2))
+    assert second.memory == 0.0
+
+
+def test_rows_that_name_no_configuration_are_counted(before, after):
+    land(before, 0, CONFIGS[0])
+    land(after, 0, CONFIGS[0])
+    land(after, 1, CONFIGS[1], config_hash=None)
+    done = compare_runs(RunSet(folder=before), RunSet(folder=after), 0.01)
+    assert done.unhashed == (0, 1) and done.alone == ((), ())
+
+
+def test_only_the_first_n_tasks_of_a_job_are_compared(before, after):
+    for index, config in enumerate(CONFIGS):
+        for folder in (before, after):
+            land(folder, index, config)
+    land(after, 0, CONFIGS[0], run_id="other-000000", job_id="other", peak_memory_mib=1.0)
+    sides = [RunSet(folder=folder, job_id="J", n=2) for folder in (before, after)]
+    done = compare_runs(*sides, 0.01)
+    assert {pair.config_hash for pair in done.pairs} == set(HASHES[:2])
+    assert all(shift.largest == 0 for shift in done.shifts)
+
+
+# ---- sides
+
+
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_a_side_is_a_data_folder_or_a_snapshot_of_one(before, tmp_path):
+    land(before, 0, CONFIGS[0])
+    take_snapshot(before, name="night")
+    assert side_of("before", str(before.root), tmp_path) == Recorded(
+        text=str(before.root), folder=before, snapshot=None
+    )
+    text = f"{before.root}@night"
+    assert side_of("before", text, tmp_path) == Recorded(text=text, folder=before, snapshot="night")
+    with pytest.raises(UsageError, match="no environment and no data folder; name a Python"):
+        side_of("after", str(tmp_path / "nothing"), tmp_path)
+
+
+def test_an_environment_that_cannot_run_a_trial_says_what_it_lacks(tmp_path):
+    python = script(
+        tmp_path / "env'; echo foo" / "bin" / "python",
+        "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1\n",
+    )
+    with code_folder() as code, pytest.raises(UsageError, match="pip install torch") as error:
+        side_of("before", str(python.parent.parent), code)
+    assert str(python) in str(error.value)
+
+
+def test_an_environment_gets_this_code_and_nothing_else_of_this_one(tmp_path):
+    seen = tmp_path / "seen"
+    answer = json.dumps({"torch_version": "9.9.9", "cuda_version": None, "python_version": "3.12.1", "torch_files": 1})
+    python = script(
+        tmp_path / "env" / "bin" / "python",
+        f"#!{sys.executable}\nimport os\nopen({str(seen)!r}, 'w').write(os.environ['PYTHONPATH'])\n"
+        f"print('PROBE' + {answer!r})\n",
+    )
+    with code_folder() as code:
+        side = side_of("before", str(python), code)
+        assert seen.read_text() == str(code)
+        assert sorted(os.listdir(code)) == ["conf", "farm", "featurize", "learn", "warehouse", "workers"]
+    assert side.label == "torch 9.9.9" and side.folder_name.startswith("torch-9.9.9-")
+    assert not code.exists()
+
+
+def test_torch_built_again_under_the_same_version_is_another_environment(tmp_path):
+    def side(newest):
+        answer = json.dumps({"torch_version": "9.9.9", "torch_newest_ns": newest})
+        script(tmp_path / "env" / "bin" / "python", f"#!/bin/sh\necho 'PROBE{answer}'\n")
+        return side_of("before", str(tmp_path / "env"), tmp_path)
+
+    assert side(1).folder_name == side(1).folder_name != side(2).folder_name
+
+
+# ---- operators
+
+
+def test_a_traced_step_is_summed_by_operator_and_module_and_the_peak_is_whole():
+    config = CONFIGS[0].to_mapping()
+    found = summary_of(config, load_device(DEVICE))
+    operators, modules = found["operators"], found["modules"]
+    for figure in ("calls", "moved_mib", "gflops", "ms", "peak_mib"):
+        by_operator = sum(figures[figure] for figures in operators.values())
+        assert by_operator == pytest.approx(sum(figures[figure] for figures in modules.values()))
+        assert by_operator > 0
+    assert found["classes"]["aten::addmm"] == "matmul" and found["dtypes"]["float32"] > 0
+    assert any("batch_norm" in name for name in operators)
+    live = sum(mib for kind, mib in found["peak_mib"].items() if kind != "workspace")
+    assert sum(figures["peak_mib"] for figures in operators.values()) == pytest.approx(live)
+
+
+def test_a_step_that_cannot_be_traced_says_why():
+    assert "unknown" in summary_of({**CONFIGS[0].to_mapping(), "colour": "red"}, load_device(DEVICE))["error"]
+
+
+def record(**operators):
+    none = {"calls": 1.0, "launches": 1.0, "moved_mib": 0.0, "gflops": 0.0, "peak_mib": 0.0}
+    figures = {f"aten::{name}": {**none, "ms": ms} for name, ms in operators.items()}
+    return {
+        "operators": figures, "modules": {f"blocks.{k}.act": dict(f) for k, f in enumerate(figures.values())},
+        "classes": {name: "activation" for name in figures}, "dtypes": {"float32": len(figures)},
+        "peak_mib": {"activation": 1.0},
+    }  # fmt: skip
+
+
+def test_operators_that_came_went_or_got_slower_are_told_the_largest_difference_first():
+    old = {"a": record(relu=1.0, add=2.0), "b": record(add=2.0)}
+    new = {"a": record(clamp=1.5, add=2.0), "b": record(add=2.0 + 1e-12)}
+    found = compare_operators(old, new, DEVICE)
+    assert [(c.name, c.before["ms"], c.after["ms"]) for c in found.operators if c.changed] == [
+        ("aten::clamp", 0.0, 1.5), ("aten::relu", 1.0, 0.0),
+    ]  # fmt: skip
+    assert [c.name for c in found.operators if not c.changed] == ["aten::add"]
+    (module,) = found.modules  # numbers in paths do not tell modules apart
+    assert (module.name, module.configurations, module.examples) == ("blocks.*.act", 1, ("a",))
+
+
+def test_steps_that_one_side_cannot_trace_are_told_and_not_compared():
+    old = {"a": record(add=1.0), "b": {"error": "no convolution"}}
+    new = {"a": record(add=1.0), "b": record(add=1.0)}
+    found = compare_operators(old, new, DEVICE)
+    assert found.compared == 1 and found.failed == {"b": ("no convolution", None)}
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """An environment whose Python counts the configurations that it is asked about."""
+    log = tmp_path / "asked"
+    code = (
+        "import json, sys\nsys.stdin.readline()\n"
+        f"log = open({str(log)!r}, 'a')\n"
+        "for line in sys.stdin:\n"
+        "    key = json.loads(line)['key']\n"
+        "    log.write(key + '\\n'); log.flush()\n"
+        "    if key == 'fatal': sys.exit('torch is broken')\n"
+        "    print(json.dumps({'key': key, 'operators': {}}), flush=True)\n"
+    )
+    (tmp_path / "asked.py").write_text(code)
+    python = script(tmp_path / "env" / "bin" / "python", f"#!/bin/sh\nexec {sys.executable} {tmp_path}/asked.py\n")
+    side = Environment(text="env", python=python, versions={"torch_version": "9.9.9"}, fingerprint="0")
+    return side, lambda: log.read_text().split() if log.exists() else []
+
+
+def test_an_interrupted_trace_goes_on_and_a_torn_line_is_traced_again(counting, tmp_path):
+    side, asked = counting
+    kept = tmp_path / "home" / "operators.jsonl"
+    configs = {key: {"family": "mlp"} for key in ("a", "b", "c")}
+    traced(side, tmp_path, {"a": configs["a"], "b": configs["b"]}, load_device(DEVICE), kept)
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-8])  # the last line, cut off by a kill
+    assert set(traced(side, tmp_path, configs, load_device(DEVICE), kept)) == {"a", "b", "c"}
+    assert asked() == ["a", "b", "b", "c"]
+    assert set(traced(side, tmp_path, configs, load_device(DEVICE), kept)) == {"a", "b", "c"}
+    assert len(asked()) == 4
+    traced(side, tmp_path, {"a": configs["a"]}, load_device("H200-SXM-141GB"), kept)
+    assert asked()[4:] == ["a"]  # another device is priced otherwise
+
+
+def test_a_python_that_fails_while_it_traces_is_named_with_its_words(counting, tmp_path):
+    side, _ = counting
+    with pytest.raises(UsageError, match="env: its operators cannot be traced: torch is broken"):
+        traced(side, tmp_path, {"fatal": {}}, load_device(DEVICE), tmp_path / "operators.jsonl")
+
+
+# ---- the command
+
+
+def test_two_folders_are_compared_in_a_table_a_page_and_json(before, after, tmp_path, capsys):
+    hostile = {"error": "<script>alert(1)</script>", "status": "crashed", "peak_memory_mib": None, "step_time_ms": None}
+    for index, config in enumerate(CONFIGS):
+        land(before, index, config)
+        land(after, index, config, torch_version="2.13.0", **({"peak_memory_mib": 1100.0} if index else hostile))
+    home, page = tmp_path / "home", tmp_path / "it's.html"
+    assert compare(f"before={before.root}", f"after={after.root}", f"report={page}", data=home) == 0
+    out = capsys.readouterr().out
+    assert "4 pairs of configurations, peak memory +10.00 % in the median, 3 beyond 1 %" in out
+    assert "step time equal in all" in out and "1 ended otherwise" in out
+    assert "operators: not compared" in out and f"page: {page}" in out
+    html = page.read_text()
+    assert "<script" not in html and "&lt;script&gt;" in html and "http://" not in html
+    found = json.loads(page.with_suffix(".json").read_text())
+    assert found["before"]["versions"]["torch_version"] == ["2.12.0"]
+    assert found["pairs"][0]["shift"].keys() == {
+        "peak_memory_mib",
+        "peak_reserved_mib",
+        "peak_allocated_mib",
+        "step_time_ms",
+    }
+    assert not home.exists()
+
+
+def test_json_is_all_that_standard_output_holds(before, after, tmp_path, capsys):
+    land(before, 0, CONFIGS[0])
+    land(after, 0, CONFIGS[0])
+    assert compare(f"before={before.root}", f"after={after.root}", "format=json", data=tmp_path / "home") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["labels"][0]["equal"] == 1 and found["caveat"].startswith("Simulated runs see")
+    assert list((tmp_path / "home" / "comparisons").glob("*.html"))
+
+
+def test_a_snapshot_is_compared_with_its_folder_as_it_is(before, tmp_path, capsys):
+    land(before, 0, CONFIGS[0])
+    take_snapshot(before, name="first")
+    land(before, 1, CONFIGS[1])
+    assert compare(f"before={before.root}@first", f"after={before.root}", data=tmp_path / "home") == 0
+    assert "without a partner: 1 configurations of" in capsys.readouterr().out
+
+
+def test_nothing_in_common_is_told_with_exit_code_one(before, after, tmp_path, capsys):
+    land(before, 0, CONFIGS[0])
+    land(after, 1, CONFIGS[1])
+    assert compare(f"before={before.root}", f"after={after.root}", data=tmp_path / "home") == 1
+    said = capsys.readouterr()
+    assert "no configuration ran on both sides" in said.out
+    assert "error: no configuration has figures on both sides" in said.err
+
+
+def test_a_family_is_compared_alone(before, after, tmp_path, capsys):
+    for folder in (before, after):
+        land(folder, 0, CONFIGS[0])
+    assert compare("+arch=cnn", f"before={before.root}", f"after={after.root}", data=tmp_path / "home") == 1
+    assert compare("+arch=mlp", f"before={before.root}", f"after={after.root}", data=tmp_path / "home") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["before=/nope", "after=/neither"], "after=/neither is no environment"),
+        (["before=SELF", "after=SELF"], "are the same"),
+        (["before=SELF", "after=/nope", "tolerance=-1", "format=xml"], "tolerance must be a number >= 0, got -1"),
+        (["before=SELF", "after=/nope", "operators=maybe"], "operators must be true or false"),
+        (["before=SELF", "after=SELF@no-such"], "no-such"),
+        (["before=SELF", "after=/nope", "report=/no/such/folder/x.html"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, capsys, arguments, said):
+    arguments = [argument.replace("SELF", str(before.root)) for argument in arguments]
+    home = tmp_path / "home"
+    assert compare(*arguments, data=home) == 2
+    assert said in capsys.readouterr().err
+    assert not home.exists()
+
+
+def test_environments_need_to_be_told_what_to_run(tmp_path, capsys):
+    script(tmp_path / "env" / "bin" / "python", '#!/bin/sh\necho \'PROBE{"torch_version": "9.9.9"}\'\n')
+    folder = DataFolder.resolve(tmp_path / "data").create()
+    assert compare(f"before={tmp_path / 'env'}", f"after={folder.root}", data=tmp_path / "home") == 2
+    assert "add n=200 and one of +arch=" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"), [(None, "-"), (0.0, "0 %"), (0.1234, "+12.34 %"), (-0.5, "-50.00 %"), (1e-7, "+1e-05 %")]
+)
+def test_a_small_difference_is_not_shown_as_none(difference, said):
+    assert percent(difference) == said

@@ -1,0 +1,48 @@
+"""What older releases of torch lack: a process whose torch is made to lack it traces as one that has it."""
+
+import subprocess
+import sys
+
+import pytest
+
+# An older release's torch has no meta kernel of `aten::_convolution`: its registration is skipped here.
+TRACE = """
+import sys
+import torch
+from torch.library import Library
+
+if sys.argv[1] == "older":
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    torch._C._dispatch_has_kernel_for_dispatch_key = lambda name, key: name != "aten::_convolution" and has(name, key)
+    library = Library("aten", "IMPL", "Meta")
+    # As these releases do: the backend is chosen by the device, and meta tensors have none.
+    library.m.impl("_convolution", "Meta", lambda *args: torch.ops.aten.convolution_overrideable(*args[:9]), False)
+from featurize.releases import complete
+from featurize.trace import trace_config
+from featurize.trial import config_from_mapping
+
+if sys.argv[2] == "complete":
+    complete()
+    complete()
+config = config_from_mapping({"family": "cnn", "batch_size": 4, "optimizer": "sgd", "image_size": 16, "channels": 3,
+                              "classes": 10, "base_filters": 8, "depth": 2, "topology": "uniform"})
+trace = trace_config(config)
+print(len(trace.operators), trace.peak_live_bytes, trace.flops)
+"""
+
+
+def traced(release, way):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRACE, release, way], capture_output=True, text=True)
+    return done.stdout.split(), done.stderr
+
+
+@pytest.mark.parametrize("release", ["older", "this"])
+def test_a_convolution_is_traced_alike_on_every_release(release):
+    figures, said = traced(release, "complete")
+    assert len(figures) == 3, said
+    assert figures == traced("this", "as it is")[0]
+
+
+def test_an_older_release_as_it_is_has_no_convolution_for_meta_tensors():
+    figures, said = traced("older", "as it is")
+    assert not figures and "convolution_overrideable not implemented" in said
