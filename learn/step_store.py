@@ -307,8 +307,6 @@ def _read(folder: Path, wanted: set[str]) -> Iterator[tuple[str, StepRecord]]:
     import pyarrow as pa
 
     for path in sorted(folder.glob("*.parquet")):
-        if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
-            continue  # a pipe, or a link that leads out of the folder
         try:
             found = _records(path, wanted)
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
@@ -326,6 +324,8 @@ def _read(folder: Path, wanted: set[str]) -> Iterator[tuple[str, StepRecord]]:
 def _records(path: Path, wanted: set[str]) -> list[tuple[str, StepRecord]]:
     import pyarrow.parquet as pq
 
+    if not path.is_file() or not path.resolve().is_relative_to(path.parent.resolve()):
+        raise OSError("a folder, a pipe, or a link that leads out of this one")
     found = []
     for row in pq.read_table(path).to_pylist():
         if row["key"] not in wanted:

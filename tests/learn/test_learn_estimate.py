@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, restamp, write_runs
 from torch import nn
 
 from conf import cli
@@ -319,8 +319,7 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
     folder = tmp_path / "d"
     write_runs(folder, make_configs(60, families=("mlp",)))
     path = fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder))).path
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps({**meta, "feature_version": "0ld"}))
+    restamp(path, feature_version="0ld")
     done = estimate(CONFIG, data=folder)
     assert done.answered_by["memory"] == DEFAULT and any("fitted with features 0ld" in w for w in done.warnings)
     with pytest.raises(UsageError, match="fitted with features 0ld"):
@@ -649,7 +648,7 @@ def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
             "rows": {"family": {"mlp": 40}, "device": {DEVICE: 40}, "source": {"measured": 40}},
         }  # fmt: skip
         (home / version).mkdir(parents=True)
-        (home / version / "meta.json").write_text(json.dumps(meta))
+        restamp(home / version, **meta)
     DataFolder.resolve(tmp_path).create()
     assert find_latest(tmp_path, "memory").meta["estimator"] == "hybrid"
     assert find_latest(tmp_path, "memory", estimator="forest").version.startswith("20260102")

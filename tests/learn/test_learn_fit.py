@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_runs
+from learn_rows import make_configs, restamp, write_runs
 
 from conf import cli
 from conf.bars import StepBar
@@ -139,8 +139,7 @@ def test_test_rows_took_no_part_in_cross_validation(fitted):
 def test_a_model_of_other_features_is_refused_with_the_mend(data, fitted):
     target = "smocc"
     path = fit(FitSettings(target=target, estimator="lightgbm", data=str(data))).path
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps({**meta, "feature_version": "0ld"}))
+    restamp(path, feature_version="0ld")
     with pytest.raises(StaleArtifact, match=r"fitted with features 0ld.*python -m learn.fit target=smocc"):
         load_latest(data, target)
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
-from learn_rows import labels_of, make_configs, write_batch
+from learn_rows import labels_of, make_configs, restamp, write_batch
 
 from conf.errors import UsageError
 from featurize.features import group_key
@@ -39,8 +39,7 @@ def corrupted(configs):
 
 def outdate(path):
     """As if other code had fitted it."""
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps({**meta, "feature_version": "0ld"}))
+    restamp(path, feature_version="0ld")
 
 
 @pytest.fixture
@@ -163,6 +162,7 @@ def test_copies_of_rows_that_no_longer_count_are_still_seen(fitted):
     report = json.loads((old / "report.json").read_text())  # as if it had been fitted on those as well
     away = [f"away-{i:06d}" for i in range(20)]
     (old / "report.json").write_text(json.dumps(report | {"train_run_ids": report["train_run_ids"] + away}))
+    restamp(old)
     write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
     assert night(data, 1, "smact", source="simulated").held_out == 20
 
