@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -99,9 +100,12 @@ class Snapshot:
         found, root = [], self.folder.root
         for file in self.files:
             try:
-                status = (root / file.path).stat()
-            except FileNotFoundError:
+                status = (root / file.path).lstat()
+            except (FileNotFoundError, NotADirectoryError):
                 found.append(f"{file.path} is gone")
+                continue
+            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be anybody's
+                found.append(f"{file.path} is no plain file of the snapshot")
                 continue
             if status.st_size != file.bytes:
                 found.append(f"{file.path} has {status.st_size:,} bytes, had {file.bytes:,}")
@@ -112,6 +116,12 @@ class Snapshot:
             if str(path.relative_to(root)) not in known:
                 found.append(f"{path.relative_to(root)} is no file of the snapshot")
         return found
+
+
+def _is_below(root: Path, path: str) -> bool:
+    """Whether the path leads to a file below the folder, by no link and no `..`."""
+    real_root = os.path.realpath(root)
+    return not os.path.isabs(path) and os.path.realpath(root / path) == f"{real_root}/{os.path.normpath(path)}"
 
 
 def take_snapshot(

@@ -335,3 +335,23 @@ def test_rows_that_no_writer_would_land_are_found(folder):
     assert found["duplicate.run_id"].examples == ("J-000001 3 times",)
     assert found["telemetry.no_run"].examples == ("lost: 1 samples",)
     assert [finding.severity for finding in check(folder)][-1] == "warning"
+
+
+@pytest.mark.parametrize(
+    "path", ["../../secret", "/etc/passwd", "runs/family=cnn/link.parquet", "runs/family=cnn/pipe"]
+)
+def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothing_is_read(folder, path, monkeypatch):
+    fill(folder, range(2))
+    snapshot = take_snapshot(folder, "s")
+    root = snapshot.folder.root
+    (folder.root / "secret").write_bytes(b"secret")
+    os.symlink(folder.root / "secret", root / "runs/family=cnn/link.parquet")
+    os.mkfifo(root / "runs/family=cnn/pipe")
+    manifest = json.loads((root / MANIFEST).read_text())
+    manifest["files"].append({"path": path, "bytes": 6, "rows": 1, "sha256": "0" * 64, "modified_ns": 0})
+    (root / MANIFEST).write_text(json.dumps(manifest))
+    read = []
+    monkeypatch.setattr("warehouse.snapshot.sha256_of", lambda file: read.append(file) or "0" * 64)
+    (told,) = [line for line in find_snapshot(folder, "s").problems() if path in line and "SHA" not in line]
+    assert "is no plain file of the snapshot" in told
+    assert not [file for file in read if "secret" in str(file) or "passwd" in str(file) or "pipe" in str(file)]
