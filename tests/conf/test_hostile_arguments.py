@@ -27,7 +27,8 @@ COMMANDS = command_modules()
 # What a command needs, so that nothing but the hostile argument is wrong. None of it starts a trial.
 NEEDED = {
     "submit": ["+arch=mlp", "n=1", "detach=true"], "grow": ["n=1", "dry_run=true"], "query": ["SELECT 1"],
-    "cancel": ["job=none"], "compare": ["before=none", "after=none"], "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
+    "cancel": ["job=none"], "compare": ["before=none", "after=none"],
+    "diff": ["before=none"], "ingest": ["source=csv", "path=none.csv", "family=cnn"],
     "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
     "estimate": ["run=none"], "benchmark": ["target=memory"], "build_defaults": ["path=none"],
 }  # fmt: skip
