@@ -25,7 +25,7 @@ from conf.errors import UsageError
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
     "runs", "telemetry", "jobs", "stale", "compactions", "models", "features", "snapshots", "growth", "reports",
-    "locks",
+    "locks", "damaged", "environments", "comparisons",
 )  # fmt: skip
 OWN_FILES = ("format.json", "queue.sqlite", "warehouse.duckdb")  # and what SQLite and DuckDB put beside them
 
@@ -83,6 +83,18 @@ def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike])
         raise refused(f"it is a file of the data folder {owner}; choose a place outside")
     is_plain = descriptor is None and (status is None or stat.S_ISREG(status.st_mode))
     return Output(key, given, path, descriptor, is_plain)
+
+
+def folder_problems(out: str | os.PathLike, *, key: str = "out") -> list[str]:
+    """Return why a command must not make its own files in the folder `out`: it is a data folder's own."""
+    real = Path(os.path.realpath(os.path.expanduser(out)))
+    for folder in (real, *real.parents):
+        inside = real.relative_to(folder).parts
+        if (not inside or inside[0] in OWN_FOLDERS) and _is_data_folder(folder):
+            return [
+                f"{key}={os.fspath(out)} cannot be used: it belongs to the data folder {folder}; choose a place outside"
+            ]
+    return []
 
 
 @contextlib.contextmanager

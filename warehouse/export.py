@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.outputs import folder_problems
 from warehouse.connection import connect
 from warehouse.dataset import (
     CARD,
@@ -80,6 +81,8 @@ class ExportSettings:
                 found.append(f"{name} must be a number > 0, got {value!r}")
         if self.out is not None and Path(self.out).expanduser().is_file():
             found.append(f"out={self.out} is a file, not a folder")
+        if self.out is not None:
+            found += folder_problems(self.out)
         if self.out is None and not repository_folder().parent.joinpath("pyproject.toml").is_file():
             found.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
         if found:

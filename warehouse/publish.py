@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.outputs import folder_problems
 from warehouse import load_example
 from warehouse.checks import check
 from warehouse.columns import JOBS, TABLES, described
@@ -89,6 +90,7 @@ class PublishSettings:
                 datetime.date.fromisoformat(str(self.published))
             except ValueError:
                 found.append(f"published must be a day as in 2026-11-20, got {self.published!r}")
+        found += folder_problems(self.out)
         if self.root.is_file() or (self.root.is_dir() and any(self.root.iterdir())):
             found.append(f"out={self.out} is there already; name a new or an empty folder")
         if found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from conf.errors import UsageError
+from conf.outputs import write_output
 from farm.comparison.page import comparison_page
 from farm.comparison.run import Result, comparisons_folder
 from farm.comparison.view import as_json
@@ -26,12 +27,17 @@ def write_comparison(home: DataFolder, result: Result, report: str | None) -> Pa
     They go to `comparisons/` of the data folder, or to the file `report` and one of the same name ending in `.json`.
     Raises `UsageError` where they cannot be written.
     """
-    path = comparisons_folder(home) / f"{result.name}.html" if report is None else Path(report)
+    figures, page = as_json(result).encode() + b"\n", comparison_page(result).encode("utf-8", errors="replace")
+    if report is not None:
+        path = Path(report)
+        write_output(path.with_suffix(".json"), figures, key="report", data=[home.root])
+        write_output(path, page, key="report", data=[home.root])
+        return path
+    path = comparisons_folder(home) / f"{result.name}.html"
     try:
-        if report is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path.with_suffix(".json"), as_json(result).encode() + b"\n")
-        write_bytes(path, comparison_page(result).encode("utf-8", errors="replace"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path.with_suffix(".json"), figures)
+        write_bytes(path, page)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}; name another with report=") from error
     return path

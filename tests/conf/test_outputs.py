@@ -1,6 +1,7 @@
 """Files that a user names: plain ones in one step, links followed, devices and pipes as they are, no data's own."""
 
 import contextlib
+import importlib
 import os
 import stat
 import subprocess
@@ -9,6 +10,7 @@ import threading
 
 import pytest
 
+from conf.cli import run
 from conf.errors import UsageError
 from conf.outputs import OWN_FILES, OWN_FOLDERS, checked_output, output_file, write_output
 from warehouse.folder import DataFolder
@@ -136,3 +138,19 @@ def test_a_reader_that_leaves_is_a_broken_pipe(place):
     with contextlib.closing(os.fdopen(writing, "wb", closefd=False)), pytest.raises(BrokenPipeError):
         write_output(f"/dev/fd/{writing}", b"x")
     os.close(writing)
+
+
+@pytest.mark.parametrize("inside", ["", "runs", "compactions/runs/new", "models"])
+@pytest.mark.parametrize(
+    ("module", "arguments"), [("warehouse.export", []), ("warehouse.publish", ["licence=CC0", "sources=[simulated]"])]
+)
+def test_no_folder_of_files_is_made_within_a_data_folder(tmp_path, capsys, module, arguments, inside):
+    data = DataFolder(tmp_path / "a'; echo foo").create()
+    before = sorted(data.root.rglob("*"))
+    link = tmp_path / "link"
+    link.symlink_to(data.root)
+    entry = importlib.import_module(module).entry
+    for out in (data.root / inside, link / inside):
+        assert run(module.partition(".")[2], entry, [f"out={out}", f"data={data.root}", *arguments]) == 2
+        assert "belongs to the data folder" in capsys.readouterr().err
+    assert sorted(data.root.rglob("*")) == before
