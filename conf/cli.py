@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from conf.errors import UsageError, unknown_name
+from conf.space_overrides import replacing
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -98,7 +99,7 @@ def load_config(name: str, overrides: Sequence[str]):
             raise UsageError(f"unknown option {item!r}; valid options: --help, --cfg job, and KEY=VALUE overrides")
     with initialize_config_module(config_module="conf", version_base="1.3"):
         try:
-            cfg = compose(name, overrides=list(overrides))
+            cfg = compose(name, overrides=replacing(overrides))
             _refuse_additions(overrides, cfg)
             return cfg
         except (HydraException, OmegaConfBaseException) as error:
@@ -110,7 +111,7 @@ def _refuse_additions(overrides: Sequence[str], cfg) -> None:
     """`+key=value` is for choosing a group and for a key of a search space; elsewhere nobody would read it."""
     for text in overrides:
         key = text.partition("=")[0]
-        if key.startswith("+") and key.lstrip("+") not in groups() and not key.startswith("+arch.space."):
+        if key.startswith("+") and key.lstrip("+") not in groups() and not key.lstrip("+").startswith("arch.space."):
             known = [name for name in _flat_keys(cfg) if name != key.lstrip("+")]
             raise UsageError(_unknown_key(key.lstrip("+"), known))
 
@@ -144,7 +145,7 @@ def _problems(name: str, overrides: Sequence[str], compose: Callable) -> list[st
     base = compose(name, overrides=good)
     for text, parsed in values:
         try:
-            compose(name, overrides=[*good, text])
+            compose(name, overrides=[*good, *replacing([text])])
         except (HydraException, OmegaConfBaseException) as error:
             keys = _flat_keys(base)
             if parsed.key_or_group in keys:
