@@ -268,7 +268,9 @@ def entry(cfg) -> int:
 
     from featurize.device_spec import device_from_mapping, device_names
     from learn.estimation.estimate_view import print_json, print_table
+    from learn.estimation.light_imports import without_compiler
 
+    without_compiler()
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)
     values |= {key: str(values[key]) for key in PATHS if values[key] is not None}  # a file may be called 5
     given = [key for key in ("model", "config", "run", "configs") if values[key] is not None]

@@ -11,6 +11,8 @@ from typing import Self
 
 import numpy as np
 
+from learn.learned.tree_model import SavedBooster
+
 MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
 _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
@@ -98,12 +100,10 @@ class Boosted:
     @classmethod
     def load(cls, folder: Path, name: str) -> Self:
         """What `save` wrote, for predicting."""
-        import lightgbm
-
         loaded = cls.__new__(cls)
         loaded._boosters = []
         for path in sorted(folder.glob(f"{name}-*.txt")):
             start, _, text = path.read_text().partition("\n")
             loaded._start = float(start)
-            loaded._boosters.append(lightgbm.Booster(model_str=text))
+            loaded._boosters.append(SavedBooster(text))
         return loaded
