@@ -45,9 +45,9 @@ def test_a_fitted_model_answers_as_lightgbm_does(parameters):
 
 
 def test_what_is_not_read_here_is_left_to_lightgbm():
-    rows = np.random.default_rng(0).integers(0, 5, size=(200, 2)).astype(float)
-    about = {"verbosity": -1, "min_data_in_leaf": 2, "num_threads": 1}
-    data = lightgbm.Dataset(rows, rows[:, 0] % 2 + rows[:, 1], params=about, categorical_feature=[0])
+    rows = np.random.default_rng(0).integers(0, 9, size=(2000, 2)).astype(float)
+    about = {"verbosity": -1, "min_data_in_leaf": 2, "min_data_per_group": 2, "cat_smooth": 0, "num_threads": 1}
+    data = lightgbm.Dataset(rows, 5 * (rows[:, 0] % 2), params=about, categorical_feature=[0])
     booster = lightgbm.train(about, data, num_boost_round=5)
     with pytest.raises(UnknownTreeModel):
         TreeModel.parse(booster.model_to_string())
