@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from conf.device_names import resolve_device
 from conf.errors import UsageError, unknown_name
 from conf.space_overrides import replacing
 
@@ -26,6 +27,9 @@ _ENVIRONMENT_ERRNOS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG,
 }  # fmt: skip
+
+
+_DESCRIPTIONS_ONLY = {("estimate", "device")}
 
 
 def command(name: str, entry: Callable, positional: str | None = None, text: Sequence[str] = ()) -> NoReturn:
@@ -97,6 +101,7 @@ def load_config(name: str, overrides: Sequence[str]):
     for item in overrides:
         if item.startswith("-"):
             raise UsageError(f"unknown option {item!r}; valid options: --help, --cfg job, and KEY=VALUE overrides")
+    overrides = [_with_device(name, item) for item in overrides]
     with initialize_config_module(config_module="conf", version_base="1.3"):
         try:
             cfg = compose(name, overrides=replacing(overrides))
@@ -105,6 +110,27 @@ def load_config(name: str, overrides: Sequence[str]):
         except (HydraException, OmegaConfBaseException) as error:
             problems = _problems(name, overrides, compose) or [_first_line(error)]
             raise UsageError("; ".join(problems)) from error
+
+
+def _with_device(name: str, text: str) -> str:
+    """`device=h100` as `device=H100-SXM5-80GB`; what stands for no choice is left for composing to refuse."""
+    key, equals, choice = text.partition("=")
+    if key.lstrip("+") != "device" or not equals or choice in ("", "null"):
+        return text
+    try:
+        return f"{key}={resolve_device(choice.strip(chr(39) + chr(34)), command_options(name, 'device'))}"
+    except UsageError:
+        return text
+
+
+def _unknown_choice(name: str, group: str, choice: object) -> str:
+    options = command_options(name, group)
+    if group == "device":
+        try:
+            resolve_device(choice, options)
+        except UsageError as error:
+            return str(error)
+    return str(unknown_name(group, choice, options))
 
 
 def _refuse_additions(overrides: Sequence[str], cfg) -> None:
@@ -135,7 +161,7 @@ def _problems(name: str, overrides: Sequence[str], compose: Callable) -> list[st
     for text, parsed in choices:
         group, choice = parsed.key_or_group, parsed.value()
         if choice not in group_options(group):
-            problems.append(str(unknown_name(group, choice, group_options(group))))
+            problems.append(_unknown_choice(name, group, choice))
             continue
         try:
             compose(name, overrides=[text])
@@ -223,6 +249,16 @@ def group_options(group: str) -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
 
 
+def command_options(name: str, group: str) -> tuple[str, ...]:
+    """The choices of a group that a command takes: an estimate is for a GPU model, not for a backend of trials."""
+    options = group_options(group)
+    if (name, group) not in _DESCRIPTIONS_ONLY:
+        return options
+    return tuple(
+        option for option in options if not any(key == "backend" for key, *_ in documented_keys(f"{group}/{option}"))
+    )
+
+
 def documented_keys(name: str) -> list[tuple[str, str, str]]:
     """(dotted key, default as written, help text) for each key of `conf/NAME.yaml`; help is its trailing comment."""
     rows, path = [], []
@@ -261,7 +297,7 @@ def help_text(name: str) -> str:
         if key not in groups():
             rows.append((f"{key}={'(required)' if default == '???' else default}", text))
             continue
-        rows.append((f"{key}={default}", f"{text} [{' | '.join(group_options(key))}]".strip()))
+        rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
         if default in group_options(key):
             rows += [(f"  {key}.{inner}={value}", said) for inner, value, said in documented_keys(f"{key}/{default}")]
     width = min(38, max(len(left) for left, _ in rows))
