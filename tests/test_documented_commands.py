@@ -33,6 +33,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "learn.build_defaults": "needs the published measurements; tests/learn/test_build_defaults.py runs it",
     "source=gpumemnet": "needs GPUMemNet's files; tests/warehouse/test_ingest.py runs it on files like these",
     "source=dataset": "loads what measured runs lie in datasets/; tests/warehouse/test_dataset.py runs it",
+    "farm.compare before=": "needs two environments or folders to compare; tests/farm/test_compare.py runs it",
     "warehouse.export ": "needs runs with telemetry; tests/warehouse/test_dataset.py runs it",
 }
 MENTIONED = ("learn.fit", "warehouse.query", "warehouse.export", "warehouse.diff")  # without arguments, in a sentence
@@ -122,7 +123,10 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
 )
 def test_a_documented_command_runs(command, here, monkeypatch, capsys, tmp_path):
     arguments = [*command.arguments, *SMALL.get(command.module, ())]
-    arguments = [argument.replace("=/srv/farm", "=data").replace("=/mnt/farm", "=data") for argument in arguments]
+    arguments = [
+        argument.replace("=/srv/farm", "=data").replace("=/srv/gpufarm", "=data").replace("=/mnt/farm", "=data")
+        for argument in arguments
+    ]
     arguments = [argument.replace("=/srv/", f"={tmp_path}/").replace("=/tmp/", f"={tmp_path}/")
                  for argument in arguments]  # fmt: skip
     if command.module in ("farm.submit", "farm.work", "farm.grow"):
