@@ -17,10 +17,12 @@ from typing import Any
 def without_compiler() -> None:
     """Let torch run without its compiler until something asks for more of it than to leave functions alone.
 
-    torch imports `torch._dynamo` to mark functions that must not be compiled. For the process of a command only:
-    functions that were marked meanwhile stay unmarked. Does nothing where the compiler is imported already.
+    torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to ask whether it can
+    compile. For the process of a command only: functions that were marked meanwhile stay unmarked. Does nothing where
+    the compiler is imported already.
     """
     _stand_in("torch._dynamo", {"disable": _as_it_is, "graph_break": _nothing, "is_compiling": lambda: False})
+    _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # asked for by torchvision
 
 
 def _as_it_is(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
@@ -52,15 +54,18 @@ class _StandIn(ModuleType):
         return getattr(self._real_module(), name)
 
     def _real_module(self) -> ModuleType:
-        name = self.__name__
-        if sys.modules.get(name) is self:
-            for attribute in self._attributes:
-                del self.__dict__[attribute]
-            del sys.modules[name]
-            package, _, attribute = name.rpartition(".")
-            if package and vars(sys.modules[package]).get(attribute) is self:
-                delattr(sys.modules[package], attribute)
-        return importlib.import_module(name)
+        if sys.modules.get(self.__name__) is self:
+            for module in [module for module in sys.modules.values() if isinstance(module, _StandIn)]:
+                module._leave()
+        return importlib.import_module(self.__name__)
+
+    def _leave(self) -> None:
+        for attribute in self._attributes:
+            del self.__dict__[attribute]
+        del sys.modules[self.__name__]
+        package, _, attribute = self.__name__.rpartition(".")
+        if package in sys.modules and vars(sys.modules[package]).get(attribute) is self:
+            delattr(sys.modules[package], attribute)
 
 
 class _Parts(MetaPathFinder, Loader):

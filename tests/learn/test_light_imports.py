@@ -32,7 +32,7 @@ try:
     command.main()
 finally:
     heavy = ["lightgbm", "sklearn", "pandas", "scipy", "matplotlib", "duckdb", "ray", "torch_geometric",
-             "torch._dynamo.utils", "torch._inductor"]
+             "torch._dynamo.convert_frame", "torch._inductor"]
     print("\\n" + json.dumps([name for name in heavy if name in sys.modules]))
 """,
         tmp_path,
@@ -44,6 +44,8 @@ finally:
     "use",
     [
         "import torch._dynamo.utils as part; assert part.counters is not None",
+        "from torch._dynamo.utils import is_compile_supported, counters; import torch._dynamo as d; assert d.config",
+        "import torch._dynamo as d; assert d.utils.counters is not None and not d.utils.is_compile_supported('meta')",
         "from torch._dynamo import config; assert config.cache_size_limit",
         "import torch._dynamo; assert torch._dynamo.config.cache_size_limit",
         "import torch._dynamo.eval_frame; import torch._dynamo as d; assert d.eval_frame.OptimizedModule",
@@ -59,7 +61,7 @@ without_compiler()
 model = torch.nn.Linear(2, 2, device="meta")
 torch.optim.Adam(model.parameters(), foreach=True).step()
 torch.ones(2, device="meta") + 1
-assert "torch._dynamo.utils" not in __import__("sys").modules
+assert "torch._dynamo.convert_frame" not in __import__("sys").modules
 {use}
 model(torch.ones(3, 2, device="meta")).sum().backward()
 torch.optim.Adam(model.parameters(), foreach=True).step()
