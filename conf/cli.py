@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from conf.errors import UsageError, shown
-from conf.keys import description, documented_keys, group_options, groups, meaning
+from conf.keys import command_options, description, documented_keys, group_options, groups, meaning
 from conf.overrides import Override, check_readable, load_config, parsed
 from conf.plain_text import bounded, one_line, printable
 
@@ -252,7 +252,7 @@ def help_text(name: str) -> str:
         if key not in groups():
             rows.append((f"{key}={'(required)' if default == '???' else default}", text))
             continue
-        rows.append((f"{key}={default}", f"{text} [{' | '.join(group_options(key))}]".strip()))
+        rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
         if default in group_options(key):
             rows += [(f"  {key}.{inner}={value}", said) for inner, value, said in documented_keys(f"{key}/{default}")]
     width = min(38, max(len(left) for left, _ in rows))

@@ -10,7 +10,9 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -25,11 +27,17 @@ def mapping_hash(mapping: Mapping[str, Any]) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version, from the package's metadata; None where it is not here."""
+    """The installed version, from the package's metadata, also of one that is kept aside; None where it is not here."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        kept_aside = importlib.metadata.distributions(name=package, path=[str(aside_folder())])
+        return next((distribution.version for distribution in kept_aside), None)
+
+
+def aside_folder() -> Path:
+    """Where an environment keeps a torchvision that was built for another torch: not on the path of its programs."""
+    return Path(sys.prefix) / "share" / "gpufarm" / "aside"
 
 
 def identity(pid: int) -> str:

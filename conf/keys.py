@@ -13,6 +13,7 @@ from functools import cache
 from conf.values import Kind
 
 SPACES = "arch"  # the group of search spaces
+_DESCRIPTIONS_ONLY = {("estimate", "device")}  # (command, group): no choices with a backend that runs trials
 _KIND = re.compile(r"\[([^\]]+)\](?: |$)")  # at the start of a key's comment
 _OFFERED = re.compile(r"\{(\w+)\}")
 
@@ -29,6 +30,16 @@ def group_options(group: str) -> tuple[str, ...]:
     """The choices of a group, by file name."""
     folder = importlib.resources.files("conf") / group
     return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+def command_options(name: str, group: str) -> tuple[str, ...]:
+    """The choices of a group that a command takes: an estimate is for a GPU model, not for a backend of trials."""
+    options = group_options(group)
+    if (name, group) not in _DESCRIPTIONS_ONLY:
+        return options
+    return tuple(
+        option for option in options if not any(key == "backend" for key, *_ in documented_keys(f"{group}/{option}"))
+    )
 
 
 def offered_groups(name: str) -> tuple[str, ...]:

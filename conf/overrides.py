@@ -10,15 +10,26 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from conf.device_names import resolve_device
 from conf.errors import UsageError, shown, unknown_name
-from conf.keys import chosen_by_default, group_options, groups, kinds, known_keys, offered_groups
+from conf.keys import (
+    chosen_by_default,
+    command_options,
+    group_options,
+    groups,
+    kinds,
+    known_keys,
+    offered_groups,
+)
+from conf.space_overrides import replacing
 from conf.values import Kind, problems_of
 
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
+DEVICES = "device"  # the group of GPU models and backends
 _TEXT, _OTHER = Kind.parse("any text"), Kind()
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
 
@@ -93,6 +104,7 @@ def load_config(name: str, arguments: Sequence[str | Override], text: Sequence[s
     from omegaconf import OmegaConf
 
     overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
+    overrides = [_with_device(name, override) for override in overrides]
     chosen, problems = _choices(name, overrides)
     keys = known_keys(name, chosen)
     problems += [problem for override in overrides if (problem := _problem_of_key(override, keys, name, chosen))]
@@ -124,6 +136,26 @@ def literal(value: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
 
 
+def _with_device(name: str, override: Override) -> Override:
+    """`device=h100` as `device=H100-SXM5-80GB`; what stands for no choice is left to `_choices` to refuse."""
+    if override.key != DEVICES or override.choice in group_options(DEVICES):
+        return override
+    try:
+        return replace(override, written=resolve_device(override.choice, command_options(name, DEVICES)))
+    except UsageError:
+        return override
+
+
+def _unknown_choice(name: str, group: str, choice: str) -> str:
+    options = command_options(name, group)
+    if group == DEVICES:
+        try:
+            resolve_device(choice, options)
+        except UsageError as error:
+            return str(error)
+    return str(unknown_name(group, choice, options))
+
+
 def _choices(name: str, overrides: Sequence[Override]) -> tuple[dict[str, str], list[str]]:
     """Group -> choice, by default or by argument, and what is wrong with the arguments' choices."""
     defaults, offered = chosen_by_default(name), offered_groups(name)
@@ -133,7 +165,7 @@ def _choices(name: str, overrides: Sequence[Override]) -> tuple[dict[str, str], 
         if group not in groups() or (group not in defaults and group not in offered):
             continue
         if override.choice not in group_options(group) and not (override.choice == defaults.get(group) == "null"):
-            problems.append(str(unknown_name(group, override.choice, group_options(group))))
+            problems.append(_unknown_choice(name, group, override.choice))
         elif override.plus != ("" if group in defaults else "+"):
             needed = "" if group in defaults else "+"
             problems.append(f"{group!r} is chosen with {needed}{group}={override.choice} here")
@@ -183,14 +215,14 @@ def _composed(name: str, overrides: Sequence[Override]) -> Any:
         raise UsageError("; ".join(problems))
     with initialize_config_module(config_module="conf", version_base="1.3"):
         try:
-            return compose(name, overrides=[override.text() for override in overrides])
+            return compose(name, overrides=replacing([override.text() for override in overrides]))
         except (HydraException, OmegaConfBaseException) as error:
             problems, chosen = [], [override.text() for override in overrides if override.key in groups()]
             for override in overrides:
                 if override.key in groups():
                     continue
                 try:
-                    compose(name, overrides=[*chosen, override.text()])
+                    compose(name, overrides=[*chosen, *replacing([override.text()])])
                 except (HydraException, OmegaConfBaseException) as own:
                     problems.append(f"{override.key}: {_first_line(own)}")
             raise UsageError("; ".join(problems) or _first_line(error)) from error

@@ -14,6 +14,7 @@ from conf.errors import UsageError, unknown_name
 from farm.ray_executor import ClusterSettings
 from farm.sampling import POLICIES, Limits, checked_batch_sizes
 from farm.space import Space
+from farm.space_limits import require_within_limits
 from featurize.families import family_names
 from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
@@ -62,9 +63,11 @@ class SubmitSettings:
         if "arch" not in cfg:
             raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
         values = OmegaConf.to_container(cfg, resolve=True)
+        space = Space.from_mapping(values["arch"])
+        require_within_limits(space)
         return cls(
             data=values["data"],
-            space=Space.from_mapping(values["arch"]),
+            space=space,
             n=values["n"],
             seed=values["seed"],
             policy=values["policy"],

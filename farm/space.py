@@ -17,13 +17,12 @@ from typing import Any
 
 from conf.errors import UsageError
 from featurize import families
-from featurize.trial import TrialConfig, canonical_json
+from featurize.trial import canonical_json
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
 _LARGEST = 2**63 - 1  # of integers, which the queue and the warehouse keep in 64 bits
 AUTO_LOG_RATIO = 100  # `scale: auto` is `log` from this high / low on
-_TRIED_ON = 16  # valid configs that a listed value is tried on
 
 Scalar = bool | int | float | str | None
 
@@ -157,7 +156,8 @@ def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
 
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
     `scale` and `step` optional. Raises `UsageError` that reports every problem together; an unknown family too, and a
-    listed value that the family's config never takes (`optimizer: [adam, lion]`).
+    listed value that the family's config never takes (`optimizer: [adam, lion]`). `farm.space_limits` has the limits of
+    numbers.
     """
     return _parse(family, mapping.items())
 
@@ -167,6 +167,12 @@ def valid_keys(family: str) -> tuple[str, ...]:
     module = families.get_family(family)
     fields = [field.name for field in dataclasses.fields(module.Config) if field.init]
     return tuple(sorted({*fields, *getattr(module, "SAMPLED_ONLY", ())}))
+
+
+@cache
+def own_space(family: str) -> Space:
+    """The space of `conf/arch/FAMILY.yaml`, its values not checked; without dimensions if there is no such file."""
+    return _parse(family, (default_space(family) or {}).items(), check_values=False)
 
 
 def _parse(family: str, items: Iterable[tuple[str, Any]], check_values: bool = True) -> Space:
@@ -182,44 +188,14 @@ def _parse(family: str, items: Iterable[tuple[str, Any]], check_values: bool = T
         if dimension is not None:
             dimensions.append(dimension)
     if check_values:
-        problems += [problem for dimension in dimensions for problem in _impossible_values(family, dimension)]
+        from farm.space_limits import refused_values  # which imports this module
+
+        problems += [problem for dimension in dimensions for problem in refused_values(family, dimension)]
     if unknown:
         problems.append(f"unknown {', '.join(sorted(unknown))}; valid keys are {', '.join(known)}")
     if problems:
         raise UsageError(f"search space of {family}: " + "; ".join(problems))
     return Space(family, tuple(dimensions))
-
-
-def _impossible_values(family: str, dimension: Dimension) -> Iterable[str]:
-    """A problem for each listed value of a config's field that the family refuses whatever the other fields are."""
-    if isinstance(dimension, Range):
-        return
-    name = dimension.name
-    values = (dimension.fixed,) if isinstance(dimension, Constant) else dimension.choices
-    for value in {(type(value), value): value for value in values}.values():  # once each; 1 is not True
-        told: set[str] | None = None  # what every valid config, given this value, is told about it
-        for config in _valid_configs(family):
-            fields = dataclasses.asdict(config)
-            if name not in fields:
-                return  # only `repair` consumes it
-            repaired = families.get_family(family).repair({**fields, name: value}, lambda _: 0.5)
-            if repaired.get(name, value) != value:
-                continue  # mended or filled in (`heads: null`): says nothing about the value
-            found = {problem for problem in _problems(config, name, value) if problem.startswith(f"{name} ")}
-            told = found if told is None else told & found
-            if not told:
-                break
-        for problem in sorted(told or ()):
-            yield f"arch.space.{name}: {problem}"
-
-
-def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
-    """What a valid config's family says once the field `name` is `value`."""
-    try:
-        dataclasses.replace(config, **{name: value})
-    except UsageError as error:
-        return str(error).removeprefix(f"{config.family}: ").split("; ")
-    return []
 
 
 def default_space(family: str) -> dict[str, Any] | None:
@@ -230,17 +206,6 @@ def default_space(family: str) -> dict[str, Any] | None:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(OmegaConf.create(file.read_text()))["space"]
-
-
-@cache
-def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
-    """Configs of the family's own space; none if it has none."""
-    space = default_space(family)
-    if space is None:
-        return ()
-    from farm.sampling import sample_range  # which imports this module
-
-    return tuple(sample_range(_parse(family, space.items(), check_values=False), 0, 0, _TRIED_ON))
 
 
 def _dimension(name: str, spec: Any, problems: list[str]) -> Dimension | None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from conf.errors import UsageError, unknown_name
+from conf.device_names import plain_device as plain_device
+from conf.device_names import resolve_device
+from conf.errors import UsageError
 
 _LARGEST = 1e12  # of any figure, in its unit
 
@@ -72,11 +74,12 @@ def device_names() -> tuple[str, ...]:
 
 
 def load_device(name: str) -> DeviceSpec:
-    """The description of one GPU model. An unknown name raises `UsageError` listing the known ones."""
+    """The description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
+
+    An unknown name raises `UsageError` listing the known ones, an ambiguous beginning its candidates.
+    """
     known = _descriptions()
-    if name not in known:
-        raise unknown_name("device", name, known)
-    return device_from_mapping(known[name])
+    return device_from_mapping(known[resolve_device(name, known)])
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
@@ -108,24 +111,9 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     return DeviceSpec(**values)
 
 
-# What drivers call models whose data sheets have other names; in lower case, without the vendor.
-_DRIVER_NAMES = {
-    "h100 80gb hbm3": "h100-sxm5-80gb",
-    "h200": "h200-sxm-141gb",
-    "geforce rtx 4090": "rtx-4090",
-    "tesla v100-sxm2-32gb": "v100-sxm2-32gb",
-}
-
-
 def same_device(one: str | None, other: str | None) -> bool:
     """Drivers say `NVIDIA A100-SXM4-40GB` where data sheets say `A100-SXM4-40GB`."""
     return plain_device(one) == plain_device(other)
-
-
-def plain_device(name: str | None) -> str:
-    """A device name in lower case, without the vendor: the data sheet's, where the driver's is another."""
-    plain = (name or "").strip().lower().removeprefix("nvidia ").strip()
-    return _DRIVER_NAMES.get(plain, plain)
 
 
 def device_features(spec: DeviceSpec) -> dict[str, float]:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from conf.errors import UsageError
+from conf.identity import aside_folder
 
 # Operators that torchvision describes to torch while it is imported, and whose schemas its own library brings. That
 # library is linked to one build of torch: beside another build it is not loaded, and the import fails.
@@ -21,6 +22,13 @@ _SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 _MISSING = "torchvision::"
+# Their own requirements would replace the torch that is here by another build.
+_HOW = {
+    "timm": "pip install --no-deps timm",
+    "torchvision": "pip install torchvision, with the --index-url that torch came from, gives one that matches this "
+    "torch; pip install --no-deps torchvision will do for estimates",
+    "transformers": "pip install transformers",
+}
 T = TypeVar("T")
 _schemas = None  # the torch.library.Library that holds them; they last as long as it does
 
@@ -32,17 +40,16 @@ def import_library(name: str) -> ModuleType:
     then be traced but not run; the models need none of them.
     """
     package = name.partition(".")[0]
+    _use_what_is_kept_aside()
     if importlib.util.find_spec(package) is None:
-        # their own requirements would replace the torch that is here by another build
-        how = f"--no-deps {package}" if package in ("timm", "torchvision") else package
-        raise UsageError(f"{package} is not installed, and this model is built by it: pip install {how}")
+        raise UsageError(f"{package} is not installed, and this model is built by it: {_HOW[package]}")
     mend_torchvision()  # timm and transformers import it where they find it
     return importlib.import_module(name)
 
 
 def mending(call: Callable[[], T]) -> T:
-    """`call()`, and once more if it failed for torchvision's missing operators: directly, or because of a library that
-    says no more than that it could not be imported."""
+    """`call()`, and once more if it failed for want of torchvision, where one is kept aside, or of its operators:
+    directly, or because of a library that says no more than that it could not be imported."""
     try:
         return call()
     except Exception as error:
@@ -54,8 +61,9 @@ def mending(call: Callable[[], T]) -> T:
 
 
 def mend_torchvision() -> None:
-    """Import torchvision, if installed; declare its operators where its library cannot be loaded."""
+    """Import torchvision, if installed or kept aside; declare its operators where its library cannot be loaded."""
     global _schemas
+    _use_what_is_kept_aside()
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
         return
     try:
@@ -73,9 +81,20 @@ def mend_torchvision() -> None:
     importlib.import_module("torchvision")
 
 
+def _use_what_is_kept_aside() -> None:
+    """Find the torchvision that `infra/install_torchvision.py` has kept aside, in programs that need its models."""
+    folder = aside_folder()
+    if str(folder) not in sys.path and folder.is_dir() and importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+
+
 def _for_want_of_operators(error: BaseException | None) -> bool:
+    kept_aside = (aside_folder() / "torchvision").is_dir()
     while error is not None:
         if isinstance(error, RuntimeError) and _MISSING in str(error):
+            return True
+        if isinstance(error, ModuleNotFoundError) and error.name == "torchvision" and kept_aside:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -206,6 +206,7 @@ def _counted(
                     batch_size=rows.cases[i].batch_size,
                     card=float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
                     operator=operators[i],
+                    source=str(rows.source[i]),
                 )
                 for i in members
             ]

@@ -236,9 +236,11 @@ def _job_of_module(model: Callable, inputs, given: Mapping[str, Any], **about) -
     return of_module(model, inputs, Training(**given), **about)
 
 
-def load_factory(text: str) -> Callable:
+def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) -> Callable:
     """`package.module:attribute` -> what is there. `UsageError` for no such module or attribute, or no callable.
 
+    `arguments` are the factory's keyword arguments, or the fields of the configuration of a class that has a
+    `config_class`, as the family `zoo` takes them; such a class needs none.
     torchvision is mended where it does not suit this torch (`featurize.vision`), also if the factory imports it itself.
     """
     import functools
@@ -264,8 +266,22 @@ def load_factory(text: str) -> Callable:
     if not callable(found):
         raise UsageError(f"model={text}: {attribute} is {type(found).__name__}, neither a module nor a factory")
     if hasattr(found, "parameters") and not isinstance(found, type):  # a module that is there already
+        if arguments is not None:
+            raise UsageError(f"model={text} is a module that is there already, and takes no arguments")
         return found
+    if arguments is not None or getattr(found, "config_class", None) is not None:
+        return _configured(str(text), arguments)
     return functools.wraps(found, updated=())(lambda: mending(found))
+
+
+def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable:
+    """A factory of the model as the family `zoo` makes it. `UsageError` for arguments that are none."""
+    from featurize.families import zoo
+    from featurize.own_code import CodeName
+
+    given = {} if arguments is None else arguments
+    config = zoo.Config(model=CodeName(text), inputs="float32[1]", arguments=given, batch_size=1)
+    return lambda: zoo.build(config)
 
 
 def entry(cfg) -> int:
@@ -309,9 +325,11 @@ def entry(cfg) -> int:
     else:
         title, subject = values["model"], None
         settings["input_dtype"] = values["input_dtype"]
+    if values["arguments"] is not None and values["model"] is None:
+        raise UsageError("arguments are for model=; a trial config of the family zoo has its own")
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
         if subject is None:
-            subject = load_factory(values["model"])
+            subject = load_factory(values["model"], values["arguments"])
         done = estimate(subject, values["input"], name=title, **settings)
     if past is not None:
         done = replace(done, warnings=(*done.warnings, *known_to(past, done, values["data"])))
@@ -375,6 +393,9 @@ sys.modules[__name__].__class__ = _CallableModule
 
 
 def main() -> None:
+    from learn.estimation.light_imports import without_compiler
+
+    without_compiler()
     command("estimate", entry, text=TEXT)
 
 

@@ -167,15 +167,23 @@ class _Candidate:
 
 def _alone(decision: str, reason: str, candidate: _Candidate) -> dict[str, Any]:
     """The verdict on one that has nothing to be compared with."""
+    from learn.evaluation.evaluate import own_labels
     from learn.evaluation.paired import figures, in_words
+    from learn.evaluation.scores import NOT_INFORMATIVE
 
     judges = candidate.judges
-    ours = figures(judges, candidate.bins, candidate.fitted.predict(judges.cases))
+    prediction = candidate.fitted.predict(judges.cases)
+    ours = figures(judges, candidate.bins, prediction)
+    said = (
+        f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
+        "told their bin"
+    )
+    if own_labels(candidate.name, judges, prediction.point):
+        said = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
     return {
         "decision": decision,
-        "why": f"{reason}; this one is fitted on {len(candidate.known)} rows, and on {len(judges)} others held out its "
-        f"mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), "
-        f"{ours['accuracy']:.0%} are told their bin",
+        "why": f"{reason}; this one is fitted on {len(candidate.known)} rows, and on {len(judges)} others held out "
+        f"{said}",
         "held_out": len(judges),
         "figures": {"current": None, "candidate": ours},
     }
@@ -186,8 +194,9 @@ def _beside(
 ) -> dict[str, Any]:
     """The verdict on the candidate and the current model, on rows held out that neither has seen."""
     from learn.data import MIN_GROUPS
-    from learn.evaluation.evaluate import answered
+    from learn.evaluation.evaluate import answered, own_labels
     from learn.evaluation.paired import compare, figures
+    from learn.evaluation.scores import NOT_INFORMATIVE
 
     def unseen(of: Rows) -> np.ndarray:
         return np.array([group not in seen_groups for group in of.group], dtype=bool)
@@ -213,13 +222,13 @@ def _beside(
             f"too few rows to judge by: {n} with a figure, of {groups} different configurations, are held out and not "
             f"seen by the current one either; {LEAST_JUDGES} rows of {MIN_GROUPS} configurations are needed"
         )
-    found = compare(
-        judges, candidate.bins, current.estimator.predict(judges.cases), candidate.fitted.predict(judges.cases),
-        candidate.seed,
-    )  # fmt: skip
+    theirs, ours = current.estimator.predict(judges.cases), candidate.fitted.predict(judges.cases)
+    found = compare(judges, candidate.bins, theirs, ours, candidate.seed)
+    own = own_labels(candidate.name, judges, ours.point)
+    said = f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels" if own else ""
     return {
         "decision": "kept" if found.worse else "promoted",
-        "why": f"on {len(judges)} rows held out that neither has seen, {found.why}",
+        "why": f"on {len(judges)} rows held out that neither has seen, {found.why}{said}",
         "held_out": len(judges),
         "figures": {"current": found.current, "candidate": found.candidate},
     }

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, device_names, load_device, plain_device
+from featurize.device_spec import DeviceSpec, load_device
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -51,18 +51,9 @@ class TracedStep:
 
 
 def describe_device(name: str | DeviceSpec) -> DeviceSpec:
-    """The description of a GPU by its own name or by the one that its driver gives it (`NVIDIA A100-SXM4-40GB`); a
-    description is given back as it is. Unknown names raise `UsageError` listing the known."""
-    if isinstance(name, DeviceSpec):
-        return name
-    wanted = plain_device(name)
-    for known in device_names():
-        if plain_device(known) == wanted:
-            return load_device(known)
-    near = [known for known in device_names() if wanted and plain_device(known).startswith(wanted)]
-    if len(near) == 1:
-        return load_device(near[0])
-    raise unknown_name("device", name, device_names())
+    """The description of a GPU by a name that `featurize.device_spec.load_device` takes; a description is given back as
+    it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
+    return name if isinstance(name, DeviceSpec) else load_device(name)
 
 
 def step_of(

@@ -18,6 +18,8 @@ LOADERS = {
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
     ("learn/evaluation/benchmark_pool.py", "_answer"): "a job of this process's own, its name from ESTIMATORS",
     ("learn/estimate.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
+    ("learn/estimation/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",
+    ("learn/estimation/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
     ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",

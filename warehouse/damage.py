@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -72,6 +71,8 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
 
 def damage_for_duckdb(path: Path) -> str | None:
     """Return why DuckDB cannot read a file, or None if it can: it refuses some flipped bits that Arrow looks over."""
+    import duckdb  # farm.status imports this module and asks no database
+
     try:
         with duckdb.connect(config={"threads": 1}) as connection:
             files = f"read_parquet({sql_text(escaped_glob(path))}, hive_partitioning=false)"

@@ -12,6 +12,7 @@ from farm.ray_executor import ClusterSettings
 from farm.sampling import Limits
 from farm.settings import device_choice, trial_settings
 from farm.space import Space, default_space, parse_space, valid_keys
+from farm.space_limits import require_within_limits
 from featurize.families import family_names
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
@@ -125,12 +126,15 @@ def _spaces(families: Any, common: Any) -> tuple[Space, ...]:
     if unused:
         keys = sorted(set().union(*(valid_keys(name) for name in names)))
         raise UsageError(f"space: no family here has {', '.join(unused)}; keys: {', '.join(keys)}")
-    return tuple(
+    spaces = tuple(
         parse_space(
             name, {**default_space(name), **{key: spec for key, spec in common.items() if key in valid_keys(name)}}
         )
         for name in names
     )
+    for space in spaces if common else ():
+        require_within_limits(space)
+    return spaces
 
 
 def _names(key: str, values: Any) -> tuple[str, ...]:

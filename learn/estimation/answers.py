@@ -40,6 +40,7 @@ class Estimate:
     activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
     answered_by   target -> estimator and version that gave the figure
     seconds       what the estimate itself took
+    device_memory_mib   what a job can use of the card
     """
 
     peak_memory_mib: float
@@ -60,13 +61,20 @@ class Estimate:
     estimator: str
     answered_by: Mapping[str, str]
     seconds: float
+    device_memory_mib: float | None = None
 
     def fits(self, mib: float) -> bool:
         """Whether the job fits into that much free memory: by the bound where there is one, else by the point."""
         return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= mib
 
+    @property
+    def fits_device(self) -> bool | None:
+        """Whether the job fits into the empty card; None where its memory is not known."""
+        return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
+
     def to_mapping(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields, and `fits`: into the empty card."""
+        return {**asdict(self), "fits": self.fits_device}
 
 
 @dataclass
@@ -288,6 +296,7 @@ def _assembled(
          "trace_memory_mib")
     )  # fmt: skip
     return Estimate(
+        device_memory_mib=device.memory_mib,
         **{**known, "breakdown": {}, "activations": {}, **values},
         device=device.name,
         warnings=tuple([*notes, *found.notes]),

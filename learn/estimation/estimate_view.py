@@ -37,6 +37,12 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
             found = past.found[column] if column else None
             cells += [text(found) if column else "", _difference(value, found, target)]
         table.add_row(*cells, done.answered_by.get(target, ""))
+    if done.fits_device is not None:
+        rest = [""] * (0 if past is None else 2)
+        table.add_row("memory of the card", f"{done.device_memory_mib:,.0f} MiB", *rest, "")
+        table.add_row(
+            "fits", "yes" if done.fits_device else "no", *rest, "by the bound" if done.upper_mib else "by the point"
+        )
     screen.print(table)
 
     if done.breakdown:

@@ -57,6 +57,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             activations={},
             trace_memory_mib=None,
             device=device.name,
+            device_memory_mib=device.memory_mib,
             warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *_of_teacher(config, device), *stale),
             estimator="fast",
             answered_by=by,

@@ -18,7 +18,9 @@ from learn.evaluation.scores import (
     ClassScores,
     bound_scores,
     class_scores,
+    exceeds,
     has_relative,
+    labels_are_its_own,
     mean,
     median,
     p90,
@@ -61,6 +63,7 @@ class Scored(Given):
     batch_size: int = 0
     card: float | None = None
     operator: str | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,7 @@ class Figures:
     median_seconds: float | None
     fit_seconds: float | None
     fits: int
+    own_labels: bool = False
 
     def to_mapping(self) -> dict:
         return asdict(self)
@@ -145,7 +149,9 @@ def figures_of(
     sure = [row for row in bounded if row.label is not None]
     none = Errors(mean=None, median=None, p90=None, under=None)
     known = bins or {}
+    source = np.array([row.source for row in ok if row.estimate is not None])
     return Figures(
+        own_labels=labels_are_its_own(estimator, source, label, estimate),
         file=file,
         estimator=estimator,
         ok=len(ok),
@@ -263,7 +269,7 @@ def _reliability(rows: Sequence[Scored]) -> dict[str, float]:
         return {}
     label = np.array([row.label for row in rows])
     table = np.array([row.quantiles for row in rows])
-    return {f"{q:g}": float((label <= table[:, k]).mean()) for k, q in enumerate(RELIABILITY)}
+    return {f"{q:g}": float((~exceeds(label, table[:, k])).mean()) for k, q in enumerate(RELIABILITY)}
 
 
 def _answered(rows: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
@@ -277,4 +283,4 @@ def _errors(label: np.ndarray, estimate: np.ndarray, space: str) -> Errors:
     if space != "ratio":
         usable = has_relative(label, space)
         errors = errors[usable] / label[usable]
-    return Errors(mean=mean(errors), median=median(errors), p90=p90(errors), under=mean(estimate < label))
+    return Errors(mean=mean(errors), median=median(errors), p90=p90(errors), under=mean(exceeds(label, estimate)))

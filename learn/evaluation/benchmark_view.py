@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from conf.bars import start_bar
 from conf.outputs import write_output
 from learn.evaluation.benchmark_figures import by_group, worst_of
+from learn.evaluation.scores import NOT_INFORMATIVE
 from learn.targets import LEVELS, MIB_PER_GB
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ def errors_table(done: Benchmark) -> TableText:
             asked += f" + {figures.answered_oom}/{figures.oom} oom"
         raw, shifted = figures.raw, figures.shifted
         row = [figures.file, figures.estimator, asked]
+        if figures.own_labels:
+            row += [NOT_INFORMATIVE, *["–"] * (len(columns) - len(row) - 1)]
+            rows.append([*row, _seconds(figures.median_seconds), _seconds(figures.fit_seconds)])
+            continue
         row += [error_text(done, value) for value in (raw.median, raw.mean, raw.p90)]
         row += [_share(raw.under), "–" if figures.constant is None else _constant(figures.constant)]
         row += [error_text(done, value) for value in (shifted.median, shifted.p90)]
@@ -122,6 +127,9 @@ def classes_table(done: Benchmark) -> TableText:
     for figures in done.figures:
         published, fine = figures.classes.get("published"), figures.classes.get("ours")
         row = [figures.file, figures.estimator]
+        if figures.own_labels:
+            rows.append([*row, NOT_INFORMATIVE, *["–"] * (len(columns) - len(row) - 1)])
+            continue
         row += [_share(getattr(published, name, None)) for name in ("accuracy", "macro_f1", "macro_recall")]
         row += [_share(getattr(fine, name, None)) for name in ("accuracy", "macro_f1")] if ours else []
         row += [_share(getattr(figures.bound, name, None)) for name in ("coverage", "above", "excess")]

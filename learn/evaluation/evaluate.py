@@ -13,7 +13,16 @@ import numpy as np
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
 from learn.estimators import LEVEL, Estimator, make_estimator
-from learn.evaluation.scores import bound_scores, class_scores, has_relative, mean, median, p90
+from learn.evaluation.scores import (
+    bound_scores,
+    class_scores,
+    exceeds,
+    has_relative,
+    labels_are_its_own,
+    mean,
+    median,
+    p90,
+)  # fmt: skip
 from learn.evaluation.splits import hold_out, split
 from learn.targets import Bins
 
@@ -66,6 +75,7 @@ class Evaluation:
     predicted_class: np.ndarray
     bins: Bins
     warnings: tuple[str, ...]
+    own_labels: bool = False  # the figures say nothing: `learn.evaluation.scores.labels_are_its_own`
 
     def summary(self) -> dict:
         """{metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
@@ -133,7 +143,14 @@ def judged(
         predicted_class=predicted,
         bins=bins,
         warnings=(*prediction.warnings, *notes),
+        own_labels=own_labels(fitted.name, test_rows, prediction.point),
     )
+
+
+def own_labels(estimator: str, rows: Rows, point: np.ndarray) -> bool:
+    """Return whether the rows' exact labels are simulated by the estimator itself; `point` is (n,)."""
+    exact = ~rows.censored
+    return labels_are_its_own(estimator, rows.source[exact], rows.label[exact], np.asarray(point)[exact])
 
 
 def classes_of(rows: Rows, bins: Bins) -> np.ndarray:
@@ -207,7 +224,7 @@ def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, p
         p90_relative_error=p90(relative),
         mean_absolute_error=mean(absolute),
         p90_absolute_error=p90(absolute),
-        underestimates=mean(guess < label),
+        underestimates=mean(exceeds(label, guess)),
         coverage=None if bound is None else bound.coverage,
         bound_excess=None if bound is None else bound.excess,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from learn.data import Rows
 from learn.estimators import LEVEL, Prediction, to_space
 from learn.evaluation.evaluate import judged_classes
-from learn.evaluation.scores import mean, median
+from learn.evaluation.scores import exceeds, mean, median
 from learn.targets import Bins
 
 CONFIDENCE = 0.95  # one-sided, of either limit
@@ -112,9 +112,9 @@ def errors(rows: Rows, prediction: Prediction) -> np.ndarray:
 
 
 def above(rows: Rows, prediction: Prediction) -> np.ndarray | None:
-    """(n,) bool: the label, or what an out-of-memory row needs at least, is more than the bound; None without one."""
+    """(n,) bool: the label, or what an out-of-memory row needs at least, exceeds the bound; None without one."""
     upper = prediction.upper(LEVEL)
-    return None if upper is None else rows.label > upper
+    return None if upper is None else exceeds(rows.label, upper)
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from learn.evaluation.evaluate import Evaluation
+from learn.evaluation.scores import NOT_INFORMATIVE
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito
@@ -31,7 +32,10 @@ _NAMES = {
 
 
 def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
-    """(metric, cross-validation as `mean +- std`, held-out test) as text; a dash where there is no figure."""
+    """(metric, cross-validation as `mean +- std`, held-out test) as text; a dash where there is no figure, `not
+    informative` where the estimator itself has simulated the labels."""
+    if evaluation.own_labels:
+        return [(name, NOT_INFORMATIVE, NOT_INFORMATIVE) for name in _NAMES.values()]
     unit = evaluation.train_rows.target.unit
     rows = []
     for name, values in evaluation.summary().items():
@@ -92,7 +96,8 @@ def confusion_plot(path: Path, evaluation: Evaluation, meta: Mapping) -> None:
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
     bar.set_label("share of the row")
     metrics = evaluation.test
-    _title(figure, evaluation, meta, metrics.n, f"accuracy {metrics.accuracy:.0%}, macro F1 {metrics.macro_f1:.2f}")
+    said = f"accuracy {metrics.accuracy:.0%}, macro F1 {metrics.macro_f1:.2f}"
+    _title(figure, evaluation, meta, metrics.n, NOT_INFORMATIVE if evaluation.own_labels else said)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -142,6 +147,7 @@ def predicted_plot(path: Path, evaluation: Evaluation, meta: Mapping) -> None:
     said = [] if (error := metrics.median_relative_error) is None else [f"median relative error {error:.1%}"]
     if metrics.coverage is not None:
         said.append(f"{metrics.coverage:.1%} of labels under the 99 % bound")
+    said = [NOT_INFORMATIVE] if evaluation.own_labels else said
     _title(figure, evaluation, meta, int(exact.sum()), ", ".join(said))
     figure.savefig(path, dpi=130)
     plt.close(figure)

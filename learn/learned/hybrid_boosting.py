@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from learn.learned.lightgbm_text import booster_of
+from learn.learned.tree_model import SavedBooster
 
 MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
 _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
@@ -105,5 +105,5 @@ class Boosted:
         for path in sorted(folder.glob(f"{name}-*.txt")):
             text = path.read_text()
             loaded._start = float(text.partition("\n")[0])
-            loaded._boosters.append(booster_of(text))
+            loaded._boosters.append(SavedBooster(text))
         return loaded

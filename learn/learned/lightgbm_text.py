@@ -43,11 +43,21 @@ def booster_of(text: str) -> lightgbm.Booster:
     """The booster of a text, for predicting. `ValueError` for a text that is not whole.
 
     The parameters that it was fitted with are left out: no prediction asks for them, and odd ones end the process."""
-    import lightgbm
+    require_whole(text)
+    return whole_booster(text)
 
+
+def require_whole(text: str) -> None:
+    """Raise `ValueError` for a text that is not whole, before anything reads it."""
     if hashlib.sha256(text.encode()).hexdigest() not in _vouched and (problem := problem_of_text(text)) is not None:
         raise ValueError(problem)
-    trees, end, _ = _unnumbered(text).partition(f"\n{_END}\n")
+
+
+def whole_booster(text: str) -> lightgbm.Booster:
+    """`booster_of` for a text that `require_whole` has taken."""
+    import lightgbm
+
+    trees, end, _ = unnumbered(text).partition(f"\n{_END}\n")
     return lightgbm.Booster(model_str=f"{trees}{end}\npandas_categorical:null\n")
 
 
@@ -63,12 +73,13 @@ def problem_of_text(text: str) -> str | None:
     if first != "tree" and (not re.fullmatch(r"[-+.\deE]{1,40}", first) or not math.isfinite(_number(first))):
         return "it begins with neither `tree` nor a number"
     try:
-        return _problem(_unnumbered(text))
+        return _problem(unnumbered(text))
     except (ValueError, OverflowError, KeyError) as error:
         return f"it is not whole: {type(error).__name__}: {str(error)[:80]}"
 
 
-def _unnumbered(text: str) -> str:
+def unnumbered(text: str) -> str:
+    """Return the text as LightGBM wrote it, without the number that `Boosted` puts before it."""
     return text if text.startswith("tree\n") else text.partition("\n")[2]
 
 

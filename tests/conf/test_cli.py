@@ -1,8 +1,10 @@
 """The command line: overrides compose, mistakes are told together in one line with the valid choices, exit code 2."""
 
 import errno
+from pathlib import Path
 
 import pytest
+import yaml
 
 from conf import cli
 from conf.errors import UsageError
@@ -55,6 +57,63 @@ def test_an_unreadable_override_is_quoted_back(capsys):
 def test_an_option_is_told_from_a_key(capsys):
     assert _run(["--n", "5"]) == 2
     assert "unknown option '--n'" in capsys.readouterr().err
+
+
+def _space(*overrides, family="cnn"):
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(cli.load_config("submit", [f"+arch={family}", "n=1", *overrides]).arch.space)
+
+
+def _own_space(family):
+    return yaml.safe_load((Path(cli.__file__).parent / "arch" / f"{family}.yaml").read_text())["space"]
+
+
+@pytest.mark.parametrize("family", cli.group_options("arch"))
+def test_a_list_given_replaces_what_stood_there_in_every_family(family):
+    after = _space("arch.space.batch_size=[8,16,32]", "arch.space.optimizer=[adam,sgd]", family=family)
+    assert after == _own_space(family) | {"batch_size": [8, 16, 32], "optimizer": ["adam", "sgd"]}
+    assert list(after) == list(_own_space(family))  # the order is part of a space's identity
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[8,8,16]", [8, 8, 16]),  # weighted: 8 is twice as likely
+        ("{low: 4, high: 12}", {"low": 4, "high": 12}),
+        ("{low: 4, high: 12, step: 4}", {"low": 4, "high": 12, "step": 4}),
+        ("-3", -3),
+        ("null", None),
+    ],
+)
+@pytest.mark.parametrize("plus", ["", "++"])
+def test_what_is_given_of_a_search_space_replaces_what_stood_there(text, value, plus):
+    after = _space(f"{plus}arch.space.batch_size={text}", family="gpt")
+    assert after == _own_space("gpt") | {"batch_size": value}
+
+
+def test_a_range_replaces_a_list_a_number_and_nothing():
+    space = _space("arch.space.topology={low: 1, high: 2}", "arch.space.growth_rate=[8,16]", "+arch.space.heads=[1,2]")
+    assert (space["topology"], space["growth_rate"], space["heads"]) == ({"low": 1, "high": 2}, [8, 16], [1, 2])
+
+
+def test_a_range_given_drops_the_scale_that_stood_there():
+    assert _space(family="gpt")["depth"] == {"low": 2, "high": 36, "scale": "log"}
+    assert _space("arch.space.depth={low: 4, high: 12}", family="gpt")["depth"] == {"low": 4, "high": 12}
+    assert _space("arch.space={depth: {low: 4, high: 12}}", family="gpt")["depth"] == {"low": 4, "high": 12}
+
+
+def test_one_end_of_a_range_can_be_given_alone_also_after_the_range():
+    assert _space("arch.space.depth.high=40", family="gpt")["depth"] == {"low": 2, "high": 40, "scale": "log"}
+    both = _space("arch.space.depth={low: 4, high: 12}", "arch.space.depth.high=20", family="gpt")
+    assert both["depth"] == {"low": 4, "high": 20}
+
+
+def test_an_unknown_name_beside_a_list_of_a_search_space_is_reported_alone(capsys):
+    assert _run(["+arch=cnn", "n=5", "arch.space.batch_size=[8,16]", "arch.space.dpeth=[1,2]"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown key 'arch.space.dpeth'" in said and "did you mean arch.space.depth" in said
+    assert "batch_size:" not in said
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from conf.errors import UsageError
 from farm.space import Choice, Constant, Range, Space, parse_space
+from farm.space_limits import require_within_limits
 from featurize.families import family_names
 
 ARCH = sorted((Path(__file__).parents[2] / "conf" / "arch").glob("*.yaml"))
@@ -112,6 +113,98 @@ def test_a_listed_value_that_the_family_never_takes_is_a_usage_error(family, nam
 )
 def test_a_listed_value_that_some_config_takes_is_accepted(family, name, spec):
     assert parse_space(family, {name: spec}).dimensions[0].name == name
+
+
+def limits_said(family, given):
+    with pytest.raises(UsageError) as caught:
+        require_within_limits(parse_space(family, given))
+    return str(caught.value)
+
+
+def own(family):
+    return OmegaConf.to_container(OmegaConf.load(next(path for path in ARCH if path.stem == family)))["space"]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "spec", "problem"),
+    [
+        ("cnn", "depth", 0, "depth must be an integer >= 1, got 0"),
+        ("cnn", "depth", -3, "depth must be an integer >= 1, got -3"),
+        ("transformer", "depth", [4, -3], "depth must be an integer >= 1, got -3"),
+        ("unet", "image_size", 0, "image_size must be an integer >= 1, got 0"),
+        ("diffusion", "base_channels", -64, "base_channels must be an integer >= 1, got -64"),
+        ("gnn", "hidden", -8, "hidden must be an integer >= 1, got -8"),
+        ("gpt", "embedding_size", -8, "embedding_size must be an integer >= 1, got -8"),
+        ("mlp", "linear_layers", -3, "linear_layers must be >= 2, got -3"),
+        ("mlp", "use_dropout", 5, "use_dropout must be true or false, got 5"),
+        ("gpt", "feed_forward_multiple", "four", "feed_forward_multiple must be a number, got 'four'"),
+        ("dlrm", "tables", 0, "0 gives no config: it leaves rows without a value"),
+        ("cnn", "depth", {"low": -3, "high": 12}, "low: depth must be an integer >= 1, got -3"),
+        ("cnn", "base_filters", {"low": 16, "high": 4096}, "high: base_filters must be <= 2048, got 4096"),
+        ("mlp", "dropout", {"low": 0.1, "high": 1.5}, "high: dropout must be a number in [0, 1), got 1.5"),
+        ("mlp", "linear_layers", {"low": 0, "high": 12}, "low: linear_layers must be >= 2, got 0"),
+        ("diffusion", "base_channels", {"low": 8, "high": 64}, "low: base_channels must be a multiple of 32, got 8"),
+    ],
+)
+def test_a_number_beyond_the_family_s_limits_is_named_with_them(family, name, spec, problem):
+    assert limits_said(family, {name: spec}) == f"search space of {family}: arch.space.{name}: {problem}"
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_every_family_refuses_a_batch_size_below_1_in_every_form(family):
+    for spec in (0, [8, 0], {"low": 0, "high": 8}):
+        assert "batch_size must be an integer >= 1, got 0" in limits_said(family, {"batch_size": spec})
+    require_within_limits(parse_space(family, own(family)))
+
+
+def test_every_value_beyond_the_limits_is_named_together():
+    said = limits_said("cnn", {"depth": -3, "batch_size": {"low": 0, "high": 8}, "kernel_size": {"low": 0, "high": 3}})
+    for name in ("depth", "batch_size", "kernel_size"):
+        assert f"arch.space.{name}: " in said
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "spec"),
+    [
+        ("diffusion", "base_channels", {"low": 50, "high": 200}),  # rounded down, to 32 and 192
+        ("transformer", "embedding_size", {"low": 100, "high": 1000}),
+        ("unet", "image_size", {"low": 65, "high": 500}),
+        ("cnn", "depth", {"low": 1, "high": 40}),  # 1 is too few for some topologies
+        ("mlp", "linear_layers", {"low": 2, "high": 200}),  # past the family's own space, not past its limits
+    ],
+)
+def test_a_range_whose_values_are_rounded_into_the_limits_is_accepted(family, name, spec):
+    require_within_limits(parse_space(family, own(family) | {name: spec}))
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "problem"),
+    [
+        ("cnn", {"topology": "dense", "depth": 2}, "2 would become 4: depth must be >= 4 for topology dense, got 2"),
+        ("unet", {"image_size": 100, "depth": 3}, "100 would become 96: image_size must be a multiple of 2**depth = 8"),
+        ("transformer", {"embedding_size": 100}, "arch.space.embedding_size: 100 would become 96: "),
+        ("dlrm", {"sparse_gradients": True}, "True would become False: sparse_gradients needs optimizer sgd"),
+    ],
+)
+def test_a_number_that_no_config_of_the_space_would_have_is_named(family, given, problem):
+    assert problem in limits_said(family, own(family) | given)
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("cnn", {"topology": ["dense", "uniform"], "depth": 2}),  # uniform has 2
+        ("cnn", {"kernel_size": 1, "dilation": 2}),  # without effect, hence 1
+        ("cnn", {"topology": "residual", "pool_interval": 3}),  # without effect
+        ("mlp", {"use_dropout": False, "dropout": 0.1}),  # the switch says so
+        ("gnn", {"operator": "gcn", "heads": 4}),  # without effect
+        ("moe", {"topology": "decoder", "classes": 77}),  # without effect
+        ("rnn", {"task": "language_model", "classes": 77}),  # without effect
+        ("dlrm", {"sparse_gradients": [False, True]}),
+    ],
+)
+def test_a_number_that_some_config_has_or_that_has_no_effect_is_accepted(family, given):
+    require_within_limits(parse_space(family, own(family) | given))
 
 
 def test_an_unknown_family_lists_the_known_ones():

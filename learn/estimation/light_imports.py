@@ -1,0 +1,90 @@
+"""Keeps torch's compiler out of a command that compiles nothing: its import takes longer than most estimates.
+
+Start reading at `without_compiler`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def without_compiler() -> None:
+    """Let torch run without its compiler until something asks for more of it than to leave functions alone.
+
+    torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to ask whether it can
+    compile. For the process of a command only: functions that were marked meanwhile stay unmarked. Does nothing where
+    the compiler is imported already.
+    """
+    _stand_in("torch._dynamo", {"disable": _as_it_is, "graph_break": _nothing, "is_compiling": lambda: False})
+    _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # asked for by torchvision
+
+
+def _as_it_is(fn: Callable | None = None, *_: Any, **__: Any) -> Callable:
+    return (lambda function: function) if fn is None else fn
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _stand_in(name: str, attributes: Mapping[str, Any]) -> None:
+    if name not in sys.modules:
+        sys.modules[name] = module = _StandIn(name, attributes)
+        sys.meta_path.insert(0, _Parts(module))
+
+
+class _StandIn(ModuleType):
+    """Has a few attributes; any other one brings the real module, which answers from then on."""
+
+    def __init__(self, name: str, attributes: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self.__path__: Sequence[str] = ()  # so that `import NAME.PART` asks the finders
+        self.__dict__.update(attributes)
+        self.__dict__["_attributes"] = tuple(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._real_module(), name)
+
+    def _real_module(self) -> ModuleType:
+        if sys.modules.get(self.__name__) is self:
+            for module in [module for module in sys.modules.values() if isinstance(module, _StandIn)]:
+                module._leave()
+        return importlib.import_module(self.__name__)
+
+    def _leave(self) -> None:
+        for attribute in self._attributes:
+            del self.__dict__[attribute]
+        del sys.modules[self.__name__]
+        package, _, attribute = self.__name__.rpartition(".")
+        if package in sys.modules and vars(sys.modules[package]).get(attribute) is self:
+            delattr(sys.modules[package], attribute)
+
+
+class _Parts(MetaPathFinder, Loader):
+    """Brings the real module before a part of it is imported, and hands out the part that this has imported."""
+
+    def __init__(self, stand_in: _StandIn) -> None:
+        self._stand_in = stand_in
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        name = self._stand_in.__name__
+        if not fullname.startswith(f"{name}.") or sys.modules.get(name) is not self._stand_in:
+            return None
+        self._stand_in._real_module()
+        self._specs[fullname] = importlib.import_module(fullname).__spec__
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._specs.pop(module.__name__)

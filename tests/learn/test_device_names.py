@@ -1,0 +1,143 @@
+"""What GPU models may be called, in Python and on the command line, and what is said of the card."""
+
+import json
+import sys
+
+import pytest
+from torch import nn
+
+from conf import cli
+from conf.device_names import resolve_device
+from conf.errors import UsageError
+from featurize.device_spec import device_names, load_device
+from learn import estimate
+from learn.estimate import entry, load_factory
+from learn.traced import describe_device
+
+CONFIG = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
+NAMES = [
+    ("h100", "H100-SXM5-80GB"),
+    ("H100-sxm5-80gb", "H100-SXM5-80GB"),
+    ("H200", "H200-SXM-141GB"),
+    ("Rtx", "RTX-4090"),
+    ("a", "A100-SXM4-40GB"),
+    ("V100-SXM2-32GB", "V100-SXM2-32GB"),
+]
+
+
+def run(*arguments, name="estimate"):
+    return cli.run(name, entry, arguments)
+
+
+@pytest.mark.parametrize(("given", "name"), [*NAMES, ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB")])
+def test_case_a_beginning_and_the_driver_s_name_are_enough_in_python(given, name):
+    assert load_device(given) == describe_device(given) == load_device(name)
+    assert estimate(CONFIG, device=given, estimator="trace").device == name
+
+
+@pytest.mark.parametrize(("given", "name"), NAMES)
+def test_case_and_a_beginning_are_enough_on_the_command_line(given, name):
+    assert cli.load_config("estimate", [f"device={given}"]).device.name == name
+    if given != "a":  # of a trial: auto
+        assert cli.load_config("submit", ["+arch=mlp", "n=1", f"device={given}"]).device.name == name
+        assert cli.load_config("grow", ["n=1", f"device='{given}'"]).device.name == name
+
+
+def test_an_ambiguous_beginning_lists_its_candidates(capsys):
+    with pytest.raises(UsageError, match=r"^device 'H' is ambiguous: H100-SXM5-80GB, H200-SXM-141GB$"):
+        estimate(CONFIG, device="H")
+    assert run("device=H", f"config='{json.dumps(CONFIG)}'") == 2
+    assert "device 'H' is ambiguous: H100-SXM5-80GB, H200-SXM-141GB" in capsys.readouterr().err
+    assert cli.run("submit", entry, ["+arch=mlp", "n=1", "device=c", "polcy=x"]) == 2
+    said = capsys.readouterr().err
+    assert "device 'c' is ambiguous: cpu, cuda" in said and "unknown key 'polcy'" in said
+
+
+def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(capsys):
+    assert run("device=B200", f"config='{json.dumps(CONFIG)}'") == 2
+    assert f"unknown device 'B200'; known: {', '.join(device_names())}\n" in capsys.readouterr().err
+    assert cli.run("submit", entry, ["+arch=mlp", "n=1", "device=B200"]) == 2
+    assert "auto, cpu, cuda, simulated" in capsys.readouterr().err
+    listed = next(line for line in cli.help_text("estimate").splitlines() if line.strip().startswith("device="))
+    assert f"[{' | '.join(device_names())}]" in listed
+    for backend in ("cpu", "auto", "cuda", "simulated"):
+        assert run(f"device={backend}", f"config='{json.dumps(CONFIG)}'") == 2
+        assert "an estimate is for a GPU model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", None, 7, "h1000"])
+def test_what_is_no_name_lists_the_known(name):
+    with pytest.raises(UsageError, match=r"unknown device .*; known: A100-SXM4-40GB, "):
+        resolve_device(name, device_names())
+
+
+def test_the_card_s_memory_and_whether_the_job_fits_stand_in_table_and_json(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
+    config = json.dumps(CONFIG)
+    assert run(f"config='{config}'", "device=h200") == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "memory of the card │ 143,156 MiB" in table and "fits │ yes" in table
+    large = json.dumps(CONFIG | {"input_size": 65_536, "depth": 3, "topology": "uniform"})
+    for text, method, fits in ((config, "full", True), (large, "full", False), (config, "fast", True)):
+        assert run(f"config='{text}'", "device=V100", "format=json", f"method={method}") == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["device_memory_mib"] == load_device("V100-SXM2-32GB").memory_mib
+        assert said["fits"] is fits
+
+
+FACTORIES = """
+from torch import nn
+def net(width=4): return nn.Linear(8, width)
+class Config:
+    def __init__(self, width=4): self.width = width
+class Model(nn.Module):
+    config_class = Config
+    def __init__(self, config):
+        super().__init__()
+        self.layer = nn.Linear(8, config.width)
+    def forward(self, x): return self.layer(x)
+there = nn.Linear(8, 4)
+"""
+
+
+@pytest.fixture
+def factories(tmp_path, monkeypatch):
+    (tmp_path / "a_users_nets.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
+    yield "a_users_nets"
+    sys.modules.pop("a_users_nets", None)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("net", 90), ("Model", 90)])
+def test_a_model_on_the_command_line_takes_arguments(factories, capsys, name, parameters):
+    assert run(f"model={factories}:{name}", "input=[2,8]", "arguments={width: 10}", "format=json") == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == parameters
+
+
+def test_a_class_with_a_configuration_needs_no_arguments(factories, capsys):
+    assert run(f"model={factories}:Model", "input=[2,8]", "format=json") == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 36
+
+
+def test_arguments_that_are_wrong_are_told(factories, capsys):
+    assert run(f"model={factories}:Model", "input=[2,8]", "arguments={widht: 10}") == 2
+    assert "has no widht; near names: width" in capsys.readouterr().err
+    assert run(f"model={factories}:net", "input=[2,8]", "arguments=[3]") == 2
+    assert "arguments must be a JSON object" in capsys.readouterr().err
+    assert run(f"model={factories}:there", "input=[2,8]", "arguments={width: 3}") == 2
+    assert "takes no arguments" in capsys.readouterr().err
+    assert run(f"config='{json.dumps(CONFIG)}'", "arguments={width: 3}") == 2
+    assert "arguments are for model=" in capsys.readouterr().err
+
+
+def test_transformers_models_are_estimated_from_their_configuration(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
+    arguments = "arguments={n_layer: 1, n_embd: 64, n_head: 2, vocab_size: 1000}"
+    about = ("input=[2,16]", "input_dtype=int64", "format=json")
+    assert run("model=transformers:GPT2LMHeadModel", arguments, *about) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] < 200_000
+    assert isinstance(
+        load_factory("transformers:GPT2LMHeadModel", {"n_layer": 1, "n_embd": 64, "n_head": 2})(), nn.Module
+    )

@@ -1,0 +1,83 @@
+"""What an estimate imports, and that what was left out comes as soon as somebody needs it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CONFIG = "config={family: mlp, batch_size: 8, input_size: 64, classes: 10, depth: 2}"
+
+
+def run(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "GPUFARM_DATA": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_estimate_on_the_command_line_imports_neither_the_compiler_nor_lightgbm(tmp_path):
+    said = run(
+        f"""
+import json, sys
+import learn.estimate as command
+sys.argv = ["estimate", {CONFIG!r}, "format=json"]
+try:
+    command.main()
+finally:
+    heavy = ["lightgbm", "sklearn", "pandas", "scipy", "matplotlib", "duckdb", "ray", "torch_geometric",
+             "torch._dynamo.convert_frame", "torch._inductor"]
+    print("\\n" + json.dumps([name for name in heavy if name in sys.modules]))
+""",
+        tmp_path,
+    )
+    assert json.loads(said.strip().splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import torch._dynamo.utils as part; assert part.counters is not None",
+        "from torch._dynamo.utils import is_compile_supported, counters; import torch._dynamo as d; assert d.config",
+        "import torch._dynamo as d; assert d.utils.counters is not None and not d.utils.is_compile_supported('meta')",
+        "from torch._dynamo import config; assert config.cache_size_limit",
+        "import torch._dynamo; assert torch._dynamo.config.cache_size_limit",
+        "import torch._dynamo.eval_frame; import torch._dynamo as d; assert d.eval_frame.OptimizedModule",
+        "import torch._dynamo as d; assert d.is_compiling() is False and d.optimize and not d.is_compiling()",
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2, 2]",
+    ],
+)
+def test_what_was_left_out_comes_when_it_is_needed(use, tmp_path):
+    code = f"""
+import torch
+from learn.estimation.light_imports import without_compiler
+without_compiler()
+model = torch.nn.Linear(2, 2, device="meta")
+torch.optim.Adam(model.parameters(), foreach=True).step()
+torch.ones(2, device="meta") + 1
+assert "torch._dynamo.convert_frame" not in __import__("sys").modules
+{use}
+model(torch.ones(3, 2, device="meta")).sum().backward()
+torch.optim.Adam(model.parameters(), foreach=True).step()
+print("done")
+"""
+    assert run(code, tmp_path) == "done\n"
+
+
+def test_it_leaves_alone_what_is_imported_already(tmp_path):
+    code = """
+import torch, torch._dynamo
+real = torch._dynamo
+from learn.estimation.light_imports import without_compiler
+without_compiler()
+import sys
+assert sys.modules["torch._dynamo"] is real
+print("done")
+"""
+    assert run(code, tmp_path) == "done\n"

@@ -1,0 +1,123 @@
+"""Figures of equal numbers: rounding is no error, and labels that the estimator itself simulated judge nothing."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from learn.benchmark import BenchmarkSettings, benchmark
+from learn.data import load_rows
+from learn.estimators import make_estimator
+from learn.evaluation.evaluate import evaluate
+from learn.evaluation.paired import compare
+from learn.evaluation.report import metric_rows
+from learn.evaluation.scores import bound_scores, exceeds, labels_are_its_own
+from learn.fit import FitSettings, fit
+from learn.promotion import refit
+from learn.targets import make_bins
+from tests.learn.learn_rows import make_configs, write_batch
+
+CONFIGS = make_configs(70, seed=11)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A data folder whose labels are the trace's own figures, off by the rounding of another order of sums."""
+    data = tmp_path_factory.mktemp("traced") / "a'; echo foo"
+    write_batch(data, CONFIGS, source="simulated", statuses=["ok"] * len(CONFIGS))
+    point = {}
+    for target, column in (("memory", "peak_memory_mib"), ("drama", "drama")):
+        rows = load_rows(data, target)
+        of_config = dict(
+            zip(rows.run_ids.tolist(), make_estimator("trace").fit(rows).predict(rows.cases).point, strict=True)
+        )
+        point[column] = of_config
+    again = tmp_path_factory.mktemp("again") / "a'; echo foo"
+    noise = 1 + 4e-16 * np.random.default_rng(0).choice([-1, 0, 1], len(CONFIGS))
+    labels = {
+        column: np.array([values[f"job-{i:06d}"] for i in range(len(CONFIGS))]) * noise
+        for column, values in point.items()
+    }
+    write_batch(again, CONFIGS, source="simulated", labels=labels, statuses=["ok"] * len(CONFIGS))
+    return again
+
+
+def test_a_label_exceeds_a_bound_by_more_than_rounding_only():
+    label = np.array([1000.0, 1000.0, 0.3, 0.3, 0.0, 1e-17])
+    bound = np.array([1000.0 - 1e-10, 999.9, 0.1 + 0.2 - 2e-16, 0.2999, 0.0, 0.0])
+    assert exceeds(label, bound).tolist() == [False, True, False, True, False, False]
+
+
+def test_rounding_noise_is_no_under_coverage():
+    label = np.linspace(0.1, 0.9, 50)
+    scores = bound_scores(label, label * (1 - 4e-16), np.zeros(50, dtype=bool), "ratio")
+    assert (scores.coverage, scores.above) == (1.0, 0.0)
+    assert bound_scores(label, 0.99 * label, np.zeros(50, dtype=bool), "ratio").coverage == 0.0
+
+
+def test_labels_are_its_own_only_where_simulated_by_the_trace_and_equal():
+    label = np.array([10.0, 20.0, 30.0])
+    simulated, measured = np.array(["simulated"] * 3), np.array(["measured"] * 3)
+    assert labels_are_its_own("trace", simulated, label, label * (1 + 1e-15))
+    assert labels_are_its_own("hybrid", simulated, label, label)
+    assert not labels_are_its_own("hybrid", simulated, label, 1.1 * label)  # simulated by another version
+    assert not labels_are_its_own("hybrid", measured, label, label)
+    assert not labels_are_its_own("lightgbm", simulated, label, label)
+    assert not labels_are_its_own("hybrid", simulated[:0], label[:0], label[:0])
+
+
+@pytest.mark.parametrize(("target", "estimator"), [("memory", "trace"), ("drama", "hybrid")])
+def test_a_fit_on_labels_of_the_trace_says_not_informative(traced, estimator, target):
+    done = fit(FitSettings(target=target, estimator=estimator, data=str(traced)))
+    rows = metric_rows(done.evaluation)
+    assert {text for _, cv, held_out in rows for text in (cv, held_out)} == {"not informative"}
+    page = (done.path / "report.html").read_text()
+    assert "not informative" in page and "100.0%" not in page
+    if done.evaluation.test.coverage is not None:
+        assert done.evaluation.test.coverage == 1.0
+    assert done.evaluation.test.underestimates == 0.0
+
+
+def test_a_fit_of_another_estimator_on_these_labels_has_figures(traced):
+    rows = load_rows(traced, "memory")
+    judged = evaluate("lightgbm", rows, make_bins(rows.target, rows.exact.label, rows.family))
+    assert "not informative" not in str(metric_rows(judged))
+
+
+def test_a_benchmark_on_labels_of_the_trace_says_not_informative(traced, capsys):
+    from learn.evaluation.benchmark_view import classes_table, errors_table
+
+    settings = BenchmarkSettings(target="memory", data=str(traced), estimators=["trace", "dnnmem"], workers=0)
+    done = benchmark(settings)
+    for title, columns, rows in (errors_table(done), classes_table(done)):
+        of = {row[1]: row for row in rows}
+        assert "not informative" in of["trace"] and "not informative" not in of["dnnmem"], title
+        assert {len(row) for row in rows} == {len(columns)}
+
+
+def test_rounding_noise_does_not_keep_a_newer_model_back(traced):
+    rows = load_rows(traced, "drama")
+    bins = make_bins(rows.target, rows.exact.label, rows.family)
+
+    class Bounded:
+        """Points and bounds that are a little under the labels, as sums in another order are."""
+
+        def __init__(self, under):
+            self.point = rows.label * (1 - under)
+            self.refusals, self.warnings = {}, ()
+
+        def upper(self, level=0.99):
+            return self.point
+
+        def bin_probabilities(self, edges):
+            return make_estimator("trace").fit(rows).predict(rows.cases).bin_probabilities(edges)
+
+    found = compare(rows, bins, Bounded(0.0), Bounded(4e-16))
+    assert not found.worse and found.candidate["above_bound"] == 0.0
+    assert compare(rows, bins, Bounded(0.0), Bounded(0.2)).worse
+
+
+def test_a_promotion_on_labels_of_the_trace_says_not_informative(traced, tmp_path):
+    data = shutil.copytree(traced, tmp_path / "data", ignore=shutil.ignore_patterns("models"))
+    first = refit(data, "memory", "trace", cycle="one")
+    assert "not informative" in first.why and "100%" not in first.why

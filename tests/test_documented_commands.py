@@ -1,0 +1,147 @@
+"""Every command line of the documents and of `--help`: all compose, and what is cheap and safe is run, small."""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+
+import pytest
+
+from conf.cli import group_options
+from tests.documented_commands import JSON, documented_commands
+from tests.learn.learn_rows import make_configs, write_batch
+from warehouse.folder import DataFolder
+
+COMMANDS = documented_commands()
+SMALL = {  # settings that make a documented command small, and keep what it writes in the sandbox
+    "farm.submit": ("n=2", "detach=true"),
+    "farm.grow": ("n=2", "pool=30", "dry_run=true", "device=simulated"),
+    "farm.work": ("cluster=inline",),
+    "learn.fit": ("estimator=lightgbm",),
+    "learn.benchmark": ("estimators=[dnnmem]", "rows=5", "workers=0"),
+}
+NOT_RUN = {  # part of a command line -> why it is composed and no more
+    "+arch=wide": "the family of a walk-through, which is not there",
+    "estimator=constant": "the estimator of a walk-through, which is not there",
+    "host_load": "the sensor of a walk-through, which is not there",
+    "estimator=xmem": "trains a ViT for real, for minutes",
+    "wait=true": "stays until it is stopped; tests/farm/test_service.py runs it",
+    "cluster.address=auto": "needs a running Ray cluster",
+    "estimators=[trace,lightgbm]": "traces and fits for half a minute; tests/learn/test_benchmark.py runs it",
+    "published=": "needs the published measurements; tests/learn/test_benchmark.py runs it on files like these",
+    "learn.build_defaults": "needs the published measurements; tests/learn/test_build_defaults.py runs it",
+    "source=gpumemnet": "needs GPUMemNet's files; tests/warehouse/test_ingest.py runs it on files like these",
+    "source=dataset": "loads what measured runs lie in datasets/; tests/warehouse/test_dataset.py runs it",
+    "farm.compare before=": "needs two environments or folders to compare; tests/farm/test_compare.py runs it",
+    "warehouse.export ": "needs runs with telemetry; tests/warehouse/test_dataset.py runs it",
+}
+MENTIONED = ("learn.fit", "warehouse.query", "warehouse.export", "warehouse.diff")  # without arguments, in a sentence
+NETS = """
+from torch import nn
+
+def build(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(1), nn.LazyLinear(10))
+def small(): return nn.Sequential(nn.Flatten(1), nn.Linear(3 * 64 * 64, 10))
+def large(depth=2): return nn.Sequential(nn.Flatten(1), *[nn.Linear(3 * 64 * 64, 3 * 64 * 64) for _ in range(depth)])
+
+def make_gpt(): return nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100))
+"""
+
+
+def why_not_run(command):
+    if not command.arguments and command.module in MENTIONED:
+        return "a mention, without what it needs"
+    return next((reason for part, reason in NOT_RUN.items() if part in command.text), None)
+
+
+def call(module, arguments, monkeypatch):
+    """The exit code of `python -m MODULE ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    try:
+        importlib.import_module(module).main()
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with all that the documents' commands read: a data folder with runs and snapshots, models, files."""
+    place = tmp_path_factory.mktemp("documented") / "a'; echo foo"
+    (place / "mypackage").mkdir(parents=True)
+    (place / "mypackage" / "nets.py").write_text(NETS)
+    (place / "jobs.jsonl").write_text(f"{JSON}\n{JSON}\n")
+    (place / "mine.csv").write_text("net,bs,mem,end\nresnet18,8,1000,ok\nresnet50,8,2000,ok\n")
+    (place / "timm_a100.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nresnet18,resnet,8,1000\n")
+    data = DataFolder.resolve(place / "data").create()
+    write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
+    from farm.jobs import Job, Queue
+
+    with Queue.open(data.queue) as queue:
+        about = {"space_json": "{}", "seed": 0, "policy": "uniform", "priority": 0, "device": "{}"}
+        job = Job(job_id="cnn-3f2a9c1b", family="cnn", n=1, settings_json="{}", submitted_at=0.0, **about)
+        queue.submit(job, [(0, JSON)], 0.0)
+    from warehouse.snapshot import take_snapshot
+
+    for name in ("2026-11-19", "2026-11-20"):
+        take_snapshot(data, name)
+    return place
+
+
+@pytest.fixture
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("GPUFARM_DATA", str(place / "data"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.syspath_prepend(str(place))
+    return place
+
+
+def test_the_documents_have_commands_and_each_reason_belongs_to_one():
+    assert len(COMMANDS) > 60
+    unused = [part for part in NOT_RUN if not any(part in command.text for command in COMMANDS)]
+    assert not unused
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command in COMMANDS if why_not_run(command)],
+    ids=lambda command: f"{command.source}: {command.text}",
+)
+def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, capsys):
+    if "+arch=wide" in command.text:
+        assert "wide" not in group_options("arch")
+        return
+    arguments = [*command.arguments] if "--cfg" in command.arguments else [*command.arguments, "--cfg", "job"]
+    assert call(command.module, arguments, monkeypatch) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command in COMMANDS if not why_not_run(command)],
+    ids=lambda command: f"{command.source}: {command.text}",
+)
+def test_a_documented_command_runs(command, here, monkeypatch, capsys, tmp_path):
+    arguments = [*command.arguments, *SMALL.get(command.module, ())]
+    arguments = [
+        argument.replace("=/srv/farm", "=data").replace("=/srv/gpufarm", "=data").replace("=/mnt/farm", "=data")
+        for argument in arguments
+    ]
+    arguments = [argument.replace("=/srv/", f"={tmp_path}/").replace("=/tmp/", f"={tmp_path}/")
+                 for argument in arguments]  # fmt: skip
+    if command.module in ("farm.submit", "farm.work", "farm.grow"):
+        monkeypatch.setenv("GPUFARM_DATA", str(DataFolder.resolve(tmp_path / "data").create().root))
+    code = call(command.module, arguments, monkeypatch)
+    assert code == 0, capsys.readouterr().err
+
+
+def test_a_job_of_a_documented_submission_is_what_it_says(here, monkeypatch, tmp_path, capsys):
+    (text,) = {c for c in COMMANDS if "arch.space.batch_size=[8,16,32]" in c.text}
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
+    assert call("farm.submit", [*text.arguments, "n=40", "detach=true"], monkeypatch) == 0
+    import sqlite3
+
+    with contextlib.closing(sqlite3.connect(tmp_path / "queue.sqlite")) as queue:
+        configs = [json.loads(config) for (config,) in queue.execute("SELECT config_json FROM configs")]
+    assert {config["batch_size"] for config in configs} == {8, 16, 32}
+    assert {config["optimizer"] for config in configs} == {"adam", "sgd"}
