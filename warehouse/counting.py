@@ -2,17 +2,13 @@
 
 Start reading at `counting_plan`. It costs a listing of the folders; content is read in doubtful cases only.
 
-A listing is believed if compaction could have written it: its name is one that compaction gives, it stands for the
-merged file of that name, and that file holds every run of the files that it hides. Checksums are `warehouse.check`'s.
+Which listings are believed is `warehouse.believed`'s to say. Checksums of data files are `warehouse.check`'s.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import sys
-import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,20 +18,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import UsageError
-from conf.plain_text import one_line
-from warehouse import damage
-from warehouse.damage import DamagedFile
+from warehouse.believed import PARTITION, believed_listings, merged_damage, names_in, report_damaged_merged
 from warehouse.folder import DataFolder
-from warehouse.merged import Listing, is_merged_name
+from warehouse.merged import SOURCES, is_merged_name
+from warehouse.remembered import file_key, remembered, remembered_by
 
 SNAPSHOT_LISTING = "snapshot.parquet"
-_MERGED_NAME = re.compile(r"merged-\d{8}T\d{6}-[0-9a-f]{12}\.parquet")
-_PARTITION = "family="
 _NO_FAMILY = "family=_"  # of files without rows
-_SOURCES = b"gpufarm_sources"
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
-_REMEMBERED = 4096
 _REMEMBERED_GROUPS = 32
+_group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,7 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
     `left_out` says of a file whether it is known to be damaged. A merged file that is listed and missing raises
     `UsageError`: its rows are lost, and no count may hide that. A listing that cannot be compaction's hides nothing.
     """
+    left_out = _or_damaged(left_out)
     for _ in range(_PASSES):
         # The listings before the files: a merged file that is found listed was there before its listing.
         listed, hidden = _listed_and_hidden(folder, kind, left_out)
@@ -74,23 +67,16 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
 def _names_on_disk(root: Path) -> dict[str, list[str]]:
     """Family -> names of its Parquet files, sorted."""
     found: dict[str, list[str]] = {}
-    for partition in sorted(_scan(root)):
-        if partition.startswith(_PARTITION) and not partition.startswith(_NO_FAMILY):
-            names = _scan(root / partition)
-            found[partition.removeprefix(_PARTITION)] = sorted(name for name in names if name.endswith(".parquet"))
+    for partition in sorted(names_in(root)):
+        if partition.startswith(PARTITION) and not partition.startswith(_NO_FAMILY):
+            names = names_in(root / partition)
+            found[partition.removeprefix(PARTITION)] = sorted(name for name in names if name.endswith(".parquet"))
     return found
-
-
-def _scan(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _is_there(on_disk: Mapping[str, list[str]], name: str) -> bool:
     partition, _, file_name = name.partition("/")
-    return file_name in on_disk.get(partition.removeprefix(_PARTITION), ())
+    return file_name in on_disk.get(partition.removeprefix(PARTITION), ())
 
 
 def _listed_and_hidden(
@@ -102,100 +88,53 @@ def _listed_and_hidden(
     """
     listed: dict[str, Path] = {}
     hidden: set[str] = set()
-    listings = folder.listings(kind)
-    for file_name in sorted(_scan(listings)):
-        path = listings / file_name
-        if file_name == SNAPSHOT_LISTING:  # of a snapshot, whose merged files all count
-            listed |= dict.fromkeys(_snapshot_names(path), path)
-        elif file_name.endswith(".parquet") and is_merged_name(file_name):
-            try:
-                listing = _remembered(path, lambda path=path: _read_listing(folder, kind, path))
-            except FileNotFoundError:  # compaction has replaced it since
-                continue
-            if listing is not None:
-                listed[listing.merged] = path
-                if not left_out(folder.root / kind / listing.merged):
-                    hidden.update(listing.hidden)
+    snapshot_listing = folder.listings(kind) / SNAPSHOT_LISTING
+    if snapshot_listing.exists():  # of a snapshot, whose merged files all count
+        listed |= dict.fromkeys(_snapshot_names(snapshot_listing), snapshot_listing)
+    believed = believed_listings(folder, kind)
+    for listing in believed.listings:
+        listed[listing.merged] = listing.file
+        if not left_out(folder.root / kind / listing.merged):
+            hidden.update(listing.hidden)
+    lost = [entry for entry in believed.lost if f"{entry.merged.parent.name}/{entry.merged.name}" not in hidden]
+    if lost:
+        lines = ", ".join(f"{entry.file} ({entry.reason}) lists {entry.merged}" for entry in lost)
+        raise UsageError(
+            f"{len(lost)} listing{'s are' if len(lost) > 1 else ' is'} damaged and cannot be recovered from the merged "
+            f"file, whose rows may be lost: {lines}; "
+            "restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the runs again"
+        )
     return listed, hidden
 
 
+def _or_damaged(left_out: Callable[[Path], bool]) -> Callable[[Path], bool]:
+    """Say of a file whether it is left out, also of a merged file that has other columns than it should."""
+
+    def is_left_out(path: Path) -> bool:
+        if left_out(path):
+            return True
+        if not is_merged_name(path.name):
+            return False
+        try:
+            reason = merged_damage(path)
+        except FileNotFoundError:  # which is another matter
+            return False
+        if reason is not None:
+            report_damaged_merged(path, reason)
+        return reason is not None
+
+    return is_left_out
+
+
 def _snapshot_names(path: Path) -> list[str]:
-    table = _remembered(path, lambda: pq.ParquetFile(path).read())
+    table = remembered(path, lambda: pq.ParquetFile(path).read(), "snapshot")
     return [row["path"] for row in table.to_pylist() if not row["hidden"]]
-
-
-def _read_listing(folder: DataFolder, kind: str, path: Path) -> Listing | None:
-    """The listing, or None for one that compaction has not written. Of a torn one, what its merged file says."""
-    if not _MERGED_NAME.fullmatch(path.name):
-        _warn(path, "its name is none that compaction gives: the listing is ignored")
-        return None
-    reason = damage.damage_of(path, pages=True)
-    if reason is not None:
-        damage.report([DamagedFile(path, reason)])
-        return _listing_of_merged(folder, kind, path)
-    try:
-        listing = Listing.read(path)
-    except (ValueError, KeyError, TypeError, pa.ArrowException):
-        _warn(path, "it is no listing of one merged file: it is ignored")
-        return None
-    if os.path.basename(listing.merged) != path.name or not _is_name(listing.merged):
-        _warn(path, f"it lists {listing.merged!r} instead of the merged file of its own name: it is ignored")
-        return None
-    not_held = _hidden_and_not_held(folder, kind, listing)
-    if not_held:
-        _warn(
-            path,
-            f"it hides {not_held[0]!r} and {len(not_held) - 1} more, whose runs its merged file does not hold: "
-            "it is ignored",
-        )
-        return None
-    return listing
-
-
-def _listing_of_merged(folder: DataFolder, kind: str, path: Path) -> Listing | None:
-    """Where a listing is torn, its name says which merged file counts, and that file's footer what it was made of."""
-    root = folder.root / kind
-    for merged in root.glob(f"{_PARTITION}*/{path.name}"):
-        name = f"{merged.parent.name}/{merged.name}"
-        try:
-            hidden = tuple(_sources(merged))
-        except (pa.ArrowException, OSError, ValueError):
-            hidden = ()
-        listing = Listing(file=path, merged=name, hidden=hidden, published_at_s=0.0)
-        return listing if not _hidden_and_not_held(folder, kind, listing) else None
-    return None
-
-
-def _hidden_and_not_held(folder: DataFolder, kind: str, listing: Listing) -> list[str]:
-    """The files that a listing hides, that are still there and have a run which the merged file lacks."""
-    root = folder.root / kind
-    partition = os.path.dirname(listing.merged)
-    there = set(_scan(root / partition))
-    hidden = [name for name in listing.hidden if os.path.dirname(name) == partition and os.path.basename(name) in there]
-    foreign = [name for name in listing.hidden if not _is_name(name) or os.path.dirname(name) != partition]
-    if not hidden:
-        return foreign
-    try:
-        held = _ids(root / listing.merged)
-    except (pa.ArrowException, OSError):  # torn or gone, which is another matter: it is named there
-        return foreign
-    not_held = []
-    for name in hidden:
-        file_name = os.path.basename(name)
-        if not is_merged_name(file_name) and file_name.removesuffix(".parquet") in held:
-            continue
-        try:
-            if not _ids(root / name) <= held:  # a file without rows has nothing to be held
-                not_held.append(name)
-        except (pa.ArrowException, OSError):  # torn after it was merged, or deleted
-            continue
-    return foreign + not_held
 
 
 def _is_superseded(folder: DataFolder, kind: str, on_disk: Mapping[str, list[str]], name: str) -> bool:
     """Whether a merged file that is there was made of the missing one: compaction was killed before it tidied up."""
     partition = os.path.dirname(name)
-    for file_name in on_disk.get(partition.removeprefix(_PARTITION), ()):
+    for file_name in on_disk.get(partition.removeprefix(PARTITION), ()):
         if is_merged_name(file_name):
             try:
                 if name in _sources(folder.root / kind / partition / file_name):
@@ -207,7 +146,7 @@ def _is_superseded(folder: DataFolder, kind: str, on_disk: Mapping[str, list[str
 
 def _sources(merged: Path) -> Mapping[str, Any]:
     """The files that a merged file was made of, as its footer has them."""
-    return json.loads((pq.read_schema(merged).metadata or {}).get(_SOURCES, b"{}"))
+    return json.loads((pq.read_schema(merged).metadata or {}).get(SOURCES, b"{}"))
 
 
 def _family_plan(
@@ -219,7 +158,7 @@ def _family_plan(
     hidden: set[str],
     left_out: Callable[[Path], bool],
 ) -> FamilyPlan:
-    partition = folder.root / kind / f"{_PARTITION}{family}"
+    partition = folder.root / kind / f"{PARTITION}{family}"
     prefix = f"{partition.name}/"
     own, merged = [], []
     for name in names:
@@ -255,8 +194,8 @@ def _doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
 
     The answer is remembered while the files stay the same.
     """
-    key = tuple(_key(partition / name, "doubled") for name in merged)
-    return _remembered_by(key, lambda: _compared(partition, merged), _memory, _REMEMBERED)
+    key = ("doubled", *(file_key(partition / name) for name in merged))
+    return remembered_by(key, lambda: _compared(partition, merged))
 
 
 def _compared(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
@@ -294,7 +233,7 @@ def _ranges(path: Path) -> list[tuple[str, str]]:
         return found
 
     try:
-        return _remembered(path, read, "ranges")
+        return remembered(path, read, "ranges")
     except (pa.ArrowException, OSError):
         return []
 
@@ -305,57 +244,10 @@ def _group_ids(path: Path, group: int) -> frozenset[str]:
         return _distinct(file.read_row_group(group, columns=["run_id"]))
 
     try:
-        return _remembered(path, read, group, _group_memory, _REMEMBERED_GROUPS)
+        return remembered(path, read, group, _group_memory, _REMEMBERED_GROUPS)
     except (pa.ArrowException, OSError):
         return frozenset()
 
 
-def _ids(path: Path) -> frozenset[str]:
-    return _distinct(pq.ParquetFile(path).read(columns=["run_id"]))
-
-
 def _distinct(table: pa.Table) -> frozenset[str]:
     return frozenset(table.column("run_id").unique().to_pylist())
-
-
-def _is_name(name: str) -> bool:
-    """Whether `name` is family=F/NAME.parquet and leads nowhere else."""
-    partition, slash, file_name = name.partition("/")
-    return bool(slash) and partition.startswith(_PARTITION) and "/" not in file_name and file_name.endswith(".parquet")
-
-
-_memory: dict[Hashable, Any] = {}
-_group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
-_memory_lock = threading.Lock()
-
-
-def _remembered(
-    path: Path,
-    read: Callable[[], Any],
-    what: Hashable = "listing",
-    memory: dict[Hashable, Any] = _memory,
-    most: int = _REMEMBERED,
-) -> Any:
-    """What `read` gives of a file, once in a process while the file stays the same."""
-    return _remembered_by(_key(path, what), read, memory, most)
-
-
-def _key(path: Path, what: Hashable) -> Hashable:
-    status = path.stat()
-    return str(path), status.st_ino, status.st_size, status.st_mtime_ns, what
-
-
-def _remembered_by(key: Hashable, read: Callable[[], Any], memory: dict[Hashable, Any], most: int) -> Any:
-    with _memory_lock:
-        if key in memory:
-            return memory[key]
-    value = read()
-    with _memory_lock:
-        if len(memory) >= most:
-            memory.clear()
-        memory[key] = value
-    return value
-
-
-def _warn(path: Path, text: str) -> None:
-    print(one_line(f"warning: {path}: {text}"), file=sys.stderr, flush=True)

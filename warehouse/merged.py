@@ -92,9 +92,14 @@ def is_merged_name(name: str) -> bool:
     return name.startswith(MERGED_PREFIX)
 
 
+def has_own_name(path: Path) -> bool:
+    """Whether the name of a merged file or listing is one that `new_merged_name` gives."""
+    return _OWN_NAME.fullmatch(path.name) is not None
+
+
 def is_own_merge(path: Path) -> bool:
     """Whether a file was written by `land_merged`, by its name, checksum and metadata. Raises `OSError`."""
-    if not _OWN_NAME.fullmatch(path.name) or checksum_problem(path) is not None or recorded_checksum(path) is None:
+    if not has_own_name(path) or checksum_problem(path) is not None or recorded_checksum(path) is None:
         return False
     try:
         return SOURCES in (pq.read_metadata(path).metadata or {})
@@ -154,7 +159,7 @@ def recovered_listing(folder: DataFolder, kind: str, file: Path) -> Listing | No
             checksum=recorded_checksum(path),
             rows=metadata.num_rows,
         )
-    except (pa.ArrowException, OSError, KeyError, ValueError):
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError):
         return None
 
 

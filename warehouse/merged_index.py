@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from warehouse.believed import counting_merged_names, merged_damage
 from warehouse.folder import DataFolder
-from warehouse.merged import is_merged_name
+from warehouse.merged import has_own_name
 
 
 class MergedIndex:
@@ -26,28 +27,52 @@ class MergedIndex:
     def __init__(self, folder: DataFolder, kind: str = "runs"):
         self._folder = folder
         self._kind = kind
-        self._files: dict[tuple[str, str], _MergedFile | None] = {}  # family and name; None: not there, or unreadable
+        self._files: dict[tuple[str, str], _MergedFile | None] = {}  # family and name; None: not there
 
     def file_with(self, family: str, run_id: str) -> Path | None:
         """The merged file that counts and holds the run, or None. A file that cannot be read holds none."""
-        return next((file.path for file in self._of(family) if file.has(run_id) and file.path.exists()), None)
+        while any(file.has(run_id) for file in self._of(family)):
+            listings = self._listings()
+            counting = self._counting(family)
+            for file in self._of(family):
+                if file.path.name in counting and file.has(run_id):
+                    return file.path
+            if listings == self._listings():
+                return None
+            # A compaction has merged the file once more meanwhile: the next look finds the new one.
+        return None
 
     def holder(self, family: str) -> Callable[[str], bool]:
         """Return a function that says whether a merged file of now holds a run, for asking about many."""
-        files = list(self._of(family))
+        counting = self._counting(family)
+        files = [file for file in self._of(family) if file.path.name in counting]
         return lambda run_id: any(file.has(run_id) for file in files)
+
+    def _counting(self, family: str) -> frozenset[str]:
+        """The names of the merged files of a family that queries count, by the same judgement."""
+        partition = self._folder.partition(self._kind, family).name
+        names = counting_merged_names(self._folder, self._kind)
+        return frozenset(os.path.basename(name) for name in names if os.path.dirname(name) == partition)
+
+    def _listings(self) -> list[str]:
+        return os.listdir(self._folder.listings(self._kind))
 
     def _of(self, family: str) -> Iterator[_MergedFile]:
         # By the listings, which are few: the partition may hold 100,000 small files.
         partition = self._folder.partition(self._kind, family)
-        for name in os.listdir(self._folder.listings(self._kind)):
-            if not is_merged_name(name) or not name.endswith(".parquet"):
+        for name in self._listings():
+            path = partition / name
+            if not has_own_name(path):
                 continue
             if (family, name) not in self._files:
                 try:
-                    self._files[family, name] = _MergedFile(partition / name)
-                except (pa.ArrowException, OSError):  # of another family: a merged file is there before its listing
+                    if merged_damage(path) is not None:
+                        continue
+                    self._files[family, name] = _MergedFile(path)
+                except FileNotFoundError:  # of another family: a merged file is there before its listing
                     self._files[family, name] = None
+                except (pa.ArrowException, OSError):  # of the disk, or of its load: looked at again next time
+                    continue
             file = self._files[family, name]
             if file is not None:
                 yield file

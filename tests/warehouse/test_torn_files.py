@@ -131,6 +131,42 @@ def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
     assert (str(listing) in capsys.readouterr().err) is (how != "gone")
 
 
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_deleted(folder, kind, capsys):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    (merged,) = merged_files(folder, kind)
+    listing = listing_file(folder, kind, merged.name)
+    content = listing.read_bytes()
+    for place in range(0, len(content), 37):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        listing.write_bytes(flipped)
+        assert ask(folder) == [(10, 20, 10)]
+        assert str(listing) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_names_both(folder, kind):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    (merged,) = merged_files(folder, kind)
+    listing = listing_file(folder, kind, merged.name)
+    flip(listing)
+    flip(merged)
+    with pytest.raises(UsageError) as raised:
+        ask(folder)
+    assert all(text in str(raised.value) for text in (str(listing), str(merged), "farm.doctor repair=true"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(folder, kind):
     fill(folder)
@@ -172,6 +208,33 @@ def test_a_planted_listing_hides_no_run(folder, kind, name, capsys):
     assert ask(folder) == [(10, 20, 10)]
     err = capsys.readouterr().err
     assert str(listing_file(folder, kind, name)) in err and "Traceback" not in err
+
+
+def test_a_planted_listing_hides_no_run_that_lands_later(folder):
+    fill(folder, range(2))
+    hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
+    for kind in KINDS:
+        plant(folder, kind, new_merged_name(), hidden[2:])
+    assert ask(folder) == [(2, 4, 2)]
+    fill(folder, range(2, 10))
+    assert ask(folder) == [(10, 20, 10)]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [pa.table({"x": [1]}), pa.table({"run_id": [1, 2]}), pa.table({"run_id": [b"J-000001"]})],
+    ids=["no run_id", "integers", "bytes"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(folder, kind, table, capsys):
+    fill(folder)
+    merge(folder, grace_s=1e12)
+    name = new_merged_name()
+    plant(folder, kind, name, ["family=cnn/J-000001.parquet"], table)
+    assert ask(folder) == [(10, 20, 10)]
+    assert ask(folder) == [(10, 20, 10)]
+    err = capsys.readouterr().err
+    assert err.count("\n") == err.count(str(folder.partition(kind, "cnn") / name)) == 1 and "run_id" in err
 
 
 def test_a_listing_that_names_a_file_elsewhere_is_ignored(folder):

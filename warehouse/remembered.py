@@ -1,0 +1,51 @@
+"""Keeps what was read of a file in memory while the file stays the same, by its inode, size and time.
+
+Start reading at `remembered`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+_MOST = 4096
+_memory: dict[Hashable, Any] = {}
+_lock = threading.Lock()
+
+
+def remembered(
+    path: Path,
+    read: Callable[[], Any],
+    what: Hashable,
+    memory: dict[Hashable, Any] = _memory,
+    most: int = _MOST,
+) -> Any:
+    """Return what `read` gives of a file, read once in a process while the file stays the same.
+
+    `what` tells apart what is read of one file. Raises what `read` raises, and `OSError` where there is no file.
+    """
+    return remembered_by((file_key(path), what), read, memory, most)
+
+
+def file_key(path: Path) -> Hashable:
+    """Return what changes when the file is replaced or written. Raises `OSError` where there is no file."""
+    status = os.stat(path)
+    return str(path), status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def remembered_by(
+    key: Hashable, read: Callable[[], Any], memory: dict[Hashable, Any] = _memory, most: int = _MOST
+) -> Any:
+    """Return what `read` gives, read once in a process for each key. `memory` is emptied once it holds `most`."""
+    with _lock:
+        if key in memory:
+            return memory[key]
+    value = read()
+    with _lock:
+        if len(memory) >= most:
+            memory.clear()
+        memory[key] = value
+    return value
