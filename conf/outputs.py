@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import stat
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from conf.errors import UsageError
+from conf.json_file import MARKER_BYTES, read_json
 
 # What a data folder consists of; other names in it belong to the user. See `warehouse.folder.DataFolder`.
 DATA_FORMAT = "gpufarm-data"
@@ -174,7 +174,7 @@ def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.Pa
 
 def _is_data_folder(folder: Path) -> bool:
     try:
-        marker = json.loads((folder / "format.json").read_bytes())
+        marker = read_json(folder / "format.json", MARKER_BYTES)
     except OSError:
         return False
     except ValueError:  # damaged, and still somebody's data if the queue is beside it

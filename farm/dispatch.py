@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from farm.executors import Completion, Executor, InlineExecutor
-from farm.jobs import Doubt, Queue, Task
+from farm.jobs import MIXED_FAMILY, Doubt, Queue, Task
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
 from farm.process_marker import session_marker
@@ -336,7 +336,10 @@ def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, i
     """run_id -> (job_id, index) of tasks that the queue still means to run, and whose runs are in the warehouse."""
     from warehouse.presence import landed_tasks
 
-    families = {job.family for job in queue.jobs() if queue.counts(job.job_id).queued}
+    families: set[str] = set()
+    for job in queue.jobs():
+        if queue.counts(job.job_id).queued:
+            families |= {job.family} if job.family != MIXED_FAMILY else set(queue.families(job.job_id).values())
     if not families:
         return {}
     waiting = queue.indexes("queued", "waiting")

@@ -404,7 +404,7 @@ def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
             jobs = f" of {data['jobs']} jobs" if name == "tasks" else ""
             rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {said}" if said else "")))
     for name, text in (
-        ("runs_gone", "{:,} runs that the queue has as done are in no file; repair=true queues them again"),
+        ("runs_gone", "{:,} runs marked done in the queue have no file; repair=true queues them again"),
         ("runs_unknown", "{:,} runs are not known to the queue; submitting their jobs again runs what is missing"),
     ):
         if data[name]:

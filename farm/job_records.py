@@ -15,6 +15,9 @@ from featurize.trial import canonical_json
 JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
 
 
+MIXED_FAMILY = "mixed"  # of a job whose tasks are of several; each run lands under its own config's
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One submission. `space_json` is `Space.to_json()`; `settings_json` is handed to the workers as it is."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from conf.errors import UsageError, unknown_name
 from farm.job_records import (
     JOB_COLUMNS,
+    MIXED_FAMILY,
     Added,
     Counts,
     Doubt,
@@ -28,7 +29,10 @@ from farm.job_records import (
 )
 from farm.queue_file import QUALITIES_TABLE, QueueError, QueueFile
 
-__all__ = ["Added", "Counts", "Doubt", "Job", "JobProgress", "Queue", "QueueError", "Task", "TaskError", "job_id_for"]
+__all__ = [
+    "MIXED_FAMILY", "Added", "Counts", "Doubt", "Job", "JobProgress", "Queue", "QueueError", "Task", "TaskError",
+    "job_id_for",
+]  # fmt: skip
 
 MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
@@ -384,6 +388,15 @@ class Queue:
         ):
             found.setdefault(job_id, set()).add(index)
         return found
+
+    def families(self, job_id: str) -> dict[int, str]:
+        """Return the family of each task of the job, which for a mixed job its config says: index -> family."""
+        return dict(
+            self._file.all(
+                "SELECT task_index, CASE WHEN family = ? THEN json_extract(config_json, '$.family') ELSE family END "
+                "FROM configs JOIN jobs ON seq = job_seq WHERE job_seq = ?", (MIXED_FAMILY, self._seq(job_id)),
+            )
+        )  # fmt: skip
 
     def _queue_what_is_due(self, now: float, held: Collection[Task]) -> None:
         """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""

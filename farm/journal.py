@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import UsageError
+from conf.json_file import parse_json
 from warehouse.folder import DataFolder, sync
 
 STEPS = ("canaries", "choose", "run", "land", "learn", "report")
@@ -158,7 +159,7 @@ class Journal:
             return
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # behind the last line break: torn
             try:
-                yield number, json.loads(line)
+                yield number, parse_json(line)
             except ValueError as error:
                 raise UsageError(f"{self.path}:{number} is damaged: {line[:80]!r}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from farm.leftovers import sweep_folders
 from farm.process_marker import parse_marker, session_marker
 from farm.session_record import SessionRecord
 from farm.sweep import sweep_orphans
-from warehouse.lock_file import open_lock, read_lock
+from warehouse.lock_file import is_held, open_lock, read_lock
 
 _LIMIT_BYTES = 4096  # of a lock that is read: one line
 
@@ -66,15 +67,23 @@ class DispatcherLock:
         self._session.write(processes)
 
     def __exit__(self, *_: object) -> None:
-        sweep_folders()  # of workers that were killed, as Ray's are at the end
-        self._session.close()
-        self._file.close()
+        with contextlib.ExitStack() as held:  # whatever fails, the rest is closed
+            held.callback(self._file.close)
+            held.callback(self._session.close)
+            sweep_folders()  # of workers that were killed, as Ray's are at the end
 
 
 def dispatcher_of(path: Path) -> int | None:
-    """Return the process id of the dispatcher that works on this folder, None when there is none."""
-    marker = _holder_of(path)
-    return parse_marker(marker).pid if marker and alive(marker) else None
+    """Return the process id of the dispatcher that works on this folder, None when there is none.
+
+    A process of another boot or namespace cannot be looked at: it counts while somebody holds the lock.
+    """
+    text = _holder_of(path)
+    marker = parse_marker(text)
+    if marker is None:
+        return None
+    works = alive(str(text)) if marker.is_here else is_held(path)
+    return marker.pid if works else None
 
 
 def _holder_of(path: Path) -> str | None:

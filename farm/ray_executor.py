@@ -5,6 +5,7 @@ Start reading at `RayExecutor`. Settings that Ray has changed between versions a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -143,6 +144,7 @@ class RayExecutor:
         self._head: HeadWatch | None = None
         self._folder: Path | None = None  # of our own Ray: its session
         self._before: set[int] = set()  # child processes of ours that are not Ray's
+        self._roots: list[psutil.Process] | None = None  # what Ray has started from this process, once it is up
 
     def start(self) -> None:
         if not self._joined:
@@ -206,6 +208,8 @@ class RayExecutor:
             raise UsageError(
                 f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
             ) from error
+        else:
+            self._note_roots()
         finally:
             if visible is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -337,10 +341,20 @@ class RayExecutor:
             self._folder = None
 
     def _own_processes(self) -> list[psutil.Process]:
-        """What our own Ray has started, its actors and their trials included."""
+        """What our own Ray has started, its actors and their trials included, and nothing else of this process."""
         if self._folder is None:
             return []
-        return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
+        if self._roots is None:  # it is starting: this process does nothing else meanwhile
+            return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
+        processes: dict[int, psutil.Process] = {}
+        for root in self._roots:
+            with contextlib.suppress(psutil.Error):
+                processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
+        return list(processes.values())
+
+    def _note_roots(self) -> None:
+        """Ray is up: whatever this process starts from now on is not Ray's."""
+        self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
 
     def _start_servers(self) -> None:
         """Importing torch keeps a core busy for seconds: a few at a time on a node, so that one is ready early."""

@@ -6,6 +6,7 @@ them, without a word of ours (checked on Ray 2.60: "Failed to connect to GCS wit
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -27,6 +28,7 @@ _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
 _PATIENCE_S = 20.0  # for the main thread to leave by itself, once Ray is lost
 _PATIENCE_AT_START_S = 3.0  # nothing has been handed out yet
 _CONNECT_TIMEOUT_S = 2.0
+_ASK_EVERY_S = 2.0  # a joined cluster's GCS: each question is a connection over the network
 
 Result = TypeVar("Result")
 
@@ -77,8 +79,12 @@ class JoinedHead:
         self._address = (host, port)
         self._clock = clock
         self._answered_at = clock()
+        self._asked_at = -math.inf
 
     def lost(self) -> str | None:
+        if self._clock() - self._asked_at < _ASK_EVERY_S:
+            return None
+        self._asked_at = self._clock()
         try:
             socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
@@ -170,4 +176,4 @@ class HeadWatch:
 
 def lost_words(reason: object) -> str:
     """Return the line for people."""
-    return f"{reason}; nothing that has landed is lost, and the same command goes on where it was"
+    return f"{reason}; landed runs are safe; run the same command again to continue"

@@ -171,10 +171,11 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
         return
     with queue:
         gone = compare(folder).gone
-        families = {job.job_id: job.family for job in queue.jobs()}
         ids: dict[str, set[str]] = {}
         for job_id, indexes in gone.items():
-            ids.setdefault(families[job_id], set()).update(f"{job_id}-{index:06d}" for index in indexes.tolist())
+            families = queue.families(job_id)
+            for index in indexes.tolist():
+                ids.setdefault(families[index], set()).add(f"{job_id}-{index:06d}")
         # Samples first: those of the lost run must not be taken for the new one's.
         for family, run_ids in ids.items():
             _drop_samples(folder, family, run_ids, report)

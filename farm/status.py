@@ -30,10 +30,11 @@ from farm.jobs import JobProgress
 from farm.lock import dispatcher_of
 from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
-from warehouse.presence import Presence, compare
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from warehouse.presence import Presence
 
 FORMATS = ("table", "json")
 _MAIN_REASONS = 2  # of doubts, in the table
@@ -90,6 +91,8 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
 
 def presence_of(folder: DataFolder) -> Presence:
     """What the queue and the warehouse know of each other; nothing where the queue cannot be read, which others say."""
+    from warehouse.presence import Presence, compare  # Arrow's kernels and DuckDB: not for `--help`
+
     if not folder.runs.is_dir():
         return Presence()
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from conf.errors import UsageError
+from conf.json_file import MARKER_BYTES, read_json
 from warehouse.checksum import sealed_bytes
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 
@@ -203,18 +204,16 @@ class DataFolder:
     def _read_version(self) -> int | None:
         """The folder's schema version, None where there is no marker; `UsageError` if newer than this code's."""
         try:
-            text = self.format_marker.read_text()
+            marker = read_json(self.format_marker, MARKER_BYTES)
+            version = marker["schema_version"]
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
             raise UsageError(f"data={self.root} cannot be read: {error.strerror}") from error
-        try:
-            marker = json.loads(text)
-            version = marker["schema_version"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{self.format_marker} is damaged: {text[:80]!r}") from error
+            raise UsageError(f"{self.format_marker} is damaged: {_beginning(self.format_marker)!r}") from error
         if marker.get("format") != FORMAT or not isinstance(version, int):
-            raise UsageError(f"{self.format_marker} is not of a {FORMAT} folder: {text[:80]!r}")
+            raise UsageError(f"{self.format_marker} is not of a {FORMAT} folder: {_beginning(self.format_marker)!r}")
         if version > SCHEMA_VERSION:
             raise UsageError(
                 f"data={self.root} has schema version {version}, this code knows up to {SCHEMA_VERSION}; "
@@ -234,6 +233,11 @@ class DataFolder:
             raise UsageError(
                 f"data={self.root}: the folder cannot be made there{why}; name another place with data=PATH"
             ) from error
+
+
+def _beginning(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(80).decode(errors="replace")
 
 
 def checked_name(kind: str, name: object) -> str:

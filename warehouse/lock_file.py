@@ -6,6 +6,7 @@ Start reading at `open_lock`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -46,6 +47,23 @@ def read_lock(path: Path, limit_bytes: int) -> bytes:
         return b""
     with os.fdopen(descriptor, "rb") as file:
         return file.read(limit_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody holds the lock. It is asked, shared and for an instant; a file that cannot be opened is not."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)  # and the lock with it
+    return False
 
 
 def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:

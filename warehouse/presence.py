@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,13 @@ import pyarrow.parquet as pq
 from warehouse.damage import DamagedFile
 from warehouse.folder import DataFolder
 from warehouse.merged import counting_files, is_merged_name, read_listings
+from warehouse.queue_copy import queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
 _FOREIGN = ("import-", "dataset-")  # of the job_id of rows that no queue has run
 _IN_FLIGHT = ("leased", "exhausted")
+_PRIME = 1_000_003  # squares of indexes are summed modulo this one, which fits 64 bits
+_BUSY_S = 10.0  # waits for who holds the file
 _MOST_LOOKS = 5  # at a partition that a compaction changes meanwhile
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
@@ -44,7 +46,7 @@ class Presence:
         if not self.gone:
             return None
         return (
-            f"{_counted(self.gone)} that the queue has as done are not in {root}; "
+            f"{_counted(self.gone)} marked done in the queue have no file in {root}; "
             "`python -m farm.doctor repair=true` queues them again"
         )
 
@@ -53,8 +55,8 @@ class Presence:
         if not self.unknown:
             return None
         return (
-            f"{_counted(self.unknown)} in {root} are not known to its queue, which was lost or is an older copy; "
-            "submitting the same jobs again runs only what is missing"
+            f"{_counted(self.unknown)} in {root} are not in its queue. The queue was lost or restored from an older "
+            "copy; submit the jobs again to run only the missing tasks."
         )
 
     def lines(self, root: Path) -> list[str]:
@@ -65,13 +67,13 @@ class Presence:
 def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
     """Compare the queue with the files that count. A queue that is not there knows nothing.
 
-    `quick` compares the numbers of each job's runs first, and looks no further where they are equal.
+    `quick` compares counts and sums of each job's indexes first, and looks no further where they are equal.
 
     Beside a running dispatcher, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue.
     """
     if quick:
-        done_counts = _done_counts(folder)
-        if done_counts == {job_id: len(indexes) for job_id, indexes in landed_tasks(folder).items()}:
+        done_sums = _done_sums(folder)
+        if done_sums == {job_id: _sums(indexes) for job_id, indexes in landed_tasks(folder).items()}:
             return Presence()
     # Before the files: a task is done only after its run is durable.
     done = queue_tasks(folder, "= 'done'")
@@ -175,16 +177,21 @@ def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
     return {names_of[code]: part for code, part in parts if not names_of[code].startswith(_FOREIGN)}
 
 
-def _done_counts(folder: DataFolder) -> dict[str, int]:
+def _done_sums(folder: DataFolder) -> dict[str, tuple[int, int, int]]:
+    """`_sums` of the done tasks of each job, by SQLite: no row of a task comes to Python."""
     with _queue(folder) as connection:
         if connection is None:
             return {}
-        counts: Counter[str] = Counter()
-        for job_id, count in connection.execute(
-            "SELECT job_id, count FROM tallies JOIN jobs ON seq = job_seq WHERE state = 'done' AND count > 0"
-        ):
-            counts[job_id] += count
-        return dict(counts)
+        rows = connection.execute(
+            f"SELECT job_id, count(*), sum(task_index), sum(task_index * task_index % {_PRIME}) "
+            "FROM tasks JOIN jobs ON seq = job_seq WHERE state = 'done' GROUP BY job_seq"
+        )
+        return {job_id: tuple(sums) for job_id, *sums in rows}
+
+
+def _sums(indexes: np.ndarray) -> tuple[int, int, int]:
+    """What tells one set of task indexes from another: their number, their sum, and one of their squares."""
+    return len(indexes), int(indexes.sum()), int((indexes * indexes % _PRIME).sum())
 
 
 @contextlib.contextmanager
@@ -197,23 +204,27 @@ def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.
     if not path.is_file() or not path.stat().st_size:
         yield None
         return
-    connection = None
-    for mode in ("mode=ro", "immutable=1"):  # without write permission, SQLite cannot share a WAL
+    with contextlib.ExitStack() as held:
         try:
-            connection = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, timeout=10)
-            has_tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('jobs', 'tasks')")
-            if has_tables.fetchone() != (2,) and not any_tables:
-                connection.close()
-                yield None
-                return
-            break
-        except sqlite3.OperationalError:
-            if connection is not None:
-                connection.close()
-            if mode == "immutable=1":
+            connection = held.enter_context(_opened(path))
+        except sqlite3.OperationalError as error:
+            # Without write permission, SQLite cannot share the log of changes; whatever else fails is not ours to mend.
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
-    assert connection is not None
+            try:
+                copy = held.enter_context(queue_copy(path))
+            except OSError:
+                raise error from None
+            connection = held.enter_context(_opened(copy, mode="rw"))
+        has_tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('jobs', 'tasks')")
+        yield connection if has_tables.fetchone() == (2,) or any_tables else None
+
+
+@contextlib.contextmanager
+def _opened(path: Path, mode: str = "ro") -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(f"file:{quote(str(path))}?mode={mode}", uri=True, timeout=_BUSY_S)
     try:
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # nothing is read before
         yield connection
     finally:
         connection.close()

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.json_file import read_json
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.damage import DamagedFile
 from warehouse.damage import report as report_damage
@@ -333,7 +334,7 @@ def _parquet_files(root: Path) -> list[Path]:
 def read_manifest(path: Path) -> Snapshot:
     """The snapshot that a manifest describes. Raises `UsageError` where it is damaged, or newer than this code."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}")
         if manifest["schema_version"] > SCHEMA_VERSION:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from farm.jobs import Job, Queue
+from farm.jobs import MIXED_FAMILY, Job, Queue
 from farm.journal import Cycle
 from farm.ray_executor import ClusterSettings
 from farm.settings import device_key
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
 
 _STANDS_IN = "A100-SXM4-40GB"  # whose rates a device without a description is forecast with
-_MIXED = "mixed"  # the family of a job of several
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def submit_listed(
     families = sorted({config.family for _, config in configs})
     job = Job(
         job_id=job_id,
-        family=families[0] if len(families) == 1 else _MIXED,
+        family=families[0] if len(families) == 1 else MIXED_FAMILY,
         space_json=canonical_json({"listed": families}),
         n=len(configs),
         seed=seed,

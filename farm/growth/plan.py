@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from conf.errors import UsageError
+from conf.json_file import read_json
 from farm.choosing.forecast import Forecaster
 from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import Summary, expected_seconds, summary
@@ -77,7 +79,10 @@ class Planned:
 
 def read_plan(folder: DataFolder, path: str, spaces: Sequence[Space] = ()) -> list[Planned]:
     """What `Plan.write` wrote. It is data of the folder: it names code only that this command's `spaces` name."""
-    entries = json.loads((folder.root / path).read_text())
+    try:
+        entries = read_json(folder.root / path)
+    except ValueError as error:
+        raise UsageError(f"{folder.root / path} is damaged: {error}") from error
     names = code_names(spaces)
     configs = [trusting(config_from_mapping(entry["config"]), names) for entry in entries]
     places = [tuple(entry["place"]) if entry["place"] else None for entry in entries]

@@ -10,16 +10,19 @@ import datetime
 import json
 import logging
 import logging.handlers
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
+from conf.outputs import checked_output, folder_problems
 from workers.worker import TaskSpec
 
+_KEY = "log.file"
 FORMATS = ("human", "json")
 Sink = Callable[[Mapping[str, Any]], None]
 
@@ -54,11 +57,11 @@ class Events:
         self._handlers: list[logging.Handler] = []
 
     @classmethod
-    def open(cls, settings: LogSettings) -> Events:
-        """Raises `UsageError` where the file cannot be written."""
+    def open(cls, settings: LogSettings, data: Sequence[Path] = ()) -> Events:
+        """Raises `UsageError` where the file cannot be written, or is one of a data folder: `data`, or any other."""
         events = cls()
         if settings.file is not None:
-            events._add(_file_handler(settings))
+            events._add(_file_handler(settings, data))
         if settings.format == "json":
             events._add(logging.StreamHandler(sys.stdout))
         return events
@@ -92,15 +95,30 @@ class Events:
             handler.close()
 
 
-def _file_handler(settings: LogSettings) -> logging.Handler:
-    path = Path(settings.file).expanduser()
+def _file_handler(settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
+    """A file that is rotated; a device or a pipe takes the lines as they come."""
+    parent = Path(settings.file).expanduser().parent
+    if not parent.is_dir() and (problems := folder_problems(parent, key=_KEY)):
+        raise UsageError("; ".join(problems))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
+        output = checked_output(settings.file, key=_KEY, data=data)
+        if not output.is_plain:
+            descriptor = None if output.descriptor is None else os.dup(output.descriptor)
+            return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))
         return logging.handlers.RotatingFileHandler(
-            path, maxBytes=int(settings.max_mib * 2**20), backupCount=settings.keep, encoding="utf-8"
+            output.path, maxBytes=int(settings.max_mib * 2**20), backupCount=settings.keep, encoding="utf-8"
         )
     except OSError as error:
         raise UsageError(f"log.file={settings.file}: {error.strerror}") from error
+
+
+class _StreamHandler(logging.StreamHandler):
+    """Closes the stream that was opened for it."""
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
 
 
 def _record(line: str) -> logging.LogRecord:

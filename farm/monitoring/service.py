@@ -30,7 +30,7 @@ class Service:
     def open(cls, folder: DataFolder, log: LogSettings, metrics: MetricsSettings) -> Iterator[Service]:
         """Open the log and serve the metrics, as far as they are wanted. Raises `UsageError`."""
         with contextlib.ExitStack() as held:
-            service = cls(events=held.enter_context(Events.open(log)), quiet=log.format == "json")
+            service = cls(events=held.enter_context(Events.open(log, [folder.root])), quiet=log.format == "json")
             if service.quiet:  # what is meant for people
                 held.enter_context(contextlib.redirect_stdout(sys.stderr))
             if metrics.port is not None:

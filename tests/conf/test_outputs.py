@@ -154,3 +154,11 @@ def test_no_folder_of_files_is_made_within_a_data_folder(tmp_path, capsys, modul
         assert run(module.partition(".")[2], entry, [f"out={out}", f"data={data.root}", *arguments]) == 2
         assert "belongs to the data folder" in capsys.readouterr().err
     assert sorted(data.root.rglob("*")) == before
+
+
+def test_a_file_beside_a_damaged_data_folder_is_refused_or_written_without_a_traceback(place):
+    (place / "format.json").write_text("[" * 100_000)
+    write_output(place / "mine", b"x")
+    (place / "runs").mkdir()
+    with pytest.raises(UsageError, match="data folder"):
+        checked_output(place / "runs" / "mine")

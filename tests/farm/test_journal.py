@@ -69,7 +69,16 @@ def test_a_torn_last_line_was_never_written_and_the_next_writer_cuts_it_off(jour
     assert journal.path.read_bytes().startswith(whole) and journal.path.read_bytes().count(b"\n") == 2
 
 
-@pytest.mark.parametrize("line", [b"not json\n", b'{"cycle": "x", "event": "done"}\n', b'{"cycle": "x", "at": "?"}\n'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"not json\n",
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+        b'{"cycle": "x", "event": "done"}\n',
+        b'{"cycle": "x", "at": "?"}\n',
+    ],
+)
 def test_a_line_that_is_none_of_ours_is_named(journal, line):
     journal.begin({}, "a")
     journal.path.write_bytes(journal.path.read_bytes() + line)

@@ -1,6 +1,7 @@
 """The dispatcher's lock in a hostile or copied data folder: no process is ended, no other file is written."""
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -260,3 +261,25 @@ def test_a_garbage_lock_that_is_held_still_says_that_somebody_works_here(folder,
         folder.dispatcher_lock.write_bytes(b"\xff" * 20)
         with pytest.raises(DispatcherBusy, match="its process is not known"):
             DispatcherLock(folder.dispatcher_lock).__enter__()
+
+
+def test_the_lock_is_given_back_and_the_record_goes_although_sweeping_fails(folder, runtime, monkeypatch):
+    def fails():
+        raise OSError("for the test")
+
+    with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock) as lock:
+        lock.record([])
+        monkeypatch.setattr("farm.lock.sweep_folders", fails)
+    monkeypatch.undo()
+    assert not list(runtime.rglob("*.json"))
+    with DispatcherLock(folder.dispatcher_lock):
+        pass
+
+
+def test_a_dispatcher_of_another_machine_counts_while_the_lock_is_held(folder, runtime):
+    folder.dispatcher_lock.write_text(json.dumps({"dispatcher": "7@1@00000000.1"}))
+    assert dispatcher_of(folder.dispatcher_lock) is None
+    with open(folder.dispatcher_lock, "rb") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert dispatcher_of(folder.dispatcher_lock) == 7
+    assert dispatcher_of(folder.dispatcher_lock) is None

@@ -3,14 +3,17 @@
 import contextlib
 import json
 import shutil
+import sqlite3
 
 import pytest
-from test_dispatch import submit, work
+from test_dispatch import DEVICE, submit, work
 
 from conf.cli import run
+from conf.identity import canonical_json
 from farm import status
 from farm.dispatch import reconcile
-from farm.jobs import Queue
+from farm.jobs import MIXED_FAMILY, Job, Queue
+from featurize.families import get_family
 from warehouse import connect
 from warehouse.compact import CompactionSettings, compact
 from warehouse.presence import compare, landed_tasks
@@ -104,8 +107,8 @@ def test_status_counts_runs_whose_files_were_deleted(folder, queue, capsys):
     work(folder, queue)
     (folder.partition("runs", "mlp") / f"{JOB}-000003.parquet").unlink()
     assert run("status", status.entry, [f"data='{escaped(folder)}'"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "as done" in line]
-    assert line.startswith("1 run of 1 job that the queue has as done are not in")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "marked done" in line]
+    assert line.startswith("1 run of 1 job marked done in the queue have no file in")
 
 
 def test_a_folder_where_all_is_well_says_nothing(folder, queue, capsys):
@@ -119,6 +122,50 @@ def test_a_folder_where_all_is_well_says_nothing(folder, queue, capsys):
     presence = compare(folder)
     assert presence.lines(folder.root) == []
     assert {job: len(indexes) for job, indexes in landed_tasks(folder).items()} == {JOB: 9}
+
+
+def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
+    submit(queue, 6)
+    work(folder, queue)
+    queue.requeue(JOB, [1, 4])
+    for index in (2, 3):  # also their sum is the same
+        (folder.partition("runs", "mlp") / f"{JOB}-{index:06d}.parquet").unlink()
+    assert run("status", status.entry, [f"data='{escaped(folder)}'", "format=json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["runs_gone"], report["runs_unknown"]) == ({JOB: 2}, {JOB: 2})
+
+
+def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypatch):
+    submit(queue, 1)
+    queue.close()
+    monkeypatch.setattr("warehouse.presence._BUSY_S", 0.0)
+    with contextlib.closing(sqlite3.connect(folder.queue, isolation_level=None)) as holder:
+        holder.execute("PRAGMA journal_mode = DELETE")
+        holder.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            compare(folder)
+
+
+def test_a_job_of_several_families_is_done_without_running_again(folder, queue):
+    submit_mixed(queue, 6)
+    work(folder, queue)
+    merge(folder)
+    with lose(folder, queue) as fresh:
+        submit_mixed(fresh, 8)
+        assert reconcile(folder, fresh) == 6
+        executor, _ = work(folder, fresh)
+        assert [index for _, index, _ in executor.handed_out] == [6, 7]
+    assert rows(folder) == (8, 8)
+
+
+def submit_mixed(queue, n):
+    """A job as growth cycles submit it: its own family is no task's."""
+    config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
+    job = Job(
+        job_id=JOB, family=MIXED_FAMILY, space_json="{}", n=n, seed=0, policy="uniform", device=DEVICE,
+        settings_json="{}", submitted_at=0.0,
+    )  # fmt: skip
+    queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
 
 def test_done_tasks_are_queued_again_with_all_their_attempts(folder, queue):

@@ -6,10 +6,13 @@ import socket
 import subprocess
 import threading
 
+import psutil
 import pytest
 
 from farm import ray_head
+from farm.ray_executor import ClusterSettings, RayExecutor
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
+from workers.devices import DeviceChoice
 
 PATIENCE_S = 30.0
 
@@ -118,3 +121,42 @@ def test_a_joined_cluster_that_refuses_connections_is_lost_after_seconds():
     assert head.lost() is None, "it may be starting again"
     now[0] += ray_head._REFUSED_FOR_S
     assert f"{host}:{port} no longer answers" in head.lost()
+
+
+def test_a_joined_cluster_is_asked_every_other_second(monkeypatch):
+    now, asked = [0.0], []
+
+    class Connection:
+        def close(self):
+            pass
+
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: asked.append(now[0]) or Connection())
+    head = JoinedHead("127.0.0.1", 1, clock=lambda: now[0])
+    for tenth in range(60):
+        now[0] = tenth / 10
+        assert head.lost() is None
+    assert asked == [0.0, 2.0, 4.0]
+
+
+def test_what_this_process_starts_beside_ray_outlives_it(tmp_path):
+    with contextlib.ExitStack() as held:
+
+        def start():
+            process = held.enter_context(subprocess.Popen(["sh", "-c", "sleep 600 & wait"]))
+            held.callback(process.kill)
+            return process
+
+        executor = RayExecutor(DeviceChoice(backend="simulated"), ClusterSettings(kind="ray"), {})
+        executor._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        executor._folder = tmp_path / "session"
+        rays = start()
+        executor._note_roots()
+        others = start()
+        await_(psutil.Process(rays.pid).children)
+        await_(psutil.Process(others.pid).children)
+        own = executor._own_processes()
+        (grandchild,) = psutil.Process(others.pid).children()
+        held.callback(grandchild.kill)
+        assert own[0].pid == rays.pid and len(own) == 2
+        executor.close()
+        assert rays.poll() is not None and others.poll() is None and grandchild.is_running()

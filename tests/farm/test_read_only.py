@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from test_dispatch import submit
+from test_dispatch import submit, work
 
 from conf.cli import run
 from farm import grow, status
@@ -71,8 +71,24 @@ def test_status_answers_on_a_read_only_disk_with_the_last_changes(disk, capfd, l
     out, err = capfd.readouterr()
     (job,) = json.loads(out)["jobs"]
     assert (job["queued"], job["done"]) == (4, 1)
-    assert err.count("\n") == 1 and "the queue is read from a copy" in err
+    assert err.count("\n") == 1 and "reading a copy of the queue" in err
     assert files_of(disk) == before
+
+
+def test_status_finds_runs_whose_ends_are_only_in_the_queues_log(disk, capfd):
+    folder = DataFolder.resolve(disk / "data").create()
+    queue = Queue.open(folder.queue)
+    submit(queue, 6)
+    work(folder, queue)
+    copy = DataFolder.resolve(disk / "copy").create()
+    for suffix in ("", "-wal"):
+        shutil.copyfile(f"{folder.queue}{suffix}", f"{copy.queue}{suffix}")
+    shutil.copytree(folder.runs, copy.runs, dirs_exist_ok=True)
+    queue.close()
+    read_only(disk)
+    assert run("status", status.entry, [f'data="{copy.root}"', "format=json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert (report["runs_gone"], report["runs_unknown"]) == ({}, {}) and report["jobs"][0]["done"] == 6
 
 
 def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
@@ -82,7 +98,7 @@ def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
     arguments = ["dry_run=true", "n=1", "families=[mlp]", "policy=uniform", "device=simulated"]
     assert run("grow", grow.entry, [f'data="{folder.root}"', *arguments]) == 0
     out, err = capfd.readouterr()
-    assert "nothing was run or written" in out and "the queue is read from a copy" in err
+    assert "nothing was run or written" in out and "reading a copy of the queue" in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -106,7 +122,7 @@ def test_status_answers_where_the_user_may_only_read(tmp_path, capfd, monkeypatc
         os.seteuid(0)
     out, err = capfd.readouterr()
     assert code == 0, err
-    assert json.loads(out)["jobs"] == whole["jobs"] and "the queue is read from a copy" in err
+    assert json.loads(out)["jobs"] == whole["jobs"] and "reading a copy of the queue" in err
     assert files_of(folder.root) == before and not list(scratch.iterdir())
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from test_dispatch import submit, work
+from test_lost_queue import submit_mixed
 
 from conf.cli import run
 from farm import doctor
@@ -153,6 +154,18 @@ def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
     assert counts(ran)[1] == (2 * N - 2, 2 * N - 2)
     assert again(ran, queue) == [2]
     assert is_well(ran, queue)
+
+
+def test_the_old_samples_of_a_job_of_several_families_go_with_their_lost_runs(folder, queue):
+    submit_mixed(queue, N)
+    work(folder, queue)
+    with_samples(folder, range(N))
+    merge(folder)
+    flip(one(folder, "runs"))
+    assert repair(folder).queued == {JOB: N}
+    assert not list(folder.partition("telemetry", "mlp").glob("merged-*.parquet"))
+    assert again(folder, queue) == list(range(N))
+    assert is_well(folder, queue)
 
 
 @pytest.mark.parametrize("kind", ["runs", "telemetry"])

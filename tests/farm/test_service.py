@@ -112,6 +112,33 @@ def test_a_log_that_cannot_be_written_is_a_users_mistake(tmp_path):
         Events.open(LogSettings(file=str(tmp_path / "file" / "farm.jsonl")))
 
 
+@pytest.mark.parametrize("name", ["queue.sqlite", "runs/planted.jsonl", "runs/new/planted.jsonl", "linked"])
+def test_a_log_among_the_data_is_refused_and_nothing_is_planted(folder, queue, tmp_path, name):
+    path = folder.root / name
+    if name == "linked":
+        path = tmp_path / "linked"
+        os.link(folder.queue, path)
+    before = {file: file.stat().st_size for file in folder.root.rglob("*")}
+    with (
+        pytest.raises(UsageError, match=r"log\.file=.* data folder"),
+        Service.open(folder, LogSettings(file=str(path)), MetricsSettings()),
+    ):
+        pass  # fmt: skip
+    assert {file: file.stat().st_size for file in folder.root.rglob("*")} == before
+
+
+def test_a_log_that_leads_to_a_pipe_is_never_rotated(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "log").symlink_to(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with Events.open(LogSettings(file=str(tmp_path / "log"), max_mib=0.0001)) as events:
+        for _ in range(10):
+            events.emit("landed", SPEC)
+    assert len(os.read(reader, 1 << 16).splitlines()) == 10
+    os.close(reader)
+    assert sorted(os.listdir(tmp_path)) == ["log", "pipe"]
+
+
 # Metrics
 
 

@@ -268,3 +268,10 @@ def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
     printed = capsys.readouterr().out
     assert "\\x1b[2J" in printed
     assert not [c for c in printed if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b" " * 100_000], ids=["deep", "no UTF-8", "long"])
+def test_a_damaged_format_marker_is_one_line(call, folder, content):
+    folder.create().format_marker.write_bytes(content)
+    code, _, err = call(status)
+    assert code == 2 and "format.json is damaged" in err and "Traceback" not in err

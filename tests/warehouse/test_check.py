@@ -57,7 +57,7 @@ def damaged(folder):
 def test_a_folder_that_is_well(filled, capsys):
     assert run("check", entry, []) == 0
     unknown, line = capsys.readouterr().out.splitlines()
-    assert "6 runs of 1 job" in unknown and "not known to its queue" in unknown
+    assert "6 runs of 1 job" in unknown and "are not in its queue. " in unknown
     assert line.endswith("files verified; 0 damaged or missing")
 
 

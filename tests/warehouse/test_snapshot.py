@@ -136,7 +136,7 @@ def test_content_that_changed_under_its_old_time_is_found_by_verify(folder, caps
 def test_a_damaged_manifest_is_named(folder):
     path = take_snapshot(folder, "s").folder.root / MANIFEST
     whole = json.loads(path.read_text())
-    for text, said in (("{", "damaged"), ('{"format": "x"}', "damaged"),
+    for text, said in (("{", "damaged"), ("[" * 100_000, "damaged"), ('{"format": "x"}', "damaged"),
                        (json.dumps(whole | {"schema_version": 999}), "update the code")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(UsageError, match=said):

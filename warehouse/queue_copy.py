@@ -1,0 +1,57 @@
+"""A copy of the queue's file, for who only looks at it in a folder that cannot be written to.
+
+Start reading at `queue_copy`. SQLite needs to write beside a file in WAL mode, even to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.errors import UsageError
+
+_COPY_TRIES = 5
+_PARTS = ("", "-wal")  # the shared memory beside them is made anew from these
+
+
+@contextlib.contextmanager
+def queue_copy(path: Path) -> Iterator[Path]:
+    """Give the path of a temporary copy of the queue, its log of changes included.
+
+    Raises `UsageError` where somebody writes to it all the time, `OSError` where it cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpufarm-queue-") as folder:
+        copy = Path(folder, path.name)
+        _copy(path, copy)
+        yield copy
+
+
+def _copy(path: Path, copy: Path) -> None:
+    """Copy the database and its log of changes; again where somebody wrote meanwhile."""
+    for _ in range(_COPY_TRIES):
+        before = _state(path)
+        for suffix in _PARTS:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{path}{suffix}", f"{copy}{suffix}")
+        if _state(path) == before:
+            return
+        for suffix in _PARTS:
+            Path(f"{copy}{suffix}").unlink(missing_ok=True)
+    raise UsageError(
+        f"{path} cannot be copied: somebody writes to it all the time; try again, or where it can be written"
+    )
+
+
+def _state(path: Path) -> list[tuple[int, int, int] | None]:
+    states: list[tuple[int, int, int] | None] = []
+    for suffix in _PARTS:
+        try:
+            status = os.stat(f"{path}{suffix}")
+            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        except FileNotFoundError:
+            states.append(None)
+    return states
