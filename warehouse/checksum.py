@@ -19,6 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from warehouse.plain_file import open_binary
+
 CHECKSUM_KEY = "gpufarm_checksum"
 _PREFIX = "sha256:"
 _DIGEST_CHARACTERS = 64
@@ -88,7 +90,7 @@ def verify(path: Path) -> tuple[bool, str | None]:
         return True, str(error)
     if recorded is None:
         return False, None
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _CHUNK_BYTES:
             content = file.read()
@@ -124,7 +126,7 @@ def recorded_checksum(path: Path) -> str | None:
 
     Raises `NoParquetFile`, and `ValueError` for a statement that is damaged itself.
     """
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         tail, tail_at = _tail(file.fileno())
         place = _place(tail, tail_at, tail_at + len(tail))
     if place is None:

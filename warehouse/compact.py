@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ from warehouse.merged import (
     read_listings,
 )
 from warehouse.merged_index import MergedIndex
+from warehouse.plain_file import NoPlainFile
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.settle import settle_unlisted, settled_listings
 from warehouse.small_files import read_files
@@ -139,9 +141,15 @@ def _plan(
     for path in counting:
         is_merged = is_merged_name(path.name)
         try:
-            size = path.stat().st_size
+            status = path.stat()
         except FileNotFoundError:
+            if path.is_symlink():
+                unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
             continue
+        if not stat.S_ISREG(status.st_mode):
+            unreadable(path, NoPlainFile("it is no plain file"))
+            continue
+        size = status.st_size
         if size > target_bytes / 2 or path in report.left:
             continue
         if kind == "telemetry" and not (is_merged or path.name in landed or has_merged_run(path.stem)):

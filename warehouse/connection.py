@@ -61,7 +61,7 @@ def connect(data: str | os.PathLike | DataFolder | None = None, *, snapshot: str
         connection = _open_copy(_views_file(tuple(views.reading_statements())))
         try:
             connection.register_filesystem(files)
-            _confine(connection)
+            _confine(connection, spill := _spill_folder())
         except BaseException:
             connection.close()
             raise
@@ -69,7 +69,7 @@ def connect(data: str | os.PathLike | DataFolder | None = None, *, snapshot: str
         if lock is not None:
             os.close(lock)
         raise
-    return WarehouseConnection.opened(connection, files, lock)
+    return WarehouseConnection.opened(connection, files, lock, spill)
 
 
 @functools.lru_cache(1)
@@ -106,12 +106,18 @@ def _scratch() -> str:
     return tempfile.gettempdir()
 
 
-def _confine(connection: duckdb.DuckDBPyConnection) -> None:
+def _spill_folder() -> Path:
+    """Make a folder for what a query cannot hold in memory: stored rows, which no other user may read."""
+    spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    with contextlib.suppress(OSError):  # of a full disk, where no query that has to spill succeeds anyway
+        spill.mkdir(mode=0o700)
+    return spill
+
+
+def _confine(connection: duckdb.DuckDBPyConnection, spill: Path) -> None:
     """Take from the connection every way to files but `gpufarm://`, and the means to change that."""
     from warehouse.folder_files import SCHEME
 
-    # DuckDB makes the folder when it first spills, and removes it.
-    spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
     # A name is one of the warehouse or a registered one, never a variable of whatever Python code calls; and what a
     # query has read of a file is not kept for the next, which may find another file of that name.

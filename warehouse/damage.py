@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from conf.plain_text import one_line
 from warehouse.folder import KINDS, LISTING_SCHEMA, DataFolder
+from warehouse.plain_file import identity, is_out_of_descriptors, open_binary
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.sql_text import escaped_glob, sql_text
 
@@ -66,7 +67,9 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:  # Arrow raises all three for garbage
-        return _first_line(error)
+        if is_out_of_descriptors(error):
+            raise
+        return first_line(error)
 
 
 def damage_for_duckdb(path: Path) -> str | None:
@@ -80,7 +83,7 @@ def damage_for_duckdb(path: Path) -> str | None:
     except duckdb.Error as error:
         if not path.exists():
             raise FileNotFoundError(path) from error
-        return _first_line(error)
+        return first_line(error)
     return None
 
 
@@ -120,18 +123,17 @@ def parquet_files(folder: DataFolder, kinds: Sequence[str] = tuple(_NEEDED)) -> 
         yield from sorted((folder.root / kind).glob(pattern))
 
 
-_reported: set[tuple[str, int, int]] = set()
+_reported: set[tuple[str, tuple[int, ...]]] = set()
 _reported_lock = threading.Lock()
 
 
 def report(damaged: Iterable[DamagedFile]) -> None:
     """Print a line on stderr for each file, once in a process while the file stays as it is."""
     for file in damaged:
-        try:
-            status = file.path.stat()
-        except OSError:
+        known = identity(file.path)
+        if known is None:
             continue
-        key = (str(file.path), status.st_mtime_ns, status.st_size)
+        key = (str(file.path), known)
         with _reported_lock:
             if key in _reported:
                 continue
@@ -141,7 +143,7 @@ def report(damaged: Iterable[DamagedFile]) -> None:
 
 def _frame_damage(path: Path) -> str | None:
     """What the file's first and last bytes say, without parsing anything."""
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         if file_bytes == 0:
             return "it is empty"
@@ -191,5 +193,6 @@ def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
     return pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says anything."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -14,7 +14,9 @@ import functools
 import io
 import os
 import re
+import resource
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,11 +32,15 @@ from warehouse import damage
 from warehouse.counting import counting_plan
 from warehouse.damage import DamagedFile
 from warehouse.folder import KINDS, DataFolder
+from warehouse.plain_file import identity, identity_of, is_out_of_descriptors, open_plain
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 
 SCHEME = "gpufarm"
 SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
-_PINNED = 256  # open files a connection keeps for queries that have begun
+_PINNED = 256  # files that a connection keeps open for each view of a query that has begun, at most
+_PATHS = 16 * _PINNED  # names that a connection remembers for such queries
+_VIEWS_OF_A_QUERY = 32  # so many that views named earlier are of a query that has ended, as good as always
+_ATTEMPTS = 100  # at a list of files that all stay until they are opened
 _NO_ROWS = "no-rows.parquet"
 _PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)")
 
@@ -49,7 +55,8 @@ class FolderFiles(AbstractFileSystem):
 
     A query's globs are answered with the files that count at that moment. As many as `_PINNED` of them are opened
     then, so that compaction may delete them; a larger folder's small files are opened by name, and those that are gone
-    by then are counted in `lost`. What queries open is in `opened`.
+    by then are counted in `lost`. What queries open is in `opened`. All of it takes up to a quarter of the descriptors
+    that the process may have, files that are open by name up to half; beyond that each read opens the file anew.
     """
 
     protocol = SCHEME
@@ -61,7 +68,10 @@ class FolderFiles(AbstractFileSystem):
         self._lock = threading.RLock()
         self._plans = 0
         self._pinned: OrderedDict[str, bytes | _SharedFile] = OrderedDict()  # path of DuckDB -> what it reads
-        self._damaged: dict[str, tuple[int, int, int]] = {}
+        self._shared: weakref.WeakValueDictionary[tuple[int, ...], _SharedFile] = weakref.WeakValueDictionary()
+        self._altered: set[str] = set()  # paths of DuckDB that stood for other content than their files have
+        self._damaged: dict[str, tuple[int, ...]] = {}
+        self._whole: dict[str, tuple[int, ...]] = {}  # verified, page by page
         # Counts, as several cursors may be at work: each compares what there was before its query and after.
         self.failures = 0
         self.failure: UsageError | None = None  # the last one
@@ -71,18 +81,28 @@ class FolderFiles(AbstractFileSystem):
 
     def leave_out_damaged(self) -> list[DamagedFile]:
         """Find the damaged ones of the files that the query opened, and serve them no more. Names each on stderr."""
-        paths = sorted(path for path in self.opened if not self._is_left_out(path))
+        identities = {path: known for path in sorted(self.opened) if (known := identity(path)) is not None}
+        paths = [
+            path
+            for path, known in identities.items()
+            if known not in (self._damaged.get(str(path)), self._whole.get(str(path)))
+        ]
         # Footers first; only where all are whole, every page is decoded, and last as DuckDB does it.
         damaged = (
             damage.damaged_among(paths)
             or damage.damaged_among(paths, pages=True)
             or damage.damaged_among(paths, judge=damage.damage_for_duckdb)
         )
-        with self._lock:
-            for file in damaged:
-                self._damaged[str(file.path)] = _identity(file.path)
-        damage.report(damaged)
+        self._leave_out(damaged, identities)
+        if not damaged:
+            with self._lock:
+                self._whole |= {str(path): identities[path] for path in paths}
         return damaged
+
+    def _leave_out(self, damaged: list[DamagedFile], identities: dict[Path, tuple[int, ...]]) -> None:
+        with self._lock:
+            self._damaged |= {str(file.path): identities[file.path] for file in damaged}
+        damage.report(damaged)
 
     def glob(self, path: str, **_options: Any) -> list[str]:
         """The files that `path` stands for: one of `files_of`, or a file of an earlier answer."""
@@ -103,10 +123,15 @@ class FolderFiles(AbstractFileSystem):
             pinned = self._pinned.get(path)
             if pinned is not None:
                 return _OpenFile(_SharedFile(pinned) if isinstance(pinned, bytes) else pinned)
-        real = self._real(path)
+        kind, name = self._place(path)
+        if name == _NO_ROWS:
+            return _OpenFile(_SharedFile(_empty_file(kind)))
+        real = self._folder.root / kind / name
         self.opened.add(real)
         try:
-            return _OpenFile(_SharedFile(os.open(real, os.O_RDONLY)))
+            if path in self._altered:
+                raise FileNotFoundError(errno.ENOENT, "the query has to be planned again", path)
+            return _OpenFile(self._shared_file(real, _descriptors() // 2) or _NamedFile(real, self))
         except FileNotFoundError:
             self.lost += 1
             raise
@@ -147,29 +172,79 @@ class FolderFiles(AbstractFileSystem):
         with self._lock:
             self._plans += 1
             plan = f"{SCHEME}://{kind}/{self._plans}/"
-        while True:
+        most = min(_PINNED, _descriptors() // 4)
+        for _ in range(_ATTEMPTS):
             paths = [plan + _NO_ROWS]
             kept: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: _empty_file(kind)}
             is_pinned = True
+            damaged: list[DamagedFile] = []
+            identities: dict[Path, tuple[int, ...]] = {}
             try:
                 for name, doubled in self._counting(kind):
                     paths.append(plan + name)
                     real = self._folder.root / kind / name
-                    if doubled:
-                        kept[plan + name] = _without_runs(real, doubled)
-                    elif len(kept) < _PINNED:
-                        kept[plan + name] = _SharedFile(os.open(real, os.O_RDONLY))
-                        self.opened.add(real)
-                    else:
+                    if len(kept) >= most and not doubled:
                         is_pinned = False
+                        continue
+                    self.opened.add(real)
+                    try:
+                        content = (
+                            _without_runs(real, doubled) if doubled else self._shared_file(real, _descriptors() // 4)
+                        )
+                    except FileNotFoundError:
+                        raise
+                    except (pa.ArrowException, OSError, ValueError) as error:
+                        if is_out_of_descriptors(error):
+                            raise
+                        if (known := identity(real)) is not None:
+                            identities[real] = known
+                            damaged.append(DamagedFile(real, damage.first_line(error)))
+                        continue
+                    if content is None:
+                        is_pinned = False
+                    else:
+                        kept[plan + name] = content
             except FileNotFoundError:  # merged and deleted since the folder was listed: a new listing knows better
+                continue
+            if damaged:  # what they hide may be there
+                self._leave_out(damaged, identities)
                 continue
             with self._lock:
                 self.unpinned += not is_pinned
                 self._pinned |= kept
-                while len(self._pinned) > 4 * _PINNED:
-                    self._pinned.popitem(last=False)
+                while len(self._pinned) > _PATHS:
+                    self._drop_oldest()
             return paths
+        raise UsageError(f"the files of {self._folder.root / kind} change faster than a query is planned; run it again")
+
+    def _drop_oldest(self) -> None:
+        path, content = self._pinned.popitem(last=False)
+        _, name = self._place(path)
+        if isinstance(content, bytes) and name != _NO_ROWS:
+            self._altered.add(path)
+        plan = int(_PATH.fullmatch(path)[2])
+        self.unpinned += plan > self._plans - _VIEWS_OF_A_QUERY
+
+    def _shared_file(self, real: Path, most: int) -> _SharedFile | None:
+        """The file, opened once for all queries; None where that takes a descriptor more than `most`."""
+        known = identity(real)
+        with self._lock:
+            shared = None if known is None else self._shared.get(known)
+            if shared is not None:
+                return shared
+            while len(self._shared) >= most and self._pinned:
+                self._drop_oldest()
+            if len(self._shared) >= most:
+                return None
+        try:
+            shared = _SharedFile(open_plain(real))
+        except OSError as error:
+            if is_out_of_descriptors(error):
+                return None
+            raise
+        with self._lock:
+            self._shared[shared.identity] = shared
+        return shared
 
     def _counting(self, kind: str) -> Iterator[tuple[str, frozenset[str]]]:
         """(name below `kind`, runs that another file holds) of each file that counts."""
@@ -187,13 +262,14 @@ class FolderFiles(AbstractFileSystem):
         if not self._damaged:
             return False
         known = self._damaged.get(str(path))
-        return known is not None and known == _identity(path)
+        return known is not None and known == identity(path)
 
-    def _real(self, path: str) -> Path:
+    def _place(self, path: str) -> tuple[str, str]:
+        """(kind, name below it) of a file of an earlier answer."""
         match = _PATH.fullmatch(path)
         if match is None or match[1] not in SCHEMAS:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return self._folder.root / match[1] / match[3]
+        return match[1], match[3]
 
 
 class _SharedFile:
@@ -205,6 +281,7 @@ class _SharedFile:
         status = None if self._content is not None else os.fstat(self._descriptor)
         self.size = len(self._content) if status is None else status.st_size
         self.modified_s = 0.0 if status is None else status.st_mtime
+        self.identity = () if status is None else identity_of(status)
 
     def read(self, at: int, size: int) -> bytes:
         if self._content is not None:
@@ -218,6 +295,25 @@ class _SharedFile:
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
             os.close(self._descriptor)
+
+
+class _NamedFile(_SharedFile):
+    """A file that is opened for each read, as the process has no descriptor left to keep."""
+
+    def __init__(self, path: Path, files: FolderFiles) -> None:
+        file = _SharedFile(open_plain(path))
+        self.size, self.modified_s, self.identity = file.size, file.modified_s, file.identity
+        self._path, self._files = path, files
+
+    def read(self, at: int, size: int) -> bytes:
+        try:
+            file = _SharedFile(open_plain(self._path))
+            if file.identity != self.identity:
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place", str(self._path))
+        except FileNotFoundError:
+            self._files.lost += 1
+            raise
+        return file.read(at, size)
 
 
 class _OpenFile:
@@ -271,17 +367,16 @@ def _refuse(path: str) -> NoReturn:
     raise OSError(errno.EROFS, "the warehouse is read-only", path)
 
 
-def _identity(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _descriptors() -> int:
+    """How many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
 def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
     """The content of a merged file without some of its runs."""
-    table = pq.ParquetFile(path).read()
+    with os.fdopen(open_plain(path), "rb") as file:
+        table = pq.ParquetFile(file).read()
     is_doubled = pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string()))
     return _parquet_bytes(table.filter(pc.invert(is_doubled)))
 

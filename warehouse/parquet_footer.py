@@ -9,6 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from warehouse.plain_file import open_plain
+
 _MAGIC = b"PAR1"
 _ENDING_BYTES = 8  # the footer's length in 4 bytes, and the magic
 _TAIL_BYTES = 32 * 2**10  # holds the whole footer of a small file
@@ -36,7 +38,7 @@ def schema_bytes(path: Path, known: Sequence[bytes] = (), content: bytes | None 
 
 
 def _footer(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_plain(path)
     try:
         file_bytes = os.fstat(descriptor).st_size
         tail = os.pread(descriptor, _TAIL_BYTES, max(0, file_bytes - _TAIL_BYTES))

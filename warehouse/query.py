@@ -27,7 +27,7 @@ from conf.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
 from warehouse.connection import check_readable, connect
 from warehouse.folder import COMPRESSION, DataFolder
-from warehouse.reader import WarehouseConnection, WarehouseRelation
+from warehouse.reader import WarehouseConnection, WarehouseRelation, is_of_the_statement
 from warehouse.views import VIEWS
 
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
@@ -85,8 +85,10 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
             try:
                 _write_answer(relation, stdout, target, begun, settings)
                 return
-            except (duckdb.Error, pa.ArrowException, OSError) as error:
-                if _is_of_output(error) or begun.is_out or not connection.leave_out_damaged():
+            except (pa.ArrowException, OSError) as error:  # a stream's; DuckDB's own errors have been looked into
+                if _is_of_output(error) or begun.is_out or is_of_the_statement(error):
+                    raise
+                if not connection.leave_out_damaged():
                     raise
 
 

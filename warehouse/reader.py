@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
+import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import duckdb
@@ -23,6 +27,13 @@ _OF_THE_STATEMENT = (
     duckdb.ConversionException, duckdb.ConnectionException, duckdb.TransactionException, duckdb.InterruptException,
     duckdb.OutOfMemoryException,
 )  # fmt: skip
+# Of the statement unless they name what the files are made of.
+_OF_EITHER = (duckdb.InvalidInputException, duckdb.OutOfRangeException)
+_OF_A_FILE = re.compile(
+    r"gpufarm://|parquet|thrift|TProtocol|TTransport|snappy|zstd|gzip|lz4|brotli|decompress|"
+    r"dictionary|bit.?pack|\brle\b|out of buffer|unicode|utf-?8",
+    re.IGNORECASE,
+)
 _ROWS = ("fetchone", "fetchmany", "fetchall")
 # Their rows are read after the call has returned, when nothing can be planned again.
 _STREAMS = (
@@ -38,19 +49,26 @@ _DERIVED = tuple(
 class _Opened:
     """What the connection and its cursors share: the folder's files, and the lock that keeps compaction's hands off."""
 
-    def __init__(self, files: FolderFiles, lock: int | None) -> None:
+    def __init__(self, files: FolderFiles, lock: int | None, spill: Path) -> None:
         self.files = files
         self._lock = lock
+        self._remove_spill = weakref.finalize(self, _removed, spill, os.getpid())
 
     def close(self) -> None:
         self.files.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        self._remove_spill()
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
             self.close()
+
+
+def _removed(spill: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a child, which inherits the object
+        shutil.rmtree(spill, ignore_errors=True)
 
 
 class _Planned:
@@ -94,9 +112,7 @@ class _Planned:
             except duckdb.Error as error:
                 if files.failures > failures and files.failure is not None:
                     raise files.failure from error
-                if files.lost == lost and (
-                    isinstance(error, _OF_THE_STATEMENT) or not files.leave_out_damaged()
-                ):  # fmt: skip
+                if files.lost == lost and (is_of_the_statement(error) or not files.leave_out_damaged()):
                     raise
                 failed = error
                 if before_retry is not None:
@@ -160,9 +176,9 @@ class WarehouseConnection(_Planned):
         self._rows: deque[tuple] | None = None
 
     @classmethod
-    def opened(cls, wrapped: duckdb.DuckDBPyConnection, files: FolderFiles, lock: int | None) -> Self:
-        """Wrap a connection that reads `files`; the descriptor `lock` is closed with it."""
-        return cls(wrapped, _Opened(files, lock))
+    def opened(cls, wrapped: duckdb.DuckDBPyConnection, files: FolderFiles, lock: int | None, spill: Path) -> Self:
+        """Wrap a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it."""
+        return cls(wrapped, _Opened(files, lock, spill))
 
     def __enter__(self) -> Self:
         return self
@@ -209,9 +225,7 @@ class WarehouseConnection(_Planned):
 
         def execute_again() -> None:
             if self._executed is None or self._is_fetched:
-                raise duckdb.IOException(
-                    "a file of the warehouse was damaged or merged while its rows were fetched: run the query again"
-                )
+                raise duckdb.IOException("a file changed while rows were being fetched; run the query again")
             execute_args, execute_options = self._executed
             self._again(lambda: self._wrapped.execute(*execute_args, **execute_options))
 
@@ -238,6 +252,16 @@ class WarehouseConnection(_Planned):
 
     def _own(self, result: Any) -> Any:
         return self if result is self._wrapped else super()._own(result)
+
+
+def is_of_the_statement(error: Exception) -> bool:
+    """Whether DuckDB's error, or Arrow's of a stream of DuckDB's, is the user's SQL's, whatever the files hold."""
+    if isinstance(error, duckdb.Error) and not isinstance(error, _OF_EITHER):
+        return isinstance(error, _OF_THE_STATEMENT)
+    text = str(error)
+    if not isinstance(error, duckdb.Error) and not text.startswith(("Invalid Input Error", "Out of Range Error")):
+        return False
+    return _OF_A_FILE.search(text) is None
 
 
 def _bare(value: Any) -> Any:

@@ -117,6 +117,6 @@ def unlisted_problem(
         missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
     except FileNotFoundError:
         return None
-    except Unreadable as error:
+    except (Unreadable, OSError) as error:
         return f"no listing names it, and it cannot be read: {error}"
     return f"no listing names it, and {len(missing):,} of its runs are in no other file" if missing else REDUNDANT

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from warehouse.checksum import checksum_problem, content_problem
 from warehouse.parquet_footer import schema_bytes
+from warehouse.plain_file import NoPlainFile, open_binary
 from warehouse.sql_text import escaped_glob, sql_text
 
 _BATCH_FILES = 500  # DuckDB holds their footers meanwhile, some 50 KiB each
@@ -131,7 +132,7 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
             key: Hashable = _verified_schema(path, known)
             if key not in known:
                 known.append(key)
-        except (DamagedContent, FileNotFoundError) as error:
+        except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
             batch.damaged.append((path, error))
             continue
         except ValueError:  # DuckDB says whether it is a file
@@ -151,7 +152,8 @@ def _verified_schema(path: Path, known: Sequence[bytes]) -> bytes:
     if path.stat().st_size > _WHOLE_BYTES:
         problem, content = checksum_problem(path), None
     else:  # opened once, for both
-        content = path.read_bytes()
+        with open_binary(path) as file:
+            content = file.read()
         problem = content_problem(content)
     if problem is not None:
         raise DamagedContent(problem)

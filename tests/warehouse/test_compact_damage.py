@@ -244,3 +244,22 @@ def test_a_batch_that_was_killed_before_its_listing_goes_once_its_rows_landed_ag
     land_batch(folder, "runs", "cnn", table)
     assert compact_at(folder, 0).problems == []
     assert not left.exists() and run_ids(folder) == ids(range(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_is_no_file_is_named_and_stops_no_compaction(folder, kind):
+    fill(folder, range(4))
+    partition = folder.partition(kind, "cnn")
+    for name in ("J-000009.parquet", new_merged_name()):
+        os.mkfifo(partition / name)
+        os.utime(partition / name, (1.0, 1.0))
+    fill_runs = folder.partition("runs", "cnn") / "J-000009.parquet"
+    if not fill_runs.exists():
+        write_sealed(RUN_SCHEMA.empty_table(), fill_runs)
+    (partition / "J-000008.parquet").symlink_to("nowhere")
+    report = compact_at(folder, 0)
+    assert any("J-000009.parquet" in line for line in report.problems)
+    assert any("merged-" in line for line in report.problems)
+    assert run_ids(folder) == ids(range(4))
+    compact_at(folder, 30)
+    assert run_ids(folder) == ids(range(4))

@@ -162,6 +162,14 @@ def test_a_sort_larger_than_memory_spills_outside_the_folder(folder, monkeypatch
     assert not list(tmp_path.glob("gpufarm-*"))
 
 
+def test_nobody_else_reads_what_a_query_spills(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with contextlib.closing(warehouse.connect(folder)):
+        (spill,) = tmp_path.glob("gpufarm-spill-*")
+        assert spill.stat().st_mode & 0o777 == 0o700
+    assert not spill.exists()
+
+
 @pytest.fixture
 def query(folder, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))

@@ -366,7 +366,11 @@ def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monke
     fill(folder, range(2))
     monkeypatch.setattr("warehouse.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked"))
     with contextlib.closing(warehouse.connect(folder)) as connection:
-        for sql in ("SELECT nope FROM runs", "SELEC 1", "SELECT * FROM none", "SELECT run_id::INT FROM runs"):
+        for sql in (
+            "SELECT nope FROM runs", "SELEC 1", "SELECT * FROM none", "SELECT run_id::INT FROM runs",
+            "SELECT strptime(run_id, '%Y') FROM runs", "SELECT error('x') FROM runs",
+            "SELECT (task_index + 120)::TINYINT + 100::TINYINT FROM runs",
+        ):  # fmt: skip
             with pytest.raises(duckdb.Error):
                 connection.execute(sql).fetchall()
 
@@ -389,3 +393,92 @@ def test_the_connection_behaves_as_duckdbs(folder):
         assert joined.count("*").fetchone() if hasattr(joined, "fetchone") else joined.count("*").fetchall() == [(10,)]
         assert "J-000001" in str(relation) and "WarehouseConnection" in repr(connection)
         assert connection.extract_statements("SELECT 1")[0].type == duckdb.StatementType.SELECT
+
+
+def not_a_file(path, how):
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if how == "device" else path.with_name("nowhere"))
+
+
+@pytest.mark.parametrize("how", ["link to nothing", "pipe", "device", "folder"])
+def test_a_name_that_is_no_file_is_named_and_left_out(folder, how, capsys):
+    fill(folder)
+    for path in (folder.partition("runs", "cnn") / "z.parquet", folder.jobs / "z.parquet"):
+        not_a_file(path, how)
+    assert ask(folder) == [(10, 20, 10)]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2 and err.count("z.parquet cannot be read") == 2
+
+
+@pytest.mark.parametrize("how", ["link to nothing", "pipe"])
+def test_a_name_that_is_no_file_becomes_one(folder, how):
+    writer = fill(folder, range(3))
+    path = folder.partition("runs", "cnn") / "J-000003.parquet"
+    not_a_file(path, how)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(3,)]
+        writer.write(run_row(3), samples(2))
+        assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(4,)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(folder, kind, capsys):
+    fill(folder)
+    merge(folder, grace_s=0, force_after_s=0)
+    merge(folder, grace_s=0, force_after_s=0)
+    (merged,) = merged_files(folder, kind)
+    other = merged.with_name(new_merged_name())
+    pq.write_table(pq.read_table(merged), other, use_dictionary=["run_id"], **COMPRESSION)
+    Listing(listing_file(folder, kind, other.name), f"family=cnn/{other.name}", (), 2.0).write()
+    later = max(merged, other)
+    column = pq.read_metadata(later).row_group(0)
+    chunk = next(column.column(i) for i in range(column.num_columns) if column.column(i).path_in_schema != "run_id")
+    begin, size = chunk.data_page_offset, chunk.total_compressed_size
+    content = bytearray(later.read_bytes())
+    content[begin : begin + size] = b"\xff" * size
+    later.write_bytes(content)
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        for _ in range(2):
+            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10)]
+    assert capsys.readouterr().err.count(str(later)) == 1
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
+import warehouse
+views = ["runs", "telemetry", "runs", "telemetry", "runs"]
+five = "SELECT " + ", ".join(f"(SELECT count(*) FROM {view})" for view in views)
+with warehouse.connect(sys.argv[1]) as connection:
+    for _ in range(8):
+        print(connection.execute(five).fetchall())
+        print(len(list(iter(connection.execute("SELECT run_id FROM runs").fetchone, None))))
+    kept = [connection.cursor().execute("SELECT * FROM telemetry") for _ in range(8)]
+    print(sum(len(cursor.fetchall()) for cursor in kept))
+"""
+
+
+def test_many_queries_of_many_files_need_few_descriptors(folder):
+    fill(folder, range(120))
+    program = [sys.executable, "-c", FEW_DESCRIPTORS, str(folder.root), "128"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["[(120, 240, 120, 240, 120)]", "120"] * 8 + [str(8 * 240)]
+
+
+def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
+    fill(folder, range(3))
+    checks = []
+    plain = warehouse.damage.damaged_among
+    monkeypatch.setattr(
+        "warehouse.damage.damaged_among", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
+    )
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        for _ in range(3):
+            with pytest.raises(duckdb.Error):
+                connection.execute("SELECT error('parquet') FROM runs").fetchall()
+    assert len(checks) == 3 * 3
