@@ -7,11 +7,12 @@ after its run is durable in the warehouse.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.jobs import MIXED_FAMILY, Doubt, Queue, Task
@@ -20,8 +21,9 @@ from farm.monitoring.service import Service
 from farm.process_marker import session_marker
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings, RayExecutor
+from farm.submitted_code import SubmittedCode
 from farm.sweep import SESSION_VARIABLE, descendants
-from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reasons_of, task_spec
+from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reasons_of, refused_run, task_spec
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
@@ -31,6 +33,7 @@ from workers.worker import RunResult, TaskSpec
 LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
 _WAIT_S = 0.2
+_REFUSED_AT_ONCE = 20  # tasks that land as refused before the dispatcher looks after its workers again
 _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up to 120 s, ending a trial up to 30 s
 
 
@@ -52,6 +55,8 @@ class Dispatcher:
 
     `shares`: so many workers have a share each, the tasks whose index leaves the same rest; a worker takes another's
     only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
+
+    `trust`: modules whose code a task may name although this user did not submit it (`farm.submitted_code`).
     """
 
     def __init__(
@@ -66,7 +71,9 @@ class Dispatcher:
         service: Service | None = None,
         job_id: str | None = None,
         shares: int = 1,
+        trust: Sequence[str] = (),
     ):
+        self._code = SubmittedCode(trust)
         self._job_id = job_id
         self._shares = shares
         self._share_of: dict[str, int] = {}  # worker -> which share is its own
@@ -135,14 +142,28 @@ class Dispatcher:
             upcoming = self._lease(worker) if _looks_ahead(task) else None
             if upcoming is not None:
                 self._upcoming[worker] = upcoming
-            spec = task_spec(task)
+            spec = self._spec(task)
             self._expect_back(spec)
             self._service.events.emit("handed_out", spec, worker=worker)
-            self._executor.submit(worker, spec, None if upcoming is None else task_spec(upcoming))
+            self._executor.submit(worker, spec, None if upcoming is None else self._spec(upcoming))
         for task in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
             self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
 
+    def _spec(self, task: Task) -> TaskSpec:
+        return dataclasses.replace(task_spec(task), own_code=self._code.decide(task.config_json)[0])
+
     def _lease(self, worker: str) -> Task | None:
+        """The next task that may run. Those that may not land as `invalid`, a few at once."""
+        for _ in range(_REFUSED_AT_ONCE):
+            task = self._lease_any(worker)
+            refusal = None if task is None else self._code.decide(task.config_json)[1]
+            if task is None or refusal is None:
+                return task
+            self._land_run(task, refused_run(task, refusal))
+            del self._leased[task_spec(task).run_id]
+        return None
+
+    def _lease_any(self, worker: str) -> Task | None:
         only = {"job_id": self._job_id, "device": self._device_key, "held": self._leased.values()}
         tasks: list[Task] = []
         if self._shares > 1:

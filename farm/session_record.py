@@ -37,7 +37,7 @@ class SessionRecord:
         for path in state_folders():
             with contextlib.suppress(OSError):
                 path.mkdir(mode=0o700)
-            folder = _trusted(path)
+            folder = trusted_folder(path)
             if folder is not None:
                 return cls(folder)
         return cls(None)
@@ -78,7 +78,7 @@ def dead_sessions() -> list[list[str]]:
     """
     recorded = []
     for path in state_folders():
-        folder = _trusted(path)
+        folder = trusted_folder(path)
         if folder is None:
             continue
         try:
@@ -115,7 +115,7 @@ def _later(processes: list[object], dispatcher: str) -> Iterator[str]:
             yield str(text)
 
 
-def _trusted(path: Path) -> int | None:
+def trusted_folder(path: Path) -> int | None:
     """A descriptor of the folder where it is real, this user's, and closed to everybody else; None otherwise."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -17,7 +17,8 @@ from typing import Any
 
 from conf.errors import UsageError
 from featurize import families
-from featurize.trial import canonical_json
+from featurize.own_code import code_fields
+from featurize.trial import TrialConfig, canonical_json
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
@@ -127,6 +128,13 @@ class Space:
         """The raw values at `point`, one number in [0, 1) for each dimension in `varied`."""
         coordinates = iter(point)
         return {d.name: d.fixed if isinstance(d, Constant) else d.value(next(coordinates)) for d in self.dimensions}
+
+    def code_names(self) -> tuple[str, ...]:
+        """Every `MODULE:FACTORY` that the space names."""
+        fields = code_fields(self.family)
+        specs = [dimension.spec() for dimension in self.dimensions if dimension.name in fields]
+        texts = [text for spec in specs for text in (spec if isinstance(spec, list) else [spec])]
+        return tuple(dict.fromkeys(text.split(None, 1)[0] for text in texts if isinstance(text, str) and text.strip()))
 
     def to_mapping(self) -> dict[str, Any]:
         """`{"family": ..., "space": [[name, spec], ...]}`: a list, so that the order outlives sorted keys."""

@@ -12,6 +12,7 @@ from farm.jobs import Job, Queue, job_id_for
 from farm.monitoring.service import Service, service_settings
 from farm.sampling import sample_range
 from farm.settings import SubmitSettings, device_key
+from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json
 from warehouse.folder import DataFolder
@@ -61,9 +62,11 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
     )
     existing = queue.next_index(job_id)
     rejections: Counter[str] = Counter()
+    record_code(settings.space.code_names())  # also of tasks that are queued already
+    sampled = _configs(settings, existing, settings.n, rejections)
     configs = (
         (index, canonical_json(config.to_mapping()))
-        for index, config in enumerate(_configs(settings, existing, settings.n, rejections), start=existing)
+        for index, config in enumerate(record_submitted(sampled), start=existing)
     )
     added = queue.submit(job, configs, time.time())
     RunWriter(folder).write_job(

@@ -123,6 +123,12 @@ def doubt_of(run: Mapping[str, Any]) -> Doubt | None:
     return Doubt(quality=run["quality"], reasons=tuple(reasons_of(run)))
 
 
+def refused_run(task: Task, error: str) -> RunResult:
+    """Return the run of a task that is not handed out, because nobody allowed its code: `invalid`."""
+    result = lost_run(task, error)
+    return dataclasses.replace(result, run={**result.run, "status": "invalid", "error_type": "NotTrusted"})
+
+
 def lost_run(task: Task, error: str) -> RunResult:
     """Return the run of a task that no worker ever brought back: `crashed`, with what is known."""
     from featurize.trial import mapping_hash

@@ -20,6 +20,7 @@ from farm.progress import Progress
 from farm.ray_executor import ClusterSettings
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
 from farm.settings import device_from_key
+from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
 
 _LOOK_AGAIN_S = 2.0
@@ -32,10 +33,11 @@ def entry(cfg) -> int:
     values = OmegaConf.to_container(cfg, resolve=True)
     if not isinstance(values["wait"], bool):
         raise UsageError(f"wait must be true or false, got {values['wait']!r}")
+    trust = parse_trust(values["trust"])
     folder = DataFolder.resolve(values["data"]).open()
     cluster = ClusterSettings(**values["cluster"])
     with Service.open(folder, *service_settings(values)) as service, Queue.open(folder.queue) as queue:
-        return work(folder, queue, cluster, wait=values["wait"], service=service)
+        return work(folder, queue, cluster, wait=values["wait"], service=service, trust=trust)
 
 
 def work(
@@ -46,12 +48,13 @@ def work(
     wait: bool = False,
     seconds: float | None = None,
     service: Service | None = None,
+    trust: Sequence[str] = (),
 ) -> int:
     """Run what is queued, device after device, until nothing is left (`job_id`: of that job's device only).
 
     After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for so long.
     Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
-    `wait` it stands by until that one has ended.
+    `wait` it stands by until that one has ended. `trust` as in `Dispatcher`.
     """
     service = service or Service()
     with contextlib.ExitStack() as held:
@@ -67,7 +70,7 @@ def work(
         try:
             if lock is not None:
                 held.enter_context(_held(lock, service))
-                _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service)
+                _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust)
         except ClusterLost as lost:
             service.events.emit("left", how="the cluster was lost")
             print(f"error: {lost_words(lost)}", file=sys.stderr)
@@ -173,7 +176,7 @@ def _announce_stop() -> None:
     print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
-def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service) -> None:
+def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust) -> None:
     """Mend what a killed dispatcher left, then device after device; compact whenever nothing is left."""
     _mend(folder, queue, service)
     mended = {job.job_id for job in queue.jobs()}
@@ -185,7 +188,7 @@ def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service) -> No
             if jobs - mended:  # a job may be new to a queue that was lost, and not to the warehouse
                 _mend(folder, queue, service)
                 mended = jobs
-            _work_device(folder, queue, cluster, key, stop, lock, job_id, service)
+            _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust)
             compacted = False
         elif wait:
             if not compacted:
@@ -206,7 +209,7 @@ def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
         print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
 
 
-def _work_device(folder, queue, cluster, key, stop, lock, job_id, service) -> None:
+def _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust) -> None:
     choice = device_from_key(key)
     jobs = [job for job in queue.jobs() if job.device == key and queue.pending(job.job_id)]
     _be_patient(service, cluster, jobs)
@@ -214,7 +217,7 @@ def _work_device(folder, queue, cluster, key, stop, lock, job_id, service) -> No
     label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     with Progress(label, lambda: _totals(queue, names), quiet=service.quiet) as progress:
         executor = make_executor(choice, cluster)
-        Dispatcher(folder, queue, executor, key, progress, service=service).run(stop, lock)
+        Dispatcher(folder, queue, executor, key, progress, service=service, trust=trust).run(stop, lock)
 
 
 def _be_patient(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:

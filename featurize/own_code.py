@@ -92,6 +92,21 @@ def parse_trust(value: object) -> tuple[str, ...]:
     return names
 
 
+def data_refusal(config: TrialConfig) -> str | None:
+    """`refusal` of the config as data would bring it, whoever named its code."""
+    return refusal(replace(config, **{name: str(getattr(config, name)) for name in code_fields(config.family)}))
+
+
+def code_entries(config: TrialConfig) -> dict[str, str]:
+    """Each name of code in a config, with the text by which the same code is known again. A library's model stands
+    with its arguments where these are more than plain data."""
+    entries = {}
+    for name in (getattr(config, field) for field in code_fields(config.family)):
+        library = name.partition(":")[0].partition(".")[0] in _MODULES
+        entries[name] = f"{name} {config.arguments}" if library and data_refusal(config) else str(name)
+    return entries
+
+
 def refusal(config: TrialConfig) -> str | None:
     """Why nothing is imported for this config, or None. Imports nothing itself."""
     return _family_of_code(config.family).refusal(config) if code_fields(config.family) else None

@@ -80,7 +80,7 @@ class TrialLink:
 
 
 def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
-    """Run one trial and report. `trial`: config, settings, device choice, slot, seed and `ahead`, as mappings."""
+    """Run one trial and report. `trial`: config, own_code, settings, device, slot, seed and `ahead`."""
     link = TrialLink(channel, ahead=trial.get("ahead", False))
     try:
         _measure(trial, link)
@@ -103,10 +103,12 @@ def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
 
 def _measure(trial: dict[str, Any], link: TrialLink) -> None:
     from featurize.own_code import config_of_user
+    from featurize.trial import config_from_mapping
     from workers.devices import DeviceChoice, Slot, make_device
     from workers.settings import TrialSettings
 
-    config = config_of_user(trial["config"])  # of a task: the user has submitted it
+    # The queue is data of a folder; whether its user submitted this task is the dispatcher's to say.
+    config = (config_of_user if trial["own_code"] else config_from_mapping)(trial["config"])
     settings = TrialSettings.from_mapping(trial["settings"])
     device = make_device(DeviceChoice(**trial["device"]))
     device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], link)

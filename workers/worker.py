@@ -50,6 +50,7 @@ class TaskSpec:
     config: str
     settings: str
     seed: int
+    own_code: bool = False  # the code that `config` names is of the user who runs the farm: it may be imported
 
     @property
     def run_id(self) -> str:
@@ -226,6 +227,7 @@ class Worker:
         """What the trial's process is told."""
         return {
             "config": json.loads(task.config),
+            "own_code": task.own_code,
             "settings": json.loads(task.settings),
             "seed": task.seed,
             "device": self._choice.to_mapping(),

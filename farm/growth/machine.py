@@ -19,6 +19,7 @@ from farm.jobs import MIXED_FAMILY, Job, Queue
 from farm.journal import Cycle
 from farm.ray_executor import ClusterSettings
 from farm.settings import device_key
+from farm.submitted_code import record_submitted
 from featurize.device_spec import device_from_mapping, device_names, load_device, same_device
 from featurize.row_config import code_problem
 from featurize.trial import TrialConfig, canonical_json
@@ -106,7 +107,8 @@ def submit_listed(
         settings_json=canonical_json(trial.to_mapping()),
         submitted_at=time.time(),
     )
-    queue.submit(job, ((index, canonical_json(config.to_mapping())) for index, config in configs), time.time())
+    texts = [canonical_json(config.to_mapping()) for config in record_submitted(config for _, config in configs)]
+    queue.submit(job, zip((index for index, _ in configs), texts, strict=True), time.time())
     told = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
     RunWriter(folder).write_job(
         {

@@ -26,7 +26,7 @@ from farm.jobs import Queue
 from farm.journal import Cycle, plain
 from farm.settings import device_key
 from farm.space import Space
-from featurize.own_code import code_fields, trusting
+from featurize.own_code import trusting
 from featurize.trial import TrialConfig, config_from_mapping, config_hash, mapping_hash
 from warehouse.folder import DataFolder, write_bytes
 
@@ -91,14 +91,7 @@ def read_plan(folder: DataFolder, path: str, spaces: Sequence[Space] = ()) -> li
 
 def code_names(spaces: Sequence[Space]) -> tuple[str, ...]:
     """Every `MODULE:FACTORY` that the spaces name: the user chose them."""
-    named = [
-        dimension.spec()
-        for space in spaces
-        for dimension in space.dimensions
-        if dimension.name in code_fields(space.family)
-    ]
-    texts = [text for spec in named for text in (spec if isinstance(spec, list) else [spec])]
-    return tuple(dict.fromkeys(text.split(None, 1)[0] for text in texts if isinstance(text, str) and text.strip()))
+    return tuple(dict.fromkeys(name for space in spaces for name in space.code_names()))
 
 
 def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> dict[str, int]:

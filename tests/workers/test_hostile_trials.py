@@ -30,6 +30,7 @@ def hostile(name, path="", timeout_s=30.0, **settings):
         config=canonical_json(_complete(config)),
         settings=canonical_json(TrialSettings(window=SHORT, timeout_s=timeout_s, **settings).to_mapping()),
         seed=0,
+        own_code=True,
     )
 
 

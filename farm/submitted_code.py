@@ -1,0 +1,145 @@
+"""Which code of a task may run: a data folder can come from anybody, so its queue alone allows none.
+
+Start reading at `SubmittedCode`. `record_submitted` writes down what this user queues, in a folder of the user's own
+state; the dispatcher asks `SubmittedCode.decide` before it hands a task out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from conf.plain_text import one_line
+from farm.session_record import trusted_folder
+from featurize.own_code import CodeName, code_entries, code_fields, data_refusal, trusting
+from featurize.trial import TrialConfig, config_from_mapping
+
+_FILE = "submitted_code"  # one JSON string a line
+_LIMIT_BYTES = 64 << 20  # of a record that is read
+_of_this_process: set[str] = set()  # what this process queued itself, also where no record can be written
+
+
+class SubmittedCode:
+    """What the dispatcher's user has submitted or trusts. `trust`: modules, as `featurize.own_code.parse_trust` has
+    them."""
+
+    def __init__(self, trust: Sequence[str] = ()):
+        self._trust = tuple(trust)
+        self._recorded: frozenset[str] = frozenset()
+        self._read_at: tuple[int, ...] | None = None
+
+    def decide(self, config_json: str) -> tuple[bool, str | None]:
+        """Return whether a task's code counts as the user's, and why the task must not run (None: it may).
+
+        A task that is neither the user's nor refused runs under the rules for data: models of known libraries alone.
+        """
+        try:
+            values = json.loads(config_json)
+            if not code_fields(values["family"]):
+                return False, None
+            config = config_from_mapping(values)
+        except Exception:  # whatever the queue holds: the trial says what is wrong with it, and imports nothing
+            return False, None
+        entries = code_entries(trusting(config, self._trust))
+        if all(isinstance(name, CodeName) or self._knows(entry) for name, entry in entries.items()):
+            return True, None
+        if data_refusal(config) is None:
+            return False, None
+        name = getattr(config, code_fields(config.family)[0])
+        module = name.partition(":")[0]
+        return False, (
+            f"{one_line(name)} is code that this user has not submitted, so it is not imported; "
+            f"submit the job yourself, or start farm.work with trust=[{one_line(module)}]"
+        )
+
+    def _knows(self, entry: str) -> bool:
+        if entry in _of_this_process or entry in self._recorded:
+            return True
+        self._read_again()
+        return entry in self._recorded
+
+    def _read_again(self) -> None:
+        """Read the record anew where it has changed: others may submit while this dispatcher runs."""
+        with _state_folder() as folder:
+            if folder is None:
+                return
+            with contextlib.suppress(OSError):
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                with os.fdopen(os.open(_FILE, flags, dir_fd=folder), "rb") as file:
+                    status = os.fstat(file.fileno())
+                    version = (status.st_ino, status.st_size, status.st_mtime_ns)
+                    if version != self._read_at and _is_own_file(status):
+                        self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
+                        self._read_at = version
+
+
+def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
+    """Pass on configs that the user queues, their code written down before each is handed on.
+
+    Without a folder that can be written to, only this process knows.
+    """
+    for config in configs:
+        record_code(entry for name, entry in code_entries(config).items() if isinstance(name, CodeName))
+        yield config
+
+
+def record_code(entries: Iterable[str]) -> None:
+    """Write down names of code that the user typed, as `code_entries` spells them."""
+    new = [entry for entry in dict.fromkeys(entries) if entry not in _of_this_process]
+    if not new:
+        return
+    _of_this_process.update(new)
+    # A line end before each: a line that a full disk tore spoils no other.
+    lines = "".join(f"\n{json.dumps(entry)}\n" for entry in new).encode()
+    with _state_folder(create=True) as folder, contextlib.suppress(OSError):
+        if folder is None:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(_FILE, flags, 0o600, dir_fd=folder)
+        try:
+            if _is_own_file(os.fstat(descriptor)):
+                os.write(descriptor, lines)
+        finally:
+            os.close(descriptor)
+
+
+def state_path() -> Path | None:
+    """The folder of the user's own state: `$XDG_STATE_HOME/gpufarm`, else `~/.local/state/gpufarm`; None: no home."""
+    given = os.environ.get("XDG_STATE_HOME")
+    if given and os.path.isabs(given):
+        return Path(given, "gpufarm")
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home / ".local" / "state" / "gpufarm" if home.is_absolute() else None
+
+
+@contextlib.contextmanager
+def _state_folder(create: bool = False) -> Iterator[int | None]:
+    path = state_path()
+    if path is not None and create:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
+    folder = None if path is None else trusted_folder(path)
+    try:
+        yield folder
+    finally:
+        if folder is not None:
+            os.close(folder)
+
+
+def _is_own_file(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _entries(data: bytes) -> Iterator[str]:
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line), str):
+                yield entry

@@ -1,0 +1,201 @@
+"""A queue that somebody else filled imports nothing: the user who submits records whose code runs, no data does."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop
+
+from conf.errors import UsageError
+from farm import submitted_code
+from farm.dispatch import Dispatcher
+from farm.jobs import Job
+from farm.sampling import sample_range
+from farm.space import parse_space
+from farm.submitted_code import SubmittedCode, record_code, record_submitted
+from featurize.trial import canonical_json, config_from_mapping
+from warehouse import connect
+
+OWN = "mine.nets:build"
+
+
+def config(model=OWN, **changes):
+    values = {"family": "zoo", "model": model, "inputs": "float32[4]", "batch_size": 2, **changes}
+    return canonical_json(config_from_mapping(values).to_mapping())
+
+
+LIBRARY = config("torchvision.models:resnet18", inputs="float32[3,32,32]")
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    folder = tmp_path / "state of a'; echo foo"
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    forget(monkeypatch)
+    return folder / "gpufarm"
+
+
+def forget(monkeypatch):
+    """What another process knows: nothing but the record."""
+    monkeypatch.setattr(submitted_code, "_of_this_process", set())
+
+
+class Executor(ScriptedExecutor):
+    def __init__(self):
+        super().__init__(Clock())
+        self.own_code = []
+
+    def submit(self, worker, task, upcoming=None):
+        self.own_code.append(task.own_code)
+        super().submit(worker, task, upcoming)
+
+
+def dispatch(folder, queue, configs, trust=()):
+    job = Job(
+        job_id="zoo-00000001", family="zoo", space_json="{}", n=len(configs), seed=0, policy="uniform", priority=0,
+        device=DEVICE, settings_json="{}", submitted_at=0.0,
+    )  # fmt: skip
+    queue.submit(job, enumerate(configs), now=0.0)
+    executor = Executor()
+    clock = executor.clock
+    Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=clock, steady=clock, trust=trust).run(Stop(), NoLock())
+    return [index for _, index, _ in executor.handed_out], executor.own_code
+
+
+def runs(folder):
+    connection = connect(folder)
+    try:
+        return connection.execute("SELECT task_index, status, error_type, error FROM runs ORDER BY ALL").fetchall()
+    finally:
+        connection.close()
+
+
+def test_a_task_whose_code_this_user_did_not_submit_lands_as_invalid_and_says_what_to_do(folder, queue):
+    handed_out, own_code = dispatch(folder, queue, [config(), LIBRARY, config("mine.nets:other")])
+    assert handed_out == [1] and own_code == [False]  # a library's model, under the rules for data
+    invalid = [run for run in runs(folder) if run[1] == "invalid"]
+    assert [(run[0], run[2]) for run in invalid] == [(0, "NotTrusted"), (2, "NotTrusted")]
+    assert "trust=[mine.nets]" in invalid[0][3] and OWN in invalid[0][3]
+
+
+def test_many_refused_tasks_do_not_block_those_that_may_run(folder, queue):
+    handed_out, _ = dispatch(folder, queue, [config()] * 45 + [LIBRARY])
+    assert handed_out == [45]
+
+
+@pytest.mark.parametrize("trust", [["mine"], ["mine.nets"], [OWN]])
+def test_a_module_that_is_trusted_runs(folder, queue, trust):
+    assert dispatch(folder, queue, [config(), config("yours:build")], trust) == ([0], [True])
+
+
+def test_what_the_user_samples_is_recorded_and_runs_in_a_later_process(folder, queue, state, monkeypatch):
+    space = parse_space("zoo", {"model": OWN, "inputs": "float32[4]", "batch_size": 2})
+    configs = list(record_submitted(sample_range(space, 0, 0, 2)))
+    assert state.stat().st_mode & 0o777 == 0o700
+    forget(monkeypatch)
+    texts = [canonical_json(one.to_mapping()) for one in configs]
+    assert dispatch(folder, queue, [*texts, config("mine.nets:other")]) == ([0, 1], [True, True])
+
+
+def test_a_dispatcher_that_stands_by_learns_of_what_is_submitted_meanwhile(monkeypatch):
+    code = SubmittedCode()
+    assert code.decide(config())[1]
+    record_code([OWN])
+    forget(monkeypatch)
+    assert code.decide(config()) == (True, None)
+
+
+def test_a_librarys_model_with_arguments_that_data_may_not_give_needs_its_own_record(monkeypatch):
+    fetching = config("torchvision.models:resnet18", arguments='{"weights":"DEFAULT"}', inputs="float32[3,32,32]")
+    record_code(["torchvision.models:resnet18"])
+    assert SubmittedCode().decide(LIBRARY) == (True, None)
+    allowed, refusal = SubmittedCode().decide(fetching)
+    assert not allowed and refusal
+    space = {"model": "torchvision.models:resnet18", "arguments": "{weights: DEFAULT}", "inputs": "float32[3,32,32]"}
+    assert len(list(record_submitted(sample_range(parse_space("zoo", {**space, "batch_size": 2}), 0, 0, 1)))) == 1
+    forget(monkeypatch)
+    assert SubmittedCode().decide(fetching) == (True, None)
+
+
+def test_names_of_code_that_a_row_brought_are_not_recorded():
+    assert len(list(record_submitted([config_from_mapping(json.loads(config()))]))) == 1
+    assert SubmittedCode().decide(config())[1]
+
+
+def test_without_a_state_folder_the_process_runs_what_it_submitted_itself(state, monkeypatch):
+    state.parent.write_text("in the way")
+    record_code([OWN])
+    assert SubmittedCode().decide(config()) == (True, None)
+    forget(monkeypatch)
+    assert SubmittedCode().decide(config())[1]
+
+
+@pytest.mark.parametrize("how", ["open to others", "a link", "a pipe", "garbage", "torn"])
+def test_only_a_record_that_this_user_alone_can_write_counts(state, how, monkeypatch, tmp_path):
+    record_code([OWN])
+    forget(monkeypatch)
+    file = state / "submitted_code"
+    if how == "open to others":
+        state.chmod(0o777)
+    elif how == "a link":
+        (tmp_path / "elsewhere").write_bytes(file.read_bytes())
+        file.unlink()
+        file.symlink_to(tmp_path / "elsewhere")
+    elif how == "a pipe":
+        file.unlink()
+        os.mkfifo(file)
+    elif how == "garbage":
+        file.write_bytes(b"\xff\x00[1]\n{}\n" + b"[" * 100_000)
+    else:
+        file.write_bytes(file.read_bytes()[:-4])
+    assert SubmittedCode().decide(config())[1]
+    if how in ("garbage", "torn"):
+        record_code([OWN])
+        forget(monkeypatch)
+        assert SubmittedCode().decide(config()) == (True, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "no json", "[" * 100_000, '{"family": 3}', '{"family": "zoo", "model": 3}']
+)
+def test_a_config_that_makes_no_sense_is_no_permission(text):
+    assert SubmittedCode().decide(text) == (False, None)
+
+
+def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_path):
+    """The whole commands, with code that leaves a mark where it is imported."""
+    (tmp_path / "mine").mkdir()
+    mark = tmp_path / "imported"
+    (tmp_path / "mine" / "marking.py").write_text(
+        f"import pathlib, torch\npathlib.Path({str(mark)!r}).touch()\ndef build():\n    return torch.nn.Linear(4, 4)\n"
+    )
+
+    def farm(module, user, *arguments):
+        paths = [str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        state = str(tmp_path / user)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_STATE_HOME": state}
+        command = [sys.executable, "-m", module, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    data, copied = tmp_path / "data", tmp_path / "copy"
+    farm("farm.submit", "one", "+arch=zoo", "n=1", "arch.space.model=marking:build", "arch.space.inputs='float32[4]'",
+         "device=simulated", f"data={data}", "detach=true")  # fmt: skip
+    mark.unlink(missing_ok=True)  # the submission itself looked at it
+    shutil.copytree(data, copied)
+    farm("farm.work", "another", f"data={copied}", "cluster=inline")
+    assert not mark.exists()
+    farm("farm.work", "one", f"data={data}", "cluster=inline")
+    assert mark.exists()
+
+
+def test_a_trust_that_is_no_module_is_refused(tmp_path):
+    from conf.cli import load_config
+    from farm.work import entry
+
+    with pytest.raises(UsageError, match="trust must name modules"):
+        entry(load_config("work", [f"data={tmp_path}", "trust=['a b']"]))
