@@ -18,7 +18,7 @@ from typing import Any
 from conf.errors import UsageError
 from featurize import families
 from featurize.own_code import code_fields
-from featurize.trial import TrialConfig, canonical_json
+from featurize.trial import canonical_json
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
