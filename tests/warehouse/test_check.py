@@ -73,7 +73,7 @@ def test_a_flipped_bit_in_any_file_is_named_with_its_path(filled, capsys, patter
     (path,) = filled.root.glob(pattern)
     flip(path)
     assert run("check", entry, []) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if "to its queue" not in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "in its queue" not in line]
     assert [line for line in lines if line.startswith(f"damaged: {path}: ")] == lines[:-1]
     assert len(lines) == 2 and lines[-1].endswith("1 damaged or missing")
 
