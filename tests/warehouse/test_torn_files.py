@@ -455,20 +455,20 @@ import warehouse
 views = ["runs", "telemetry", "runs", "telemetry", "runs"]
 five = "SELECT " + ", ".join(f"(SELECT count(*) FROM {view})" for view in views)
 with warehouse.connect(sys.argv[1]) as connection:
-    for _ in range(8):
+    for _ in range(2):
         print(connection.execute(five).fetchall())
         print(len(list(iter(connection.execute("SELECT run_id FROM runs").fetchone, None))))
-    kept = [connection.cursor().execute("SELECT * FROM telemetry") for _ in range(8)]
+    kept = [connection.cursor().execute("SELECT * FROM telemetry") for _ in range(4)]
     print(sum(len(cursor.fetchall()) for cursor in kept))
 """
 
 
 def test_many_queries_of_many_files_need_few_descriptors(folder):
-    fill(folder, range(120))
-    program = [sys.executable, "-c", FEW_DESCRIPTORS, str(folder.root), "128"]
+    fill(folder, range(50))
+    program = [sys.executable, "-c", FEW_DESCRIPTORS, str(folder.root), "96"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == ["[(120, 240, 120, 240, 120)]", "120"] * 8 + [str(8 * 240)]
+    assert done.stdout.splitlines() == ["[(50, 100, 50, 100, 50)]", "50"] * 2 + [str(4 * 100)]
 
 
 def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
