@@ -64,7 +64,7 @@ def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike])
         return UsageError(f"{key}={given} cannot be written: {why}")
 
     if not given or "\0" in given:
-        raise refused("it is no path")
+        raise refused("it is not a valid path")
     try:
         path, descriptor = _followed(os.path.abspath(os.path.expanduser(given)))
         if descriptor is not None:

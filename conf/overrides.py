@@ -86,7 +86,7 @@ def _unreadable(argument: str) -> str | None:
     except UnicodeEncodeError:
         if (encoding := sys.getfilesystemencoding()) != "utf-8":
             return f"{shown(argument)} cannot be read as {encoding}, this locale's encoding; set PYTHONUTF8=1"
-        return f"{shown(argument)} is no UTF-8: names in the data folder, DuckDB and Parquet have to be"
+        return f"{shown(argument)} is not valid UTF-8: names in the data folder, DuckDB and Parquet have to be"
     if "\0" in argument:
         return f"{shown(argument)} holds a null character"
     if len(argument) > _LONGEST_TEXT:

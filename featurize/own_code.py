@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from conf.errors import UsageError
+from conf.plain_text import shown
 from featurize.families import family_names, get_family
 from featurize.trial import TrialConfig, config_from_mapping
 
@@ -88,7 +89,7 @@ def parse_trust(value: object) -> tuple[str, ...]:
     names = tuple(given) if isinstance(given, Sequence) else (given,)
     wrong = [one for one in names if not isinstance(one, str) or not _MODULE_NAME.fullmatch(one)]
     if wrong:
-        raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {_shown(wrong[0])}")
+        raise UsageError(f"trust must name modules, as in trust=[mypackage.nets], got {shown(wrong[0])}")
     return names
 
 
@@ -120,8 +121,8 @@ def library_problem(model: str, arguments: str) -> str | None:
     package = module.partition(".")[0]
     if package not in _MODULES:
         return (
-            f"{model} is code of its own, named by data; nothing is imported for it (trust=[{module}] allows it where "
-            "the option is there, and so does a config that is typed)"
+            f"{model} comes from stored data, so it is not imported; pass trust=[{module}] to allow it, "
+            "or type the config on the command line"
         )
     if not _MODULES[package].fullmatch(module) or "." in factory or factory.startswith("_"):
         return f"{model} is not one of {package}'s models, and data may name no other code"
@@ -136,7 +137,7 @@ def arguments_problem(model: str, arguments: str) -> str | None:
     for name, value in given.items():
         problem = _value_problem(name, value, 0)
         if problem is not None:
-            return f"{model}: data may not give the argument {_shown(name)}: {problem}"
+            return f"{model}: data may not give the argument {shown(name)}: {problem}"
     return None
 
 
@@ -146,7 +147,7 @@ def require_model(model: str, factory: Any, arguments: str) -> None:
         return
     problem = library_problem(model, arguments)
     if problem is None and not _is_a_model(model, factory):
-        problem = f"{model} is none of the library's models, and data may name no other code"
+        problem = f"{model} is not one of the library's models, and data may name no other code"
     if problem is None:
         problem = _download(model, factory, json.loads(arguments))
     if problem is not None:
@@ -195,7 +196,7 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
     if isinstance(value, str):
         if _WORD_KEY.fullmatch(name) and not _NO_WORD.search(name) and _WORDS.get(name, _WORD).fullmatch(value):
             return None
-        return f"a text ({_shown(value)})"
+        return f"a text ({shown(value)})"
     return "a mapping"
 
 
@@ -229,7 +230,7 @@ def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
     if "model_name" in given:
         timm = importlib.import_module("timm")
         if factory is timm.create_model and not timm.is_model(given["model_name"].partition(".")[0]):
-            return f"{model}: timm has no model {_shown(given['model_name'])}"
+            return f"{model}: timm has no model {shown(given['model_name'])}"
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
@@ -247,8 +248,3 @@ def _fetches(settings: Any, depth: int) -> bool:
         return True
     nested = (value for value in own.values() if hasattr(value, "model_type"))
     return depth < 3 and any(_fetches(value, depth + 1) for value in nested)
-
-
-def _shown(text: object) -> str:
-    shown = ascii(text) if isinstance(text, str) else repr(text)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

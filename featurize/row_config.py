@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from conf.errors import UsageError
+from conf.plain_text import one_line
 from featurize.families import get_family
 from featurize.own_code import CodeName, code_fields, refusal, trusting
 from featurize.trial import TrialConfig, config_from_mapping
@@ -57,7 +58,7 @@ def problem_of(config: TrialConfig) -> str | None:
 
 def printable(text: str, most: int = 80) -> str:
     """The text in one line without control characters and lone surrogates, cut to `most` characters."""
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: most + 1])
+    shown = one_line(text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 

@@ -52,7 +52,7 @@ def commands_markdown() -> str:
         "quote a value (`data=\"'[a]'\"`) that would be a list, a mapping or `null`. Of a key that is given twice the",
         "last value counts. Exit codes: 0 done, 1 something failed (`warehouse.compact`: files that cannot be read;",
         "`warehouse.snapshot verify=`, `warehouse.check`: damaged ones; `farm.doctor repair=true`: something is left),",
-        "2 a mistake that you can mend, 75 what the command worked with has died and the same command goes on (Ray's",
+        "2 a mistake that you can fix, 75 what the command worked with has died and the same command goes on (Ray's",
         "head; another growth cycle), 130 interrupted.",
         "",
         *(f"- [`python -m {module}`](#{_anchor(module)})" for module in modules.values()),

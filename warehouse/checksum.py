@@ -163,7 +163,7 @@ def _footer_bytes(tail: bytes | bytearray, size: int) -> int:
         raise NoParquetFile("it is empty")
     length = int.from_bytes(tail[-_ENDING_BYTES:-4], "little")
     if tail[-4:] != _MAGIC or length + _ENDING_BYTES + len(_MAGIC) > size:
-        raise NoParquetFile("it is no Parquet file, or was cut short")
+        raise NoParquetFile("it is not a Parquet file, or was cut short")
     return length
 
 

@@ -54,7 +54,7 @@ class DataFolder:
         try:
             path.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"data={path} is no UTF-8, which DuckDB and Parquet need; rename it") from error
+            raise UsageError(f"data={path} is not valid UTF-8, which DuckDB and Parquet need; rename it") from error
         return cls(Path(path))
 
     def create(self) -> DataFolder:

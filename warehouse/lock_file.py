@@ -68,7 +68,7 @@ def is_held(path: Path) -> bool:
 
 def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{path} is no plain file, so it cannot be a lock of this data folder; remove it")
+        raise UsageError(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
     if written and status.st_nlink > 1:
         raise UsageError(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
 
@@ -77,5 +77,5 @@ def _explained(error: OSError, path: Path) -> OSError | UsageError:
     if error.errno == errno.ELOOP and path.is_symlink():
         return UsageError(f"{path} is a symbolic link, so it cannot be a lock of this data folder; remove it")
     if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
-        return UsageError(f"{path} is no plain file, so it cannot be a lock of this data folder; remove it")
+        return UsageError(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
     return error

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 
+from conf.plain_text import printable
+
 ERROR_CHARACTERS = 32_000  # of an error's text that are kept
 _HEAD_SHARE = 0.25  # of what is kept: the end of a traceback says what happened
 _QUOTED_CHARACTERS = 200
-# Control characters (newline and tab excepted) and surrogates, which neither SQLite nor Parquet can store.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_TAB_OR_LINE_FEED = re.compile("([\t\n])")  # what is kept as it is
 _LINE_END = re.compile("\r\n?")
 
 
 def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
-    """Return `text` with its unsafe characters escaped, cut to about `limit` characters.
+    """Return `text` escaped as `conf.plain_text` does, but for tabs, cut to about `limit` characters.
 
     The beginning and the end are kept; a line between them says how many characters were left out.
     """
-    return _UNSAFE.sub(_escaped, _LINE_END.sub("\n", cut(text, limit)))
+    parts = _TAB_OR_LINE_FEED.split(_LINE_END.sub("\n", cut(text, limit)))
+    return "".join(part if part == "\t" else printable(part) for part in parts)
 
 
 def cut(text: str, limit: int = ERROR_CHARACTERS) -> str:
@@ -40,8 +42,3 @@ def quoted(data: bytes | str) -> str:
     text = ascii(shown.decode("utf-8", "backslashreplace") if isinstance(shown, bytes) else shown)
     unit = "bytes" if isinstance(data, bytes) else "characters"
     return text if len(shown) == len(data) else f"{text}... ({len(data):,} {unit})"
-
-
-def _escaped(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

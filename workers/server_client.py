@@ -105,7 +105,7 @@ class TrialServer:
         if self._hello is None:
             message = self._receive(_START_TIMEOUT_S)
             if not {"hello", "pid"} <= message.keys():
-                raise ServerLost(f"the trial server said what it cannot: {quoted(json.dumps(message))}")
+                raise ServerLost(f"the trial server sent an invalid message: {quoted(json.dumps(message))}")
             self._hello, self._pid = message["hello"], message["pid"]
         return self._hello
 
@@ -210,7 +210,7 @@ class TrialServer:
 
     def _note_exit(self, message: dict[str, Any]) -> None:
         if not message.keys() >= _EXIT_KEYS:
-            raise ServerLost(f"the trial server said what it cannot: {quoted(json.dumps(message))}")
+            raise ServerLost(f"the trial server sent an invalid message: {quoted(json.dumps(message))}")
         self._exited[message["exited"]] = message
 
     def _read_reports(self, trial: RunningTrial) -> tuple[list[Report], bool]:
@@ -243,7 +243,7 @@ class TrialServer:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise ServerLost(f"the trial server said what it cannot: {quoted(packet)}")
+            raise ServerLost(f"the trial server sent an invalid message: {quoted(packet)}")
         return message
 
     def _server_words(self) -> str:

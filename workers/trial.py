@@ -108,7 +108,7 @@ def _measure(trial: dict[str, Any], link: TrialLink) -> None:
     from workers.settings import TrialSettings
 
     # The queue is data of a folder; whether its user submitted this task is the dispatcher's to say.
-    config = (config_of_user if trial["own_code"] else config_from_mapping)(trial["config"])
+    config = config_of_user(trial["config"]) if trial["own_code"] else config_from_mapping(trial["config"])
     settings = TrialSettings.from_mapping(trial["settings"])
     device = make_device(DeviceChoice(**trial["device"]))
     device.measure(config, Slot(**trial["slot"]), settings, trial["seed"], link)

@@ -89,7 +89,7 @@ def _problem(text: str) -> str | None:
         return "it has no header"
     about = _keys(header.split("\n")[1:])
     if about["num_class"] != "1" or about["num_tree_per_iteration"] != "1":
-        return "it is no regression"
+        return "it is not a regression"
     features = _int(about["max_feature_idx"]) + 1
     if _int(about["label_index"]) >= features:
         return "its label is a feature that it does not have"
@@ -135,13 +135,13 @@ def _problem_of_shape(tree: Mapping[str, str]) -> str | None:
         return "it has no leaves, or such as this code does not use"
     for name, value in tree.items():
         if name in _WHOLE and not _INTEGERS.fullmatch(value):
-            return f"{name} holds what is no whole number"
+            return f"{name} holds a value that is not a whole number"
         if name in _OTHERS or name in _CATEGORIES:
             continue
         if name not in _NODES and name not in _LEAVES:
             return f"unknown {name[:40]!r}"
         if not _NUMBERS.fullmatch(value):
-            return f"{name} holds what is no figure"
+            return f"{name} holds a value that is not a number"
         count = value.count(" ") + 1 if value else 0
         expected = leaves if name in _LEAVES else leaves - 1
         if count != expected and (leaves > 1 or count > 1) and (value or name in _NEEDED):
@@ -157,9 +157,9 @@ def _problem_of_values(trees: Sequence[Mapping[str, str]], features: int) -> str
         texts = [tree[name] for tree in trees if tree.get(name)]
         values = _numbers(texts)
         if len(values) != sum(text.count(" ") + 1 for text in texts):
-            return f"{name} holds what is no figure"
+            return f"{name} holds a value that is not a number"
         if name == "leaf_value" and not np.isfinite(values).all():
-            return "leaf_value holds what is no figure"
+            return "leaf_value holds a value that is not a number"
     grown = [tree for tree in trees if int(tree["num_leaves"]) > 1]
     if not grown:
         return None
@@ -168,7 +168,7 @@ def _problem_of_values(trees: Sequence[Mapping[str, str]], features: int) -> str
     columns = {name: _numbers([tree[name] for tree in grown]) for name in _NEEDED if name in _NODES}
     for name, values in columns.items():
         if len(values) != total or np.isnan(values).any():
-            return f"{name} holds what is no figure"
+            return f"{name} holds a value that is not a number"
     split, kind, left, right = (
         _whole(columns[name]) for name in ("split_feature", "decision_type", "left_child", "right_child")
     )
@@ -183,7 +183,7 @@ def _problem_of_values(trees: Sequence[Mapping[str, str]], features: int) -> str
         count = high - low + 1
         children = np.sort(np.concatenate([left[low:high], right[low:high]]))
         if not np.array_equal(children, np.concatenate([np.arange(-count, 0), np.arange(1, count - 1)])):
-            return "the nodes of a tree are none"
+            return "the tree structure is invalid"
         thresholds = columns["threshold"][low:high][kind[low:high] & _CATEGORICAL == 1]
         if (problem := _problem_of_categories(tree, int(tree["num_cat"]), thresholds)) is not None:
             return problem
@@ -208,7 +208,7 @@ def _problem_of_categories(tree: Mapping[str, str], categories: int, thresholds:
     if len(bounds) != categories + 1 or bounds[0] != 0 or (np.diff(bounds) < 1).any() or bounds[-1] != len(words):
         return "its categories have no bounds"
     if words.min(initial=0) < 0 or words.max(initial=0) >= 2**32:
-        return "its categories are no sets"
+        return "invalid category bitset"
     used = _whole(thresholds)
     return None if ((used >= 0) & (used < categories)).all() else "it splits by categories that it does not have"
 
@@ -216,14 +216,14 @@ def _problem_of_categories(tree: Mapping[str, str], categories: int, thresholds:
 def _whole(values: np.ndarray) -> np.ndarray:
     """The same as integers; `ValueError` where they are none."""
     if not np.isfinite(values).all() or (values != np.floor(values)).any() or (np.abs(values) > 2**40).any():
-        raise ValueError("an index is no whole number")
+        raise ValueError("an index is not a whole number")
     return values.astype(np.int64)
 
 
 def _int(text: str) -> int:
     """`int`, of nothing but digits: LightGBM reads other spellings otherwise."""
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        raise ValueError("a count is no whole number")
+        raise ValueError("a count is not a whole number")
     return int(text)
 
 

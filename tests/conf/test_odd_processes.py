@@ -42,7 +42,7 @@ def is_one_line(errors: bytes) -> bool:
 def test_bytes_that_are_no_utf8_are_refused_and_shown_as_bytes(place, arguments):
     code, out, err = start(place, "farm.status", *arguments)
     assert (code, out) == (2, b"") and is_one_line(err)
-    assert b"is no UTF-8" in err and b"\\x" in err and err.isascii()
+    assert b"is not valid UTF-8" in err and b"\\x" in err and err.isascii()
 
 
 @pytest.mark.parametrize("module", ["farm.submit", "warehouse.query"])
@@ -51,11 +51,11 @@ def test_a_data_folder_that_is_no_utf8_is_refused_wherever_it_is_named(place, mo
         module, ["SELECT 1"]
     )
     code, out, err = start(place, module, *needed, GPUFARM_DATA=b"a\xff")
-    assert (code, out) == (2, b"") and is_one_line(err) and b"is no UTF-8" in err
+    assert (code, out) == (2, b"") and is_one_line(err) and b"is not valid UTF-8" in err
     inside = Path(os.fsdecode(os.fsencode(place) + b"/odd\xff"))
     inside.mkdir()
     code, out, err = start(inside, module, *needed)
-    assert (code, out) == (2, b"") and is_one_line(err) and b"is no UTF-8" in err
+    assert (code, out) == (2, b"") and is_one_line(err) and b"is not valid UTF-8" in err
     assert not list(inside.iterdir()) and [path.name for path in place.iterdir()] == [inside.name]
 
 

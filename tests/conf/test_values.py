@@ -82,7 +82,8 @@ def test_what_is_quoted_back_is_short_and_shows_bytes():
         ("n=many", "n must be an integer >= 1, got 'many'"), ("n=[1", "cannot read 'n=[1'"),
         ("n=${nope}", "cannot read 'n=${nope}'"), ("n=nan", "n must be an integer >= 1"),
         ("m=1", "valid are KEY=VALUE of n, data"), ("n=2026-99-99", "n must be an integer >= 1"),
-        ("data=[a]", "data must be a path, got a list"), ("data=\udcff", "is no UTF-8"), ("n", "unknown argument 'n'"),
+        ("data=[a]", "data must be a path, got a list"), ("data=\udcff", "is not valid UTF-8"),
+        ("n", "unknown argument 'n'"),
         ("n=" + "[" * 5000, "cannot read"), ("data=", "data must be a path"),
     ],
 )  # fmt: skip

@@ -222,7 +222,7 @@ def test_a_lock_that_is_no_plain_file_is_refused_without_waiting(folder, runtime
             os.mknod(path, 0o020666, os.makedev(1, 3))
         except PermissionError:
             pytest.skip("only root can make a device")
-    with pytest.raises(UsageError, match="is no plain file"), DispatcherLock(path):
+    with pytest.raises(UsageError, match="is not a plain file"), DispatcherLock(path):
         pass
 
 

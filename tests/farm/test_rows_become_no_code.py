@@ -48,14 +48,14 @@ def test_choosing_leaves_rows_out_that_cannot_be_built_and_names_them(folder, ca
     said = capsys.readouterr().err
     for index in (1, 2, 3):
         assert f"job-{index:06d}" in said
-    assert "no_such_package_of_mine:build is code of its own" in said
+    assert "no_such_package_of_mine:build comes from stored data" in said
 
 
 def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_not(folder):
     typed = sample(own_space(), 0, 0)
     assert isinstance(typed.model, CodeName) and code_problem(typed) is None
     row = config_of_row(json.dumps(typed.to_mapping()))
-    assert "code of its own" in code_problem(row)
+    assert "comes from stored data" in code_problem(row)
     (folder.growth / "plans").mkdir(parents=True)
     plan = [{"why": "stale", "place": None, "config": config} for config in (typed.to_mapping(), OWN, PLAIN)]
     (folder.growth / "plans" / "a.json").write_text(json.dumps(plan))
@@ -63,13 +63,13 @@ def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_no
     assert code_names([space]) == ("mine.nets:build", "mine.nets:other")
     mine, other, plain = (entry.config for entry in read_plan(folder, "growth/plans/a.json", [space]))
     assert code_problem(mine) is None and code_problem(plain) is None
-    assert "code of its own" in code_problem(other)
-    assert "code of its own" in code_problem(read_plan(folder, "growth/plans/a.json")[0].config)
+    assert "comes from stored data" in code_problem(other)
+    assert "comes from stored data" in code_problem(read_plan(folder, "growth/plans/a.json")[0].config)
 
 
 def test_a_job_of_configs_that_name_unknown_code_is_refused_whole(folder):
     with Queue.open(folder.queue) as queue:
-        with pytest.raises(UsageError, match="is code of its own"):
+        with pytest.raises(UsageError, match="comes from stored data"):
             submit_listed(folder, queue, "job", [(0, zoo.Config(**{k: v for k, v in OWN.items() if k != "family"}))],
                           None, None, "uniform", 0)  # fmt: skip
         assert not queue.jobs()

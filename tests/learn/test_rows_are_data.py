@@ -85,13 +85,13 @@ def test_no_command_imports_what_a_row_names(evil, tmp_path):
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == (2 if module == "estimate" else 0), done.stderr
         said = done.stdout + done.stderr
-        assert "rows_are_data_evil:build is code of its own" in " ".join(said.split()), said
+        assert "rows_are_data_evil:build comes from stored data" in " ".join(said.split()), said
         assert module == "estimate" or run_id in said
 
 
 def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_does(evil, tmp_path, capsys):
     for refused in (OWN, own_config()):
-        with pytest.raises(UsageError, match="is code of its own, named by data"):
+        with pytest.raises(UsageError, match="comes from stored data, so it is not imported"):
             estimate(refused)
         assert not evil.exists()
     assert estimate(OWN, trust=["rows_are_data_evil"]).parameters == 10
@@ -102,7 +102,7 @@ def test_a_typed_config_a_trusted_module_and_a_task_run_code_and_nothing_else_do
     jobs.write_text(json.dumps(OWN | {"inputs": "float32[2,4]"}) + "\n")
     argv = [f"configs={json.dumps(str(jobs))}", "format=json"]
     assert cli.run("estimate", estimate_module.entry, argv) == 2
-    assert "code of its own" in capsys.readouterr().err
+    assert "comes from stored data" in capsys.readouterr().err
     assert cli.run("estimate", estimate_module.entry, [*argv, "trust=rows_are_data_evil"]) == 0
 
 
@@ -129,7 +129,7 @@ def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, t
     found = estimate(OWN, data=str(data))
     assert not evil.exists()
     assert found.answered_by["memory"] == "hybrid (default)" and found.peak_memory_mib > 0
-    assert any("code of its own" in text for text in found.warnings)
+    assert any("comes from stored data" in text for text in found.warnings)
 
 
 def test_a_refusal_is_not_stored_as_a_property_of_the_case(evil, tmp_path):
