@@ -79,6 +79,12 @@ class FolderFiles(AbstractFileSystem):
         self.unpinned = 0  # queries that open files by name
         self.opened: set[Path] = set()
 
+    @property
+    def damaged(self) -> tuple[Path, ...]:
+        """The files that are left out."""
+        with self._lock:
+            return tuple(sorted(map(Path, self._damaged)))
+
     def leave_out_damaged(self) -> list[DamagedFile]:
         """Find the damaged ones of the files that the query opened, and serve them no more. Names each on stderr."""
         identities = {path: known for path in sorted(self.opened) if (known := identity(path)) is not None}

@@ -192,6 +192,11 @@ class WarehouseConnection(_Planned):
         if not self._is_cursor:
             self._opened.close()
 
+    @property
+    def damaged(self) -> tuple[Path, ...]:
+        """The damaged files that queries have met and left out."""
+        return self._opened.files.damaged
+
     def leave_out_damaged(self) -> bool:
         """Look for damaged files among those that queries have read, and leave them out; whether there are new ones.
 

@@ -134,7 +134,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         started_at=_time(cycle.started_at),
         ended_at=None if cycle.ended_at is None else _time(cycle.ended_at),
         settings=cycle.settings,
-        said=say(cycle, changed, rows, findings),
+        said=say(cycle, changed, rows, findings, notes),
         notes=tuple(dict.fromkeys(notes)),
         snapshot=snapshot,
         before=before,
@@ -172,6 +172,7 @@ def _rows(folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | N
         contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection,
     ):
         found = read_rows(connection, cycle.started_at, canaries.get("device_name"), canaries.get("source"))
+        notes += [f"{path} could not be read: its rows are left out" for path in connection.damaged]
     return found
 
 

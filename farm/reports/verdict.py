@@ -34,8 +34,12 @@ def only_simulated(rows: Rows | None, canaries: Mapping[str, Any] | None) -> boo
 
 
 def say(
-    cycle: Cycle, changed: Difference | None, rows: Rows | None, findings: Sequence[Mapping[str, Any]]
-) -> Said:  # fmt: skip
+    cycle: Cycle,
+    changed: Difference | None,
+    rows: Rows | None,
+    findings: Sequence[Mapping[str, Any]],
+    notes: Sequence[str] = (),
+) -> Said:
     """The cycle may still be open, as it is while its report is written: then the steps so far decide."""
     canaries, run = cycle.done("canaries") or {}, cycle.done("run")
     outcome = cycle.outcome or _outcome(cycle, canaries, run)
@@ -44,6 +48,10 @@ def say(
     look = [*_findings(errors), *_failures(run), *_learning(cycle), *_moved(changed, canaries)]
     if rows is None:
         look.append("The rows could not be read: see the notes on this page.")
+    elif notes:
+        look.append(
+            "Some files could not be read: see the notes on this page, and run python -m farm.doctor repair=true."
+        )
     ran = SIMULATED if only_simulated(rows, canaries) else "measured"
     calm = _calm(outcome, run, ran)
     short = outcome == "cut short" or (run is not None and run.get("ended") == "time" and not run.get("runs"))

@@ -317,7 +317,7 @@ def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
     assert first.done("run")["runs"] == 1 and none.outcome == "done"
     assert none.done("run")["runs"] == none.done("choose")["runs"] == 0
     assert list(none.done("choose")["next_index"].values()) == [8]  # the next night looks at others
-    assert "Nothing was left to measure" in (root / "reports" / "latest.html").read_text()
+    assert "Nothing was left to run" in (root / "reports" / "latest.html").read_text()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import get_family
 from featurize.layers import totals
+from learn.artifact_files import stamped
 from learn.cases import Case
 from learn.estimators import ResidualPrediction
 from learn.fastpath import fast_nets
@@ -157,7 +158,8 @@ def test_saved_and_loaded_it_answers_the_same(distilled, tmp_path):
 def test_one_distilled_with_other_features_is_refused(distilled, tmp_path):
     distilled[1].save(tmp_path)
     state = json.loads((tmp_path / "fast.json").read_text())
-    (tmp_path / "fast.json").write_text(json.dumps({**state, "features": "0" * 12}))
+    other = stamped(tmp_path, {**state, "features": "0" * 12}, "fast.json")  # as other code would have written it
+    (tmp_path / "fast.json").write_text(json.dumps(other))
     with pytest.raises(UsageError, match="distil it again"):
         FastPath.load(tmp_path)
 
