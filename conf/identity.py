@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+OWNER_FILE = "owner"  # in each temporary folder of ours: the `identity` of the process that made it
+
 
 def canonical_json(mapping: Mapping[str, Any]) -> str:
     """Same mapping, same text: keys sorted, no spaces."""

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
+from conf.identity import OWNER_FILE
 from farm.process_marker import has_ended, parse_marker, session_marker
 
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-")
-OWNER = "owner"  # the file in each of them
 _OWNER_BYTES = 256
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
@@ -31,7 +31,7 @@ def make_folder(prefix: str, base: str | os.PathLike | None = None) -> Path:
     """Make a temporary folder (mode 0700) that `sweep_folders` deletes once this process is dead."""
     assert prefix in PREFIXES, prefix
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-    (path / OWNER).write_text(session_marker())
+    (path / OWNER_FILE).write_text(session_marker())
     return path
 
 
@@ -115,7 +115,7 @@ def _own_folder(path: Path) -> int | None:
 
 def _owner_of(folder: int) -> str | None:
     try:
-        descriptor = os.open(OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = os.open(OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -140,7 +140,7 @@ def _is_used(path: Path) -> bool:
 
 def _empty(folder: int) -> None:
     """Delete everything in a folder by its descriptor, so that nobody can lead us elsewhere by a link."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER):  # the proof goes last
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER_FILE):  # the proof goes last
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.name, ignore_errors=True, dir_fd=folder)

@@ -7,7 +7,6 @@ Which listings are believed is `warehouse.believed`'s to say. Checksums of data 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 from conf.errors import UsageError
 from warehouse.believed import PARTITION, believed_listings, merged_damage, names_in, report_damaged_merged
 from warehouse.folder import DataFolder
-from warehouse.merged import SOURCES, is_merged_name
+from warehouse.merged import is_merged_name, sources_of
 from warehouse.remembered import file_key, remembered, remembered_by
 
 SNAPSHOT_LISTING = "snapshot.parquet"
@@ -137,16 +136,11 @@ def _is_superseded(folder: DataFolder, kind: str, on_disk: Mapping[str, list[str
     for file_name in on_disk.get(partition.removeprefix(PARTITION), ()):
         if is_merged_name(file_name):
             try:
-                if name in _sources(folder.root / kind / partition / file_name):
+                if name in sources_of(folder.root / kind / partition / file_name):
                     return True
             except (pa.ArrowException, OSError, ValueError):
                 continue
     return False
-
-
-def _sources(merged: Path) -> Mapping[str, Any]:
-    """The files that a merged file was made of, as its footer has them."""
-    return json.loads((pq.read_schema(merged).metadata or {}).get(SOURCES, b"{}"))
 
 
 def _family_plan(

@@ -10,9 +10,10 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,6 +108,14 @@ def is_own_merge(path: Path) -> bool:
         return False
 
 
+def sources_of(merged: Path) -> Mapping[str, Any]:
+    """The files that a merged file was made of, as its footer names them; none for a file of an older version.
+
+    Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
+    """
+    return json.loads((pq.read_metadata(merged).metadata or {}).get(SOURCES, b"{}"))
+
+
 def listing_file(folder: DataFolder, kind: str, merged_name: str) -> Path:
     """Where the listing of a merged file is: the same name, so its existence answers whether the file counts."""
     return folder.listings(kind) / merged_name
@@ -186,7 +195,7 @@ def _listed_and_gone(folder: DataFolder, kind: str, on_damage: OnDamage | None) 
     replaced: set[str] = set()
     for listing in listings:
         try:
-            replaced.update(json.loads((pq.read_metadata(root / listing.merged).metadata or {}).get(SOURCES, b"{}")))
+            replaced.update(sources_of(root / listing.merged))
         except (pa.ArrowException, OSError, ValueError):
             continue
     return [listing for listing in gone if listing.merged not in replaced]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.identity import identity
+from conf.identity import OWNER_FILE, identity
 from workers.reports import BrokenReport, Failure, Report, ReportReader, Result
 from workers.safe_text import quoted, safe_text
 from workers.trial_server import PACKET_BYTES
@@ -35,7 +35,6 @@ _LOG_TAIL_BYTES = 4000
 _RECEIVE_BYTES = 1 << 18
 _READS_AFTER_EXIT = 64  # more than a socket holds: then somebody writes who could not be killed
 _EXIT_KEYS = {"exited", "code", "signal", "output", "left", "stayed"}
-OWNER_FILE = "owner"  # in each temporary folder: the identity of the process that made it
 
 
 class ServerLost(RuntimeError):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from conf.identity import identity
-from farm.leftovers import OWNER, delete_folder, make_folder, make_ray_folder, sweep_folders
+from conf.identity import OWNER_FILE, identity
+from farm.leftovers import delete_folder, make_folder, make_ray_folder, sweep_folders
 
 DAY_S = 86_400.0
 LATER = 4e9  # seconds since the epoch: long after any folder of this test was made
@@ -32,7 +32,7 @@ def folder_of(base, owner, name="gpufarm-trial-1"):
     path.mkdir(mode=0o700)
     (path / "server.log").write_text("x")
     if owner is not None:
-        (path / OWNER).write_text(owner)
+        (path / OWNER_FILE).write_text(owner)
     return path
 
 
@@ -82,7 +82,7 @@ def test_no_link_is_followed(base, dead, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("mine")
-    (precious / OWNER).write_text(dead)
+    (precious / OWNER_FILE).write_text(dead)
     (base / "gpufarm-trial-link").symlink_to(precious)
     path = folder_of(base, dead)
     (path / "link").symlink_to(precious)
@@ -94,7 +94,7 @@ def test_no_link_is_followed(base, dead, tmp_path):
 def test_an_owner_behind_a_link_is_none(base, dead, tmp_path):
     (tmp_path / "claim").write_text(dead)
     path = folder_of(base, None)
-    (path / OWNER).symlink_to(tmp_path / "claim")
+    (path / OWNER_FILE).symlink_to(tmp_path / "claim")
     assert sweep_folders([base], now=path.stat().st_mtime) == []
 
 
