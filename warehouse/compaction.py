@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from conf.errors import UsageError
 from warehouse.damage import DamagedFile
 from warehouse.folder import DataFolder
-from warehouse.lock_file import open_lock
+from warehouse.lock_file import is_shared_by_any, open_lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +91,7 @@ def is_open_somewhere(folder: DataFolder) -> bool:
         if path in _probes:
             os.close(_probes.pop(path)[1])
         _probes[path] = inode, os.open(path, os.O_RDONLY)
-    # struct flock: l_type, l_whence, l_start, l_len, l_pid; asked for an open file description, so that this
-    # process's own locks count too.
-    asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    (lock_type,) = struct.unpack_from("h", fcntl.fcntl(_probes[path][1], fcntl.F_OFD_GETLK, asked))
-    return lock_type != fcntl.F_UNLCK
+    return is_shared_by_any(_probes[path][1])
 
 
 @contextlib.contextmanager

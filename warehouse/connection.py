@@ -11,11 +11,9 @@ DuckDB also allows the database file that it opened and its log; so it opens a c
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
-import struct
 import tempfile
 import uuid
 from pathlib import Path
@@ -25,6 +23,7 @@ import duckdb
 from conf.errors import UsageError
 from warehouse import views
 from warehouse.folder import DataFolder
+from warehouse.lock_file import hold_shared
 from warehouse.reader import WarehouseConnection
 from warehouse.sql_text import sql_text
 
@@ -132,20 +131,16 @@ def _confine(connection: duckdb.DuckDBPyConnection, spill: Path) -> None:
 def _reader_lock(folder: DataFolder) -> int | None:
     """A read lock on `warehouse.duckdb`, which says that somebody reads; None where there is no such file.
 
-    DuckDB's own lock is on a copy. This one belongs to the open file and not to the process, so closing another one
-    does not drop it.
+    DuckDB's own lock is on a copy.
     """
     try:
         descriptor = os.open(folder.warehouse, os.O_RDONLY)
     except OSError:
         return None
-    flock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, flock)
-    except (OSError, AttributeError):  # a file system without locks, or a system without this kind of lock
-        os.close(descriptor)
-        return None
-    return descriptor
+    if hold_shared(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def check_readable(error: duckdb.Error, folder: DataFolder) -> UsageError | None:

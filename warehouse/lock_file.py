@@ -1,6 +1,6 @@
 """Lock files of a data folder: opened so that a hostile or copied folder cannot have another file written to.
 
-Start reading at `open_lock`.
+Start reading at `open_lock`; `hold_shared` and `is_shared_by_any` are of locks that DuckDB clients see, too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import stat
+import struct
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,6 +65,30 @@ def is_held(path: Path) -> bool:
     finally:
         os.close(descriptor)  # and the lock with it
     return False
+
+
+def hold_shared(descriptor: int) -> bool:
+    """Hold a POSIX read lock on an open file, as DuckDB does on a database; whether it could be had.
+
+    The lock belongs to the open file and not to the process, so closing another descriptor does not drop it.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_RDLCK))
+    except (OSError, AttributeError):  # a file system without locks, or a system without this kind of lock
+        return False
+    return True
+
+
+def is_shared_by_any(descriptor: int) -> bool:
+    """Whether anybody holds a POSIX lock on the file, this process included. Raises `OSError` as `fcntl` does."""
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
+    (lock_type,) = struct.unpack_from("h", answer)
+    return lock_type != fcntl.F_UNLCK
+
+
+def _flock(lock_type: int) -> bytes:
+    """A `struct flock` of the whole file: l_type, l_whence, l_start, l_len, l_pid."""
+    return struct.pack("hhqqi4x", lock_type, os.SEEK_SET, 0, 0, 0)
 
 
 def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
