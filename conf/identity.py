@@ -1,6 +1,7 @@
 """By what a mapping is known, wherever in the project it is made, by what version a package, and by what a process.
 
-Start reading at `mapping_hash`, the identity of a trial config, or at `identity`, that of a process.
+Start reading at `mapping_hash`, the identity of a trial config, at `own_sha256`, the checksum that a JSON file holds of
+itself, or at `identity`, that of a process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+OWN_SHA256 = "own_sha256"  # the key of a JSON object under which it holds its own checksum
 OWNER_FILE = "owner"  # in each temporary folder of ours: the `identity` of the process that made it
 
 
@@ -26,6 +28,18 @@ def canonical_json(mapping: Mapping[str, Any]) -> str:
 def mapping_hash(mapping: Mapping[str, Any]) -> str:
     """The identity of a trial config in mapping form: 16 hex digits of the SHA-256 of its canonical JSON."""
     return hashlib.sha256(canonical_json(mapping).encode()).hexdigest()[:16]
+
+
+def own_sha256(mapping: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a mapping's canonical JSON without the key `own_sha256`, in hex digits."""
+    content = {key: value for key, value in mapping.items() if key != OWN_SHA256}
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex digits. Raises `OSError`."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def version_of(package: str) -> str | None:

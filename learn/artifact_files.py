@@ -13,7 +13,6 @@ LightGBM's text that is not whole (`learn.learned.lightgbm_text`). Versions from
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import zipfile
@@ -22,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError
+from conf.identity import OWN_SHA256, own_sha256, sha256_of
 from featurize.row_config import printable
 from learn.learned.lightgbm_text import problem_of_text, vouch
 
-FILES, OWN = "files", "own_sha256"
+FILES = "files"
 MODEL = "model"  # folder of what `Estimator.load` reads
 MOST_BYTES = 256 * 2**20
 MOST_UNPACKED_BYTES = 2**30
@@ -41,13 +41,13 @@ class DamagedArtifact(UsageError):
 def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
     """`meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its own."""
     files = {
-        path.relative_to(folder).as_posix(): {"sha256": _sha256(path), "bytes": path.stat().st_size}
+        path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / name
     }
-    kept = {**{key: value for key, value in meta.items() if key != OWN}, FILES: files}
+    kept = {**{key: value for key, value in meta.items() if key != OWN_SHA256}, FILES: files}
     kept = json.loads(json.dumps(kept))  # as whoever reads it has it
-    return {**kept, OWN: _own_sha256(kept)}
+    return {**kept, OWN_SHA256: own_sha256(kept)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -56,17 +56,17 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > MOST_JSON_BYTES:
             raise DamagedArtifact(f"{_shown(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
+        described = json.loads(path.read_bytes())
+        if not isinstance(described, dict):
             raise DamagedArtifact(f"{_shown(path)} is no JSON object")
-        right = OWN not in found or found[OWN] == _own_sha256({k: value for k, value in found.items() if k != OWN})
+        right = OWN_SHA256 not in described or described[OWN_SHA256] == own_sha256(described)
     except UsageError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error
     if not right:
         raise DamagedArtifact(f"{_shown(path)} is not what was written: its checksum is another")
-    return found
+    return described
 
 
 def checked(folder: Path, meta: Mapping[str, Any], name: str = "meta.json", *, ours: bool = False) -> None:
@@ -80,7 +80,7 @@ def checked(folder: Path, meta: Mapping[str, Any], name: str = "meta.json", *, o
         state = [path.stat() for path in named]
     except OSError as error:
         raise DamagedArtifact(f"{_shown(folder)}: {printable(str(error))}") from error
-    key = (str(folder), ours, str(meta.get(OWN)), *((s.st_size, s.st_mtime_ns, s.st_ino) for s in state))
+    key = (str(folder), ours, str(meta.get(OWN_SHA256)), *((s.st_size, s.st_mtime_ns, s.st_ino) for s in state))
     if key not in _verified:
         _verified[key] = _problem(folder, meta.get(FILES), named, ours)
     if (problem := _verified[key]) is not None:
@@ -133,7 +133,7 @@ def _problem(folder: Path, named: Mapping[str, Any] | None, files: list[Path], o
             return f"{_inside(folder, path)} has {size:,} bytes, more than {MOST_BYTES:,}"
         if named is not None:
             about = named[relative]
-            if not isinstance(about, Mapping) or about.get("bytes") != size or about.get("sha256") != _sha256(path):
+            if not isinstance(about, Mapping) or about.get("bytes") != size or about.get("sha256") != sha256_of(path):
                 return f"{_inside(folder, path)} is not what was written: its checksum or size is another"
         if not relative.startswith(f"{MODEL}/"):
             continue
@@ -159,15 +159,6 @@ def _structure(path: Path) -> str | None:
             return f"it is no archive of arrays ({printable(str(error))})"
         return None if unpacked <= MOST_UNPACKED_BYTES else f"it unpacks to {unpacked:,} bytes"
     return None if path.suffix == ".json" else "a model has no such file"
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _own_sha256(meta: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _shown(path: Path) -> str:

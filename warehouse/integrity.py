@@ -5,7 +5,6 @@ Start reading at `examine`. Nothing is changed; `python -m warehouse.check` prin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sqlite3
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError
+from conf.identity import OWN_SHA256, own_sha256, sha256_of
 from warehouse.checksum import recorded_checksum
 from warehouse.damage import DamagedFile, parquet_files
 from warehouse.file_check import file_problem
@@ -25,7 +25,7 @@ from warehouse.held_rows import Unreadable, unproven_sources
 from warehouse.merged import Listing, lost_line, lost_merged_files, read_listings
 from warehouse.presence import Presence, compare, queue_problem
 from warehouse.settle import unlisted_problem
-from warehouse.snapshot import MANIFEST, read_manifest, sha256_of
+from warehouse.snapshot import MANIFEST, read_manifest
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
 
@@ -156,9 +156,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict) or not isinstance(described.get("files"), dict):
             return []  # of an older version, or a further file that the artifact's own JSON names
-        own = {name: value for name, value in described.items() if name != "own_sha256"}
-        text = json.dumps(own, sort_keys=True, separators=(",", ":")).encode()
-        if "own_sha256" in described and hashlib.sha256(text).hexdigest() != described["own_sha256"]:
+        if OWN_SHA256 in described and described[OWN_SHA256] != own_sha256(described):
             return [_Verified(path, True, "it is not what was written: its SHA-256 is another")]
         found = [_Verified(path, True, None)]
         for name, about in described["files"].items():

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.identity import sha256_of
 from conf.outputs import folder_problems
 from warehouse import load_example
 from warehouse.checks import check
@@ -39,7 +40,7 @@ from warehouse.disk_errors import disk_errors_named
 from warehouse.export import naive, public_row, public_telemetry, scrubbed
 from warehouse.folder import TEMPORARY_SUFFIX, DataFolder, sync
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
-from warehouse.snapshot import Snapshot, find_snapshot, sha256_of, snapshots, take_snapshot
+from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"

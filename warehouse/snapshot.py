@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ import pyarrow.parquet as pq
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.identity import sha256_of
 from conf.json_file import read_json
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.damage import DamagedFile
@@ -193,11 +193,6 @@ def checked_snapshot(folder: DataFolder, name: str) -> Snapshot:
     if problems:
         raise UsageError(f"snapshot {name} of data={folder.root} is damaged: {'; '.join(problems)}")
     return snapshot
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _day_names(taken_at: datetime.datetime) -> Iterator[str]:
