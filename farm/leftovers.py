@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from conf.identity import OWNER_FILE
+from conf.own_files import open_own_file, open_own_folder
 from farm.process_marker import has_ended, parse_marker, session_marker
 
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-")
@@ -72,7 +72,7 @@ def temporary_folders() -> list[str]:
 
 def delete_folder(path: Path) -> bool:
     """Delete a folder of this user and what is in it, following no link; whether it is gone."""
-    descriptor = _own_folder(path)
+    descriptor = open_own_folder(path, private=False)
     if descriptor is None:
         return False
     try:
@@ -86,7 +86,7 @@ def delete_folder(path: Path) -> bool:
 
 
 def _delete_if_abandoned(path: Path, now: float) -> bool:
-    descriptor = _own_folder(path)
+    descriptor = open_own_folder(path, private=False)
     if descriptor is None:
         return False
     try:
@@ -101,25 +101,9 @@ def _delete_if_abandoned(path: Path, now: float) -> bool:
     return abandoned and delete_folder(path)
 
 
-def _own_folder(path: Path) -> int | None:
-    """A descriptor of a real folder of this user, None for anything else."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    if os.fstat(descriptor).st_uid == os.geteuid():
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
 def _owner_of(folder: int) -> str | None:
     try:
-        descriptor = os.open(OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                return None
+        with os.fdopen(open_own_file(folder, OWNER_FILE), "rb") as file:
             return file.read(_OWNER_BYTES).decode("ascii").strip()
     except (OSError, ValueError):
         return None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.own_files import open_own_file, open_own_folder
 from farm.process_marker import has_ended, parse_marker, session_marker
 
 _SUFFIX = ".json"
@@ -37,7 +37,7 @@ class SessionRecord:
         for path in state_folders():
             with contextlib.suppress(OSError):
                 path.mkdir(mode=0o700)
-            folder = trusted_folder(path)
+            folder = open_own_folder(path, private=True)
             if folder is not None:
                 return cls(folder)
         return cls(None)
@@ -47,9 +47,9 @@ class SessionRecord:
         if self._folder is None:
             return
         temporary = f".{self._name}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with contextlib.suppress(OSError):
-            with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._folder), "w") as file:
+            with os.fdopen(open_own_file(self._folder, temporary, flags), "w") as file:
                 json.dump({"processes": processes}, file)
             os.replace(temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
@@ -78,7 +78,7 @@ def dead_sessions() -> list[list[str]]:
     """
     recorded = []
     for path in state_folders():
-        folder = trusted_folder(path)
+        folder = open_own_folder(path, private=True)
         if folder is None:
             continue
         try:
@@ -95,11 +95,7 @@ def dead_sessions() -> list[list[str]]:
 def _read(folder: int, name: str) -> list[str]:
     """The identities of a record, of those that began after its dispatcher; empty for what is none of ours."""
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                return []
+        with os.fdopen(open_own_file(folder, name), "rb") as file:
             content = json.loads(file.read(_LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):
         return []
@@ -113,16 +109,3 @@ def _later(processes: list[object], dispatcher: str) -> Iterator[str]:
         marker = parse_marker(text)
         if marker is not None and begun is not None and marker.start_ticks >= begun.start_ticks:
             yield str(text)
-
-
-def trusted_folder(path: Path) -> int | None:
-    """A descriptor of the folder where it is real, this user's, and closed to everybody else; None otherwise."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    status = os.fstat(descriptor)
-    if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077:
-        return descriptor
-    os.close(descriptor)
-    return None

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from conf.own_files import open_own_file, open_own_folder
 from conf.plain_text import one_line
-from farm.session_record import trusted_folder
 from featurize.own_code import CodeName, code_entries, code_fields, data_refusal, trusting
 from featurize.trial import TrialConfig, config_from_mapping
 
@@ -67,14 +66,15 @@ class SubmittedCode:
         with _state_folder() as folder:
             if folder is None:
                 return
-            with contextlib.suppress(OSError):
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                with os.fdopen(os.open(_FILE, flags, dir_fd=folder), "rb") as file:
-                    status = os.fstat(file.fileno())
-                    version = (status.st_ino, status.st_size, status.st_mtime_ns)
-                    if version != self._read_at and _is_own_file(status):
-                        self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
-                        self._read_at = version
+            with (
+                contextlib.suppress(OSError),
+                os.fdopen(open_own_file(folder, _FILE, private=True), "rb") as file,
+            ):
+                status = os.fstat(file.fileno())
+                version = (status.st_ino, status.st_size, status.st_mtime_ns)
+                if version != self._read_at:
+                    self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
+                    self._read_at = version
 
 
 def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
@@ -98,11 +98,9 @@ def record_code(entries: Iterable[str]) -> None:
     with _state_folder(create=True) as folder, contextlib.suppress(OSError):
         if folder is None:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(_FILE, flags, 0o600, dir_fd=folder)
+        descriptor = open_own_file(folder, _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, private=True)
         try:
-            if _is_own_file(os.fstat(descriptor)):
-                os.write(descriptor, lines)
+            os.write(descriptor, lines)
         finally:
             os.close(descriptor)
 
@@ -126,16 +124,12 @@ def _state_folder(create: bool = False) -> Iterator[int | None]:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700)
-    folder = None if path is None else trusted_folder(path)
+    folder = None if path is None else open_own_folder(path, private=True)
     try:
         yield folder
     finally:
         if folder is not None:
             os.close(folder)
-
-
-def _is_own_file(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _entries(data: bytes) -> Iterator[str]:

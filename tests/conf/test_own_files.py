@@ -1,0 +1,59 @@
+"""Folders and files that count only where they belong to this user alone."""
+
+import os
+
+import pytest
+
+from conf.own_files import open_own_file, open_own_folder
+
+
+@pytest.fixture
+def place(tmp_path):
+    path = tmp_path / "a'; echo foo"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def opened(path, private=True):
+    descriptor = open_own_folder(path, private=private)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
+
+
+def test_a_folder_that_others_may_look_into_is_this_users_but_not_private(place):
+    assert opened(place)
+    place.chmod(0o750)
+    assert not opened(place) and opened(place, private=False)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_link_a_file_another_users_folder_and_no_folder_are_none(place, tmp_path, private):
+    (tmp_path / "link").symlink_to(place)
+    (tmp_path / "file").write_text("")
+    assert not any(opened(tmp_path / name, private) for name in ("link", "file", "nothing"))
+    if os.geteuid() == 0:
+        os.chown(place, 12345, 12345)
+        assert not opened(place, private)
+
+
+def test_a_file_is_read_if_it_is_plain_and_private_if_only_this_user_writes_to_it(place):
+    (place / "file").write_text("text")
+    (place / "file").chmod(0o664)
+    (place / "link").symlink_to("file")
+    os.mkfifo(place / "pipe")
+    folder = open_own_folder(place, private=True)
+    try:
+        with os.fdopen(open_own_file(folder, "file"), "rb") as file:
+            assert file.read() == b"text"
+        for name, private in (("file", True), ("link", False), ("pipe", False), ("nothing", False)):
+            with pytest.raises(OSError):
+                open_own_file(folder, name, private=private)
+        descriptors = os.listdir("/proc/self/fd")
+        with pytest.raises(PermissionError):
+            open_own_file(folder, "pipe")
+        assert os.listdir("/proc/self/fd") == descriptors
+        os.close(open_own_file(folder, "new", os.O_WRONLY | os.O_CREAT, private=True))
+        assert (place / "new").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.close(folder)
