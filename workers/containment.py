@@ -40,25 +40,37 @@ def children_of(pid: int) -> list[int]:
     The kernel lists them by thread (CONFIG_PROC_CHILDREN); without that list the whole process table is read.
     """
     children: list[int] = []
+    is_partial = False
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        threads, is_partial = [], True
+    for thread in threads:
+        try:
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as listed:
                 children += map(int, listed.read().split())
-    except OSError:
-        if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-            return [child for child, parent in _parents().items() if parent == pid]
+        except OSError:  # the thread has ended since: its children are another's
+            is_partial = True
+    if is_partial and not lists_children():
+        return [child for child, parent in _parents().items() if parent == pid]
     return children
+
+
+def lists_children() -> bool:
+    """Whether the kernel lists each thread's children."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Every process below one, without `spared` and what is below these."""
-    below, todo = [], [pid]
+    below: dict[int, None] = {}
+    todo = [pid]
     while todo:
         for child in children_of(todo.pop()):
             if child not in spared and child not in below:
-                below.append(child)
+                below[child] = None
                 todo.append(child)
-    return below
+    return list(below)
 
 
 def end_below(pid: int, spared: Collection[int] = (), group: ControlGroup | None = None) -> tuple[int, int]:

@@ -5,13 +5,13 @@ Start reading at `ProcessSensor`; `ProcessTree` finds the processes without walk
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
+from workers.containment import descendants_of, lists_children
 from workers.host_memory import TreeMemory
 from workers.telemetry.base import Sample, SensorUnavailable, Target
 
@@ -31,12 +31,12 @@ class ProcessTree:
         self.root = root
         self._root = psutil.Process(root)
         self._known: dict[int, psutil.Process] = {root: self._root}
-        self._listed = os.path.exists(f"/proc/{root}/task/{root}/children")
+        self._listed = lists_children()
         self._scanned_ns: int | None = None
 
     def processes(self) -> list[psutil.Process]:
         if self._listed:
-            pids = self._descend()
+            pids = [self.root, *descendants_of(self.root)]
         elif self._scanned_ns is None or time.monotonic_ns() - self._scanned_ns >= _SCAN_PERIOD_NS:
             self._scanned_ns = time.monotonic_ns()
             pids = [self.root, *(child.pid for child in self._root.children(recursive=True))]
@@ -50,23 +50,6 @@ class ProcessTree:
                 continue  # vanished between the list and the look
         self._known = known
         return list(known.values())
-
-    def _descend(self) -> list[int]:
-        found, todo = [], [self.root]
-        while todo:
-            pid = todo.pop()
-            found.append(pid)
-            try:
-                threads = os.listdir(f"/proc/{pid}/task")
-            except OSError:
-                continue
-            for thread in threads:
-                try:
-                    with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                        todo += map(int, file.read().split())
-                except OSError:
-                    continue
-        return found
 
 
 class ProcessSensor:
