@@ -1,12 +1,10 @@
 """A comparison as one HTML page. Start reading at `comparison_page`.
 
-The page needs no network and no JavaScript, and every text in it is escaped. Its parts and style are those of a growth
-cycle's report (`farm.reports`); `compare.css` adds the chart's.
+The page needs no network and no JavaScript, and every text in it is escaped. Its frame, parts and style are those of a
+growth cycle's report (`farm.reports.parts`).
 """
 
 from __future__ import annotations
-
-from importlib import resources
 
 from farm.comparison.chart import shift_chart
 from farm.comparison.operators import Change, Operators
@@ -23,7 +21,7 @@ from farm.comparison.view import (
     share,
     shift_row,
 )
-from farm.reports.parts import chart, charts, clean, count_of, fold, lead, legend, note, section, table
+from farm.reports.parts import chart, charts, clean, count_of, fold, lead, legend, note, page, section, table, tiles
 from warehouse.schema import ENVIRONMENT
 
 _SHOWN = 20  # of a table; the rest is in the JSON beside the page
@@ -43,40 +41,23 @@ def comparison_page(result: Result) -> str:
         "alone": ("Without a partner", _alone(result)),
         "sides": ("Environments", _sides(result)),
     }
-    links = " ".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
-    style = "".join(
-        resources.files(package).joinpath(name).read_text(encoding="utf-8")
-        for package, name in (("farm.reports", "report.css"), ("farm.comparison", "compare.css"))
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{clean(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + _head(result, title, links)
-        + "\n".join(html for _, html in sections.values() if html)
-        + "\n</body>\n</html>\n"
-    )
+    return page(title, sections, lambda links: _head(result, title, links))
 
 
 def _head(result: Result, title: str, links: str) -> str:
     comparison = result.comparison
     where = ", ".join(comparison.devices) + (f" ({', '.join(comparison.sources)})" if comparison.sources else "")
     changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
-    tiles = [("pairs", f"{len(comparison.pairs):,}", "configurations on both sides")]
+    figures = [("pairs", f"{len(comparison.pairs):,}", "configurations on both sides")]
     for shift in comparison.shifts:
         if shift.label in (MEMORY, STEP_TIME):
             name = "peak memory" if shift.label == MEMORY else "step time"
-            tiles.append((name, percent(shift.median), f"median; largest {percent(shift.largest)}"))
-    tiles.append(("ended otherwise", f"{changed:,}", "ok → oom, ok → crashed, ..."))
-    tiles.append(("without a partner", f"{sum(map(len, comparison.alone)):,}", "on one side only"))
-    cards = "".join(
-        f'<div class="tile"><span>{clean(name)}</span><b>{clean(value)}</b><span>{clean(more)}</span></div>'
-        for name, value, more in tiles
-    )
+            figures.append((name, percent(shift.median), f"median; largest {percent(shift.largest)}"))
+    figures.append(("ended otherwise", f"{changed:,}", "ok → oom, ok → crashed, ..."))
+    figures.append(("without a partner", f"{sum(map(len, comparison.alone)):,}", "on one side only"))
     return (
         f"<header><h1>{clean(title)}</h1><p>{clean(where or 'no pairs')}</p>"
-        f'<p class="outcome">{clean(headline(result))}</p><div class="tiles">{cards}</div>'
+        f'<p class="outcome">{clean(headline(result))}</p>{tiles(figures)}'
         f"{note(result.caveat)}<nav>{links}</nav></header>\n"
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from farm.reports.charts import SHADES, heat_map
@@ -25,8 +24,10 @@ from farm.reports.parts import (
     lead,
     legend,
     note,
+    page,
     section,
     table,
+    tiles,
 )
 from warehouse.schema import STATUSES
 from warehouse.writer import RUN_RATIOS
@@ -44,7 +45,6 @@ _SETTINGS = 400  # characters of one
 def report_page(report: Report) -> str:
     """The page's text."""
     title = f"Growth cycle {report.cycle}"
-    style = resources.files("farm.reports").joinpath("report.css").read_text(encoding="utf-8")
     sections = {
         "changed": ("Tonight", _changed(report)),
         "rows": ("Rows", _rows(report)),
@@ -60,16 +60,7 @@ def report_page(report: Report) -> str:
     }
     if (report.canaries or {}).get("verdict") in ("sick", "drift"):  # what explains the rest comes first
         sections = {"canaries": sections["canaries"], **sections}
-    links = " ".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, html) in sections.items() if html)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{clean(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + _head(report, title, links)
-        + "\n".join(html for _, html in sections.values() if html)
-        + "\n</body>\n</html>\n"
-    )
+    return page(title, sections, lambda links: _head(report, title, links))
 
 
 def _head(report: Report, title: str, links: str) -> str:
@@ -90,7 +81,7 @@ def _tiles(report: Report) -> str:
     total = sum(one.rows for one in rows.counts) if rows else 0
     gained = sum(map(len, report.gained.values()))
     failed = rows.failed_tonight if rows else 0
-    tiles = [
+    figures = [
         ("rows tonight", f"{tonight:,}", f"{total:,} in all"),
         ("cells with their first row", f"{gained:,}", "bins and regions"),
         ("failed", f"{failed:,}", f"{rows.doubted_tonight if rows else 0:,} untrusted"),
@@ -100,12 +91,8 @@ def _tiles(report: Report) -> str:
         ("overhead", duration(night.overhead_s), "all but running and fitting"),
     ]
     promoted = [s.target for s in report.scores if s.cycle == report.cycle and s.decision in ("promoted", "first")]
-    tiles.append(("new models", f"{len(promoted):,}", ", ".join(promoted[:3]) + (", …" if len(promoted) > 3 else "")))
-    cards = "".join(
-        f'<div class="tile"><span>{clean(name)}</span><b>{clean(value)}</b><span>{clean(more)}</span></div>'
-        for name, value, more in tiles
-    )
-    return f'<div class="tiles">{cards}</div>'
+    figures.append(("new models", f"{len(promoted):,}", ", ".join(promoted[:3]) + (", …" if len(promoted) > 3 else "")))
+    return tiles(figures)
 
 
 def _changed(report: Report) -> str:

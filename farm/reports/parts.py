@@ -1,11 +1,13 @@
-"""What a report's page is made of: clean text, tables, sections. Start reading at `table`."""
+"""What the pages of reports and comparisons are made of: clean text, tables, sections. Start reading at `page`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
+
+from conf.html_page import html_page, stylesheet
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b")  # colours of a terminal
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -18,6 +20,20 @@ def clean(value: Any, most: int = _MOST) -> str:
     if len(text) > most:
         text = f"… {len(text) - most:,} characters left out …{text[-most:]}"
     return escape(_CONTROL.sub("�", _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")))
+
+
+def page(title: str, sections: Mapping[str, tuple[str, str]], head: Callable[[str], str]) -> str:
+    """Return a whole page.
+
+    Args:
+        title: plain text.
+        sections: key -> name and HTML of each section; empty ones are left out.
+        head: makes the header, given the HTML of the links to the sections.
+    """
+    shown = {key: (name, content) for key, (name, content) in sections.items() if content}
+    links = " ".join(f'<a href="#{key}">{clean(name)}</a>' for key, (name, _) in shown.items())
+    parts = [head(links), *(content for _, content in shown.values())]
+    return html_page(title, stylesheet("farm.reports", "report.css"), parts)
 
 
 class Html(str):
@@ -61,6 +77,15 @@ def note(text: str, level: str = "look") -> str:
 def fold(summary: str, inside: str, open_: bool = False) -> str:
     """`summary` is text, `inside` HTML."""
     return f"<details{' open' if open_ else ''}><summary>{clean(summary)}</summary>{inside}</details>"
+
+
+def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Name, figure and a remark of each tile, as the header shows them."""
+    cards = "".join(
+        f'<div class="tile"><span>{clean(name)}</span><b>{clean(value)}</b><span>{clean(more)}</span></div>'
+        for name, value, more in figures
+    )
+    return f'<div class="tiles">{cards}</div>'
 
 
 def legend(items: Mapping[str, str]) -> str:

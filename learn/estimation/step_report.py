@@ -9,11 +9,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
+from conf.html_page import html_page, stylesheet
 from conf.outputs import checked_output, write_output
 from featurize.device_spec import DeviceSpec
 from learn.estimation.answers import Estimate, times
@@ -68,7 +68,7 @@ def step_page(
 ) -> str:
     """The page's text."""
     title = f"{job.name} on {device.name}"
-    style = resources.files("learn.estimation").joinpath("step_report.css").read_text(encoding="utf-8")
+    style = stylesheet("learn.estimation", "step_report.css")
     sections = [_head(job, device, done), _notes(done)]
     if traced is not None:
         sections.append(_timeline(device, done, traced))
@@ -76,14 +76,7 @@ def step_page(
     if traced is not None:
         sections += [_activations(traced), _tensors(traced)]
     sections.append(_facts(job, device, done, allocator))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(filter(None, sections))
-        + "\n</body>\n</html>\n"
-    )
+    return html_page(title, style, sections)
 
 
 def _head(job: Workload, device: DeviceSpec, done: Estimate) -> str:

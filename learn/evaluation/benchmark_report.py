@@ -8,10 +8,10 @@ from __future__ import annotations
 import base64
 from dataclasses import asdict
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conf.html_page import html_page, stylesheet
 from conf.outputs import write_output
 from learn.evaluation.benchmark_plots import plots_of
 from learn.evaluation.benchmark_view import TableText, classes_table, errors_table, headline, published_table, refusals
@@ -32,7 +32,7 @@ def write_benchmark_report(path: str | Path, done: Benchmark, settings: Benchmar
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> str:
     """The page's text."""
     title = f"Estimators of {done.target.name}"
-    style = resources.files("learn.evaluation").joinpath("benchmark_report.css").read_text(encoding="utf-8")
+    style = stylesheet("learn.evaluation", "benchmark_report.css")
     files = list(done.bins)
     links = "".join(f'<a href="#file-{k}">{escape(file)}</a>' for k, file in enumerate(files))
     sections = [
@@ -45,15 +45,7 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> str:
         _refusals(done),
         _settings(settings),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">\n"
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(filter(None, sections))
-        + "\n</body>\n</html>\n"
-    )
+    return html_page(title, style, sections, images=True)
 
 
 def _table(table: TableText) -> str:
