@@ -41,19 +41,18 @@ def command(
     name: str,
     entry: Callable,
     positional: str | None = None,
-    text: Sequence[str] = (),
     rewrite: Rewrite | None = None,
 ) -> NoReturn:
     """Run `entry(cfg)` with `conf/NAME.yaml` and the process's arguments, then exit with its return value.
 
     `positional` names the key that takes the one argument that is no override: the one with white space in it. Values
-    of keys that hold text are taken as they stand, whatever commas and brackets they hold; `text` names further ones.
+    of keys whose kind is text are taken as they stand, whatever commas and brackets they hold.
     `rewrite` makes `KEY=VALUE` of arguments that a command spells in another way; it raises `UsageError`.
     Exit codes: 0, what `entry` returns, 2 for anything the user can mend, 130 after Ctrl-C.
     """
     if not _standard_files():
         sys.exit(EXIT_USAGE)
-    code = _flushed(run(name, entry, sys.argv[1:], positional, text, rewrite))
+    code = _flushed(run(name, entry, sys.argv[1:], positional, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
         # At once, and with this code: Ray's clean-up at exit would put its own in its place.
         sys.stderr.flush()
@@ -66,7 +65,6 @@ def run(
     entry: Callable,
     argv: Sequence[str],
     positional: str | None = None,
-    text: Sequence[str] = (),
     rewrite: Rewrite | None = None,
 ) -> int:
     """`command` without the exit: parses `argv`, runs `entry`, returns the exit code."""
@@ -88,7 +86,7 @@ def run(
             if any(override.key == positional for override in overrides):
                 raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
             overrides.append(Override("", positional, value, verbatim=True))
-        cfg = load_config(name, overrides, text)
+        cfg = load_config(name, overrides)
         if show_config:
             from omegaconf import OmegaConf
 

@@ -30,7 +30,6 @@ from conf.values import Kind, problems_of
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
 DEVICES = "device"  # the group of GPU models and backends
-_TEXT, _OTHER = Kind.parse("any text"), Kind()
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
 
 
@@ -94,11 +93,11 @@ def _unreadable(argument: str) -> str | None:
     return None
 
 
-def load_config(name: str, arguments: Sequence[str | Override], text: Sequence[str] = ()) -> Any:
+def load_config(name: str, arguments: Sequence[str | Override]) -> Any:
     """Compose `conf/NAME.yaml` with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
 
     Of a key that is given twice the last value counts, so that a script's own arguments can be overridden. The values
-    of keys that hold text, by their kind or as one of `text`, are taken as they stand. Required keys may be missing
+    of keys whose kind is text are taken as they stand. Required keys may be missing
     still. Raises `UsageError` that reports every bad argument together, each with its nearest or valid choices.
     """
     from omegaconf import OmegaConf
@@ -113,7 +112,7 @@ def load_config(name: str, arguments: Sequence[str | Override], text: Sequence[s
     for override in overrides:
         kind = declared.get(override.key)
         texts.pop(override.key, None)
-        if _stands_as_typed(override, kind, override.key in text):
+        if _stands_as_typed(override, kind):
             texts[override.key] = override.written
             if kind is not None and not override.verbatim:
                 problems += kind.problems_as_written(override.key, override.written)
@@ -200,10 +199,8 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
     return f"unknown key {shown(key)}; {choices}valid keys: {', '.join(siblings)}"
 
 
-def _stands_as_typed(override: Override, kind: Kind | None, is_text: bool) -> bool:
-    return override.verbatim or (_TEXT if kind is None and is_text else kind or _OTHER).stands_as_typed(
-        override.written
-    )
+def _stands_as_typed(override: Override, kind: Kind | None) -> bool:
+    return override.verbatim or (kind is not None and kind.stands_as_typed(override.written))
 
 
 def _composed(name: str, overrides: Sequence[Override]) -> Any:

@@ -41,7 +41,7 @@ def entry(cfg: DictConfig) -> int:
 
 
 def main() -> None:
-    command("compare", entry, text=("before", "after", "data", "report"))
+    command("compare", entry)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from workers.devices import DeviceChoice
 
 EXIT_FAILED = 1
 EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
-TEXT = ("data", "notify.command", "notify.webhook")  # keys whose values are taken as they stand
 _CELLS_SHOWN = 6  # of each dimension, by a dry run
 
 
@@ -257,7 +256,7 @@ def _terminating() -> Iterator[None]:
 
 
 def main() -> None:
-    command("grow", entry, text=TEXT)
+    command("grow", entry)
 
 
 if __name__ == "__main__":

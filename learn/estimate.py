@@ -32,7 +32,6 @@ FORMATS = ("table", "json")
 METHODS = ("full", "fast")
 SETTINGS = ("optimizer", "precision", "cudnn_benchmark", "channels_last")  # a trial config has its own
 PATHS = ("configs", "report", "data")  # of the command's keys
-TEXT = ("allocator", *PATHS)  # taken as they stand, whatever commas and brackets they hold
 
 
 def estimate(
@@ -396,7 +395,7 @@ def main() -> None:
     from learn.estimation.light_imports import without_compiler
 
     without_compiler()
-    command("estimate", entry, text=TEXT)
+    command("estimate", entry)
 
 
 if __name__ == "__main__":

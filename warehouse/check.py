@@ -54,7 +54,7 @@ def _bar() -> Iterator[Progress | None]:
 
 
 def main() -> None:
-    command("check", entry, text=("data",))
+    command("check", entry)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def test_a_key_that_holds_text_takes_it_as_it_stands(path):
     def entry(cfg):
         found.append(OmegaConf.to_container(cfg, resolve=True)["path"])
 
-    assert cli.run("build_defaults", entry, [f"path={path}"], text=("path",)) == 0
+    assert cli.run("build_defaults", entry, [f"path={path}"]) == 0
     assert found == [path]
 
 

@@ -17,7 +17,7 @@ import pytest
 import warehouse
 from conf.cli import run
 from conf.errors import UsageError
-from farm.grow import TEXT, entry
+from farm.grow import entry
 from farm.growth.notify import notify
 from farm.jobs import Queue
 from farm.journal import STEPS, Journal
@@ -31,7 +31,7 @@ SMALL = (
 
 
 def grow(root, *arguments):
-    return run("grow", entry, [*SMALL, f"data={root}", *arguments], text=TEXT)
+    return run("grow", entry, [*SMALL, f"data={root}", *arguments])
 
 
 def runs(root, columns="config_hash, status"):
@@ -397,7 +397,7 @@ def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(ro
     journal = Journal.open(folder)
     name = journal.begin({"device": {"backend": "cuda"}}, "00000000").name
     journal.end(name, "done", "")
-    assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"], text=TEXT) == 2
+    assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"]) == 2
     assert "the last cycle here measured on GPUs" in capsys.readouterr().err and len(cycles(root)) == 1
 
 
@@ -437,8 +437,8 @@ def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, caps
 def test_a_machine_that_measures_otherwise_ends_the_night_before_it_begins(root):
     """The simulated GPU stands for a real one whose memory has become slow."""
     watched = [argument for argument in SMALL if argument != "canaries=skip"]
-    assert run("grow", entry, [*watched, "n=2", f"data={root}"], text=TEXT) == 0
-    assert run("grow", entry, [*watched, "n=2", f"data={root}", "device.bandwidth_gb_s=300"], text=TEXT) == 1
+    assert run("grow", entry, [*watched, "n=2", f"data={root}"]) == 0
+    assert run("grow", entry, [*watched, "n=2", f"data={root}", "device.bandwidth_gb_s=300"]) == 1
     first, sick = cycles(root)
     assert first.done("canaries")["verdict"] == "first"
     assert (

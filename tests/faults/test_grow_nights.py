@@ -7,7 +7,7 @@ import pytest
 
 import warehouse
 from conf.cli import run
-from farm.grow import TEXT, entry
+from farm.grow import entry
 from farm.journal import Journal
 from warehouse.folder import DataFolder
 
@@ -37,7 +37,7 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
     root = tmp_path / "data"
 
     def night(*arguments):
-        return run("grow", entry, [*SMALL, f"data={root}", *arguments], text=TEXT)
+        return run("grow", entry, [*SMALL, f"data={root}", *arguments])
 
     assert night() == 0
     before = hashes(root)

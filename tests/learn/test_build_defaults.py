@@ -67,7 +67,7 @@ def small(patched):
 
 
 def run(*argv):
-    return cli.run("build_defaults", entry, list(argv), text=("path", "out", "data"))
+    return cli.run("build_defaults", entry, list(argv))
 
 
 def contents(folder):

@@ -408,12 +408,12 @@ def test_command_takes_allocator_settings_as_they_are_spelled_for_torch(factorie
     argv = [f"model={factories}:net", "input=[64,3,256,256]", "format=json"]
     found = {}
     for text in ("null", "expandable_segments:True,max_split_size_mb:128", "roundup_power2_divisions:[32:1,>:8]"):
-        assert run(*argv, f"allocator={text}", text=("allocator",)) == 0
+        assert run(*argv, f"allocator={text}") == 0
         found[text] = json.loads(capsys.readouterr().out)
     default, expandable, _ = (one["breakdown"] for one in found.values())
     assert expandable["fragmentation"] < default["fragmentation"]
     assert expandable["activations"] == default["activations"]
-    assert run(*argv, "allocator=expandable_segments:Maybe,max_split_size_mb:1", text=("allocator",)) == 2
+    assert run(*argv, "allocator=expandable_segments:Maybe,max_split_size_mb:1") == 2
     assert "expected True or False" in capsys.readouterr().err
 
 

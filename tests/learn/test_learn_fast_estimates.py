@@ -43,9 +43,9 @@ FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time
 
 
 def run(*argv):
-    from learn.estimate import TEXT, entry
+    from learn.estimate import entry
 
-    return cli.run("estimate", entry, list(argv), text=TEXT)
+    return cli.run("estimate", entry, list(argv))
 
 
 @pytest.fixture(autouse=True)

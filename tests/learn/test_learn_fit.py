@@ -45,7 +45,7 @@ def settings(data, **changes):
 
 
 def run(*argv):
-    return cli.run("fit", fit_module.entry, list(argv), text=("snapshot",))
+    return cli.run("fit", fit_module.entry, list(argv))
 
 
 def test_command_prints_the_figures_and_the_artifacts_path(data, capsys):

@@ -341,18 +341,17 @@ def test_rows_that_break_the_schema_are_refused(out, tmp_path):
 
 def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_line(filled, out, tmp_path, capsys):
     data = f"data={filled.root}"
-    text = ("out", "data", "path")
-    assert cli.run("export", export_command.entry, [f"out={out}", data], text=text) == 0
+    assert cli.run("export", export_command.entry, [f"out={out}", data]) == 0
     assert "7 runs added" in capsys.readouterr().out
     arguments = ["source=dataset", f"path={out}", f"data={tmp_path / 'other'}"]
-    assert cli.run("ingest", ingest_command.entry, arguments, text=text) == 0
+    assert cli.run("ingest", ingest_command.entry, arguments) == 0
     assert "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-runs.parquet" in capsys.readouterr().out
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert cli.run("ingest", ingest_command.entry, ["source=dataset", f"path={empty}", data], text=text) == 2
+    assert cli.run("ingest", ingest_command.entry, ["source=dataset", f"path={empty}", data]) == 2
     said = capsys.readouterr().err
     assert "holds no runs yet: no GPU has measured anything" in said and said.count("\n") == 1
-    assert cli.run("ingest", ingest_command.entry, ["source=gpumemnet", data], text=text) == 2
+    assert cli.run("ingest", ingest_command.entry, ["source=gpumemnet", data]) == 2
     assert "missing path=" in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ def query(folder, monkeypatch, capsys):
     monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
 
     def ask(*arguments):
-        code = run("query", entry, arguments, positional="sql", text=("snapshot",))
+        code = run("query", entry, arguments, positional="sql")
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
