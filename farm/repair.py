@@ -5,6 +5,7 @@ Start reading at `repair`. Nothing is deleted, and a repeat does what is left to
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,24 +20,23 @@ from farm.lock import DispatcherLock
 from warehouse.aside import set_aside
 from warehouse.checksum import recorded_checksum
 from warehouse.compaction import CompactionReport, compaction_lock
+from warehouse.counting import counting_files
 from warehouse.damage import DamagedFile
-from warehouse.file_check import file_problem
 from warehouse.folder import KINDS, DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of
 from warehouse.integrity import Progress, examine
+from warehouse.listings import is_whole_listing, read_listings, recovered_listing
 from warehouse.merged import (
     Listing,
-    counting_files,
+    has_own_name,
     is_merged_name,
     is_own_merge,
     land_merged,
     listing_file,
     new_merged_name,
-    read_listings,
-    recovered_listing,
 )
 from warehouse.presence import compare
-from warehouse.settle import settled_listings
+from warehouse.settle import settled_listings, write_anew
 from warehouse.writer import RunWriter
 
 _DATA = (*KINDS, "jobs", "stale", "compactions")
@@ -92,7 +92,7 @@ def _mend_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> N
     if place[0] not in _DATA:
         report.left.append(f"{file.path}: {file.reason}{_advice(place[0])}")
         return
-    if not file.path.exists():  # moved already, with the file that it belongs to
+    if not os.path.lexists(file.path):  # moved already, with the file that it belongs to
         return
     if place[0] == "compactions":
         _mend_listing(folder, place[1], file, report)
@@ -105,19 +105,21 @@ def _mend_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> N
 
 
 def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
-    if file_problem(file.path)[1] is None:
-        return  # whole, but it hides too much: `settled_listings` mends that
-    recovered = recovered_listing(folder, kind, file.path) if is_merged_name(file.path.name) else None
+    recovered = None
+    if has_own_name(file.path):
+        if is_whole_listing(file.path):
+            return  # it hides too much: `settled_listings` mends that
+        recovered = recovered_listing(folder, kind, file.path)
     if recovered is None:
         _aside(folder, file.path, file.reason, report)
         return
-    recovered.write()
+    write_anew(folder, recovered)
     report.mended.append(f"{file.path} was damaged ({file.reason}), and is written anew as its merged file says")
 
 
 def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
     listing = listing_file(folder, kind, file.path.name)
-    if not listing.exists() and is_own_merge(file.path):
+    if not listing.exists() and _is_whole_merge(file.path):
         # Whole, and its rows are nowhere else: its listing was lost.
         Listing(
             file=listing,
@@ -135,8 +137,15 @@ def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: Repai
     _aside(folder, file.path, file.reason, report)
 
 
+def _is_whole_merge(path: Path) -> bool:
+    try:
+        return is_own_merge(path)
+    except OSError:  # no plain file, or one that the disk does not give
+        return False
+
+
 def _aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:
-    if path.exists():
+    if os.path.lexists(path):
         report.moved[path] = set_aside(folder, path, reason), reason
 
 

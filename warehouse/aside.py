@@ -25,7 +25,7 @@ def set_aside(folder: DataFolder, path: Path, reason: str) -> Path:
     chosen = next(
         place
         for place in itertools.chain([target], (target.with_name(f"{target.name}.{n}") for n in itertools.count(2)))
-        if not place.exists()
+        if not os.path.lexists(place)
     )
     write_bytes(chosen.with_name(chosen.name + REASON_SUFFIX), f"{reason}\n".encode(errors="backslashreplace"))
     os.replace(path, chosen)

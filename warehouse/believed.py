@@ -1,80 +1,105 @@
-"""Which listings of a data folder are believed: those that compaction could have written.
+"""Which listings of a data folder are believed: those that compaction could have written. What they say is lost, too.
 
-Start reading at `believed_listings`. Queries and `warehouse.merged_index` judge by it.
+Start reading at `judge`. Queries, `warehouse.merged_index`, the comparison with the queue and repair judge by it.
 
-The name of a believed listing is one that compaction gives, it stands for the merged file of that name, and that file
-holds every run of the files that it hides and that are there. A damaged listing is read off its merged file.
+A believed listing stands for the merged file of its own name, and that file holds every run of the files that it hides
+and that are there. Compaction proves more before it deletes anything (`warehouse.held_rows`) and mends what is not
+believed (`warehouse.settle`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import sys
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.plain_text import one_line
+from conf.errors import UsageError
 from warehouse import damage
 from warehouse.damage import DamagedFile
-from warehouse.folder import DataFolder
-from warehouse.merged import Listing, has_own_name, is_merged_name, recovered_listing
+from warehouse.folder import KINDS, DataFolder
+from warehouse.listings import PARTITION, DamagedListing, read_listings, warn_once
+from warehouse.merged import Listing, is_merged_name, sources_of
+from warehouse.plain_file import plain
 from warehouse.remembered import file_key, remembered, remembered_by
 
-PARTITION = "family="
+SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
 
 
 @dataclass(frozen=True)
-class LostListing:
-    """A damaged listing that cannot be read off its merged file, which is there."""
+class Judgement:
+    """What listings say of the files of a folder, each named `family=F/NAME`."""
 
-    file: Path
-    merged: Path
-    reason: str
+    listed: Mapping[str, Listing]  # by their merged files, which count unless another listing hides them
+    hidden: frozenset[str]  # files that do not count, as a merged one stands for them
+    lost: tuple[str, ...] = ()  # a line for each listing that cannot be read: rows may be missing, or there twice
+
+    @classmethod
+    def of(cls, listings: Iterable[Listing], hides: Callable[[Listing], bool] = lambda listing: True) -> Judgement:
+        """Take listings at their word; one for which `hides` is false hides nothing."""
+        listed = {listing.merged: listing for listing in listings}
+        return cls(listed, frozenset(name for listing in listed.values() if hides(listing) for name in listing.hidden))
+
+    def counts(self, partition: str, name: str) -> bool:
+        """Whether the rows of a file `family=F`, `NAME` that is there count."""
+        path = f"{partition}/{name}"
+        return path not in self.hidden and (not is_merged_name(name) or path in self.listed)
 
 
-@dataclass
-class Believed:
-    """The listings that are believed, and those that are lost."""
+def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
+    """Return what the believed listings of `runs` or `telemetry` say. Each other one is named in a line on stderr.
 
-    listings: list[Listing] = field(default_factory=list)
-    lost: list[LostListing] = field(default_factory=list)
-
-
-def believed_listings(folder: DataFolder, kind: str) -> Believed:
-    """Return the believed listings of `runs` or `telemetry`, by name. Each other one is named in a line on stderr.
-
-    Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
+    A damaged merged file hides nothing: what it replaces may still be there. `left_out` says of a file whether it is
+    damaged; by default only footers are looked at.
     """
-    believed = Believed()
-    for name in sorted(names_in(folder.listings(kind))):
-        if not name.endswith(".parquet") or not is_merged_name(name):
-            continue
-        path = folder.listings(kind) / name
-        if not has_own_name(path):
-            _warn(path, "ignoring this listing: compaction does not create files with this name")
-            continue
-        try:
-            listing = _read(folder, kind, path)
-        except FileNotFoundError:  # compaction has replaced it since
-            continue
-        if isinstance(listing, LostListing):
-            believed.lost.append(listing)
-        elif listing is not None and _is_sound(folder, kind, listing):
-            believed.listings.append(listing)
-    return believed
+    believed, lost = _believed(folder, kind)
+    is_left_out = _is_damaged if left_out is None else left_out
+    judgement = Judgement.of(believed, lambda listing: not is_left_out(folder.root / kind / listing.merged))
+    return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
 def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
     """Return the merged files that count, as `family=F/NAME`: listed, not hidden, there, and not damaged."""
-    listings = believed_listings(folder, kind).listings
-    whole = [listing for listing in listings if _is_whole(folder.root / kind / listing.merged)]
-    hidden = {name for listing in whole for name in listing.hidden if is_merged_name(os.path.basename(name))}
-    return frozenset(listing.merged for listing in whole if listing.merged not in hidden)
+    root = folder.root / kind
+    listings = [one for one in _believed(folder, kind)[0] if (root / one.merged).exists()]
+    whole = Judgement.of(one for one in listings if not _is_damaged(root / one.merged))
+    return frozenset(whole.listed) - whole.hidden
+
+
+def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
+    """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
+
+    Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
+    """
+    lost = _listed_and_gone(folder, kind)
+    if lost:  # a second look: a compaction may have been between the listings and their files
+        again = {(listing.file, listing.merged) for listing in _listed_and_gone(folder, kind)}
+        lost = [listing for listing in lost if (listing.file, listing.merged) in again]
+    return lost
+
+
+def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
+    """Describe a merged file that is gone."""
+    rows = "its rows are" if listing.rows is None else f"its {listing.rows:,} rows are"
+    return (
+        f"{folder.root / kind / listing.merged} is gone, though {listing.file} lists it: {rows} missing; "
+        f"put the file back, or run `python -m farm.doctor repair=true` to measure its runs again"
+    )
+
+
+def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
+    """Raise `UsageError` for each merged file or listing that is lost: without it, counts would be too low."""
+    lines: list[str] = []
+    for kind in kinds:
+        lines += [lost_line(folder, kind, listing) for listing in lost_merged_files(folder, kind)]
+        lines += judge(folder, kind).lost
+    if lines:
+        raise UsageError("; ".join(lines))
 
 
 def merged_damage(path: Path) -> str | None:
@@ -82,73 +107,98 @@ def merged_damage(path: Path) -> str | None:
 
     Raises `FileNotFoundError`. Only the footer is read, once while the file stays the same.
     """
-    return remembered(path, lambda: damage.damage_of(path), "damage")
-
-
-def names_in(path: Path) -> list[str]:
-    """Return the names in a folder, none where there is no folder."""
     try:
-        return os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        return remembered(path, lambda: damage.damage_of(path), "damage")
+    except FileNotFoundError:
+        return damage.damage_of(path)  # of a link to nothing
 
 
-def _is_whole(path: Path) -> bool:
+def is_damaged_merged(path: Path) -> bool:
+    """Whether a file is a merged one that cannot be used. It is named on stderr, once while it stays the same."""
+    if not is_merged_name(path.name):
+        return False
     try:
-        return merged_damage(path) is None
+        reason = merged_damage(path)
+    except FileNotFoundError:  # which is another matter
+        return False
+    if reason is not None:
+        damage.report([DamagedFile(path, reason)])
+    return reason is not None
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        return merged_damage(path) is not None
     except FileNotFoundError:
         return False
 
 
-def _read(folder: DataFolder, kind: str, path: Path) -> Listing | LostListing | None:
-    """What a listing says, or its merged file where it is damaged. None for a file that is no listing."""
-    try:
-        read = remembered(path, lambda: _content(path), "listing")
-    except FileNotFoundError:
-        raise
-    except OSError as error:  # of the disk: it may be gone at the next look
-        read = str(error)
-    if isinstance(read, Listing):
-        return read
-    merged = sorted((folder.root / kind).glob(f"{PARTITION}*/{path.name}"))
-    if not merged:
-        _warn(path, f"ignoring this file: it is not a valid listing ({read})")
-        return None
-    try:
-        key = ("recovered", file_key(path), *map(file_key, merged))
-        recovered = remembered_by(key, lambda: recovered_listing(folder, kind, path))
-    except FileNotFoundError:
-        recovered = None
-    if recovered is None:
-        return LostListing(path, merged[0], read) if merged[0].exists() else None
-    _warn(path, f"this listing is damaged ({read}): reading its content from {merged[0]}")
-    return recovered
+def _believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+    """The believed listings, and damaged ones whose merged file is there but cannot say what they said.
+
+    Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
+    """
+    lost: list[DamagedListing] = []
+
+    def on_damage(damaged: DamagedListing) -> None:
+        if damaged.merged is not None:
+            lost.append(damaged)
+        else:
+            warn_once(damaged.path, damaged.line())
+
+    listings = read_listings(folder, kind, on_damage)
+    believed = [listing for listing in listings if _is_sound(folder, kind, listing)]
+    return [*_of_snapshot(folder, kind), *believed], lost
 
 
-def _content(path: Path) -> Listing | str:
-    """The listing, or what is wrong with the file."""
-    reason = damage.damage_of(path, pages=True)
-    if reason is not None:
-        return reason
+def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:
+    """The merged files of a snapshot, all of which count, each as a listing."""
+    path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
-        return Listing.read(path)
-    except (ValueError, pa.ArrowException) as error:
-        return str(error)
+        rows = remembered(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
+    except FileNotFoundError:
+        return []
+    return [Listing(path, row["path"], (), 0.0) for row in rows if not row["hidden"]]
+
+
+def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) -> tuple[str, ...]:
+    """One line for each lost listing whose merged file no other listing replaces."""
+    return tuple(
+        f"{damaged.path} is damaged ({damaged.reason}) and cannot be recovered from {damaged.merged}, whose rows may "
+        "be lost; restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the runs again"
+        for damaged in lost
+        if damaged.merged is not None and f"{damaged.merged.parent.name}/{damaged.merged.name}" not in judgement.hidden
+    )
+
+
+def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
+    root = folder.root / kind
+    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
+    if all(os.path.lexists(root / listing.merged) for listing in listings):
+        return []
+    believed, _ = _believed(folder, kind)
+    hidden = Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden
+    gone = [one for one in believed if one.merged not in hidden and not os.path.lexists(root / one.merged)]
+    if not gone:
+        return []
+    # A compaction of an older version removed the listing last: what merged the file says so itself.
+    replaced: set[str] = set()
+    for listing in believed:
+        try:
+            replaced.update(sources_of(root / listing.merged))
+        except _UNREADABLE:
+            continue
+    return [listing for listing in gone if listing.merged not in replaced]
 
 
 def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
-    if not _is_name(listing.merged) or os.path.basename(listing.merged) != listing.file.name:
-        _warn(
-            listing.file,
-            f"ignoring this listing: it names {listing.merged!r} instead of the merged file with its own name",
-        )
-        return False
     not_held = _hidden_and_not_held(folder, kind, listing)
     if not_held:
         others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
-        _warn(
+        warn_once(
             listing.file,
-            f"ignoring this listing: it hides {not_held[0]!r}{others}, whose runs its merged file does not hold",
+            f"{listing.file}: ignoring this listing: it hides {not_held[0]!r}{others}, whose runs its merged file does "
+            "not hold",
         )
     return not not_held
 
@@ -222,29 +272,10 @@ def _not_held(root: Path, merged: Path, names: tuple[str, ...]) -> tuple[str, ..
 
 
 def _ids(path: Path) -> frozenset[str]:
-    return frozenset(pq.ParquetFile(path).read(columns=["run_id"]).column("run_id").unique().to_pylist())
+    return frozenset(pq.ParquetFile(plain(path)).read(columns=["run_id"]).column("run_id").unique().to_pylist())
 
 
 def _is_name(name: str) -> bool:
     """Whether `name` is family=F/NAME.parquet and leads nowhere else."""
     partition, slash, file_name = name.partition("/")
     return bool(slash) and partition.startswith(PARTITION) and "/" not in file_name and file_name.endswith(".parquet")
-
-
-_warned: set[Hashable] = set()
-
-
-def _warn(path: Path, text: str) -> None:
-    """Print a line on stderr, once in a process while the file stays as it is."""
-    try:
-        key = (file_key(path), text)
-    except OSError:
-        return
-    if key not in _warned:
-        _warned.add(key)
-        print(one_line(f"warning: {path}: {text}"), file=sys.stderr, flush=True)
-
-
-def report_damaged_merged(path: Path, reason: str) -> None:
-    """Name a merged file that is left out, once in a process while the file stays as it is."""
-    damage.report([DamagedFile(path, reason)])

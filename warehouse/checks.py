@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from warehouse.connection import connect
+from warehouse.counting import counting_files
 from warehouse.dataset import JOB_PREFIX
 from warehouse.folder import KINDS, DataFolder
-from warehouse.merged import counting_files
+from warehouse.plain_file import plain
 from warehouse.schema import (
     OOM_KINDS,
     QUALITIES,
@@ -274,7 +275,7 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
             for path in counting_files(folder, kind, family):
                 name = str(path.relative_to(folder.root))
                 try:
-                    found = pq.read_schema(path)
+                    found = pq.read_schema(plain(path))
                 except (pa.ArrowException, OSError) as error:
                     problems["unreadable_file"].append(f"{name} ({str(error).splitlines()[0]})")
                     continue

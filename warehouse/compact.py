@@ -25,28 +25,33 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli import command
-from warehouse.compaction import CompactionReport, CompactionSettings, compaction_lock, is_open_somewhere
+from warehouse.compaction import (
+    Compaction,
+    CompactionReport,
+    CompactionSettings,
+    compaction_lock,
+    is_open_somewhere,
+)
+from warehouse.counting import counting_files
 from warehouse.folder import KINDS, TEMPORARY_SUFFIX, DataFolder, sync
 from warehouse.held_rows import Unreadable, run_ids_of
-from warehouse.merged import (
-    counting_files,
-    is_merged_name,
-    land_merged,
-    listing_file,
-    new_merged_name,
-    read_listings,
-)
+from warehouse.listings import read_listings
+from warehouse.merged import is_merged_name, land_merged, listing_file, new_merged_name
 from warehouse.merged_index import MergedIndex
 from warehouse.plain_file import NoPlainFile
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.settle import settle_unlisted, settled_listings
 from warehouse.small_files import read_files
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"]}
@@ -64,36 +69,31 @@ def compact(
     killed at any point. Raises `UsageError` for a folder that is none, `OSError` for a full disk.
     """
     now_s = time.time() if now_s is None else now_s
-    settings = settings or CompactionSettings()
     folder.open()
     report = CompactionReport()
+    work = Compaction(folder=folder, settings=settings or CompactionSettings(), now_s=now_s, report=report)
     with compaction_lock(folder) as got_it:
         if not got_it:
             report.busy = True
             return report
         # Telemetry first: which samples belong to a landed run is read off the files of runs.
         for kind in reversed(KINDS):
-            _delete_replaced(folder, kind, now_s, settings, report)
+            _delete_replaced(work, kind)
             for family in folder.families(kind):
-                settle_unlisted(folder, kind, family, now_s, settings, report)
+                settle_unlisted(work, kind, family)
                 _remove_abandoned(folder.partition(kind, family), now_s)
-                _merge_family(folder, kind, family, now_s, settings, report)
+                _merge_family(work, kind, family)
     return report
 
 
-def _merge_family(
-    folder: DataFolder,
-    kind: str,
-    family: str,
-    now_s: float,
-    settings: CompactionSettings,
-    report: CompactionReport,
-) -> None:
+def _merge_family(work: Compaction, kind: str, family: str) -> None:
+    settings, report = work.settings, work.report
+
     def unreadable(path: Path, error: Exception) -> None:
         if not isinstance(error, FileNotFoundError):
             report.left_alone(path, str(error).splitlines()[0])
 
-    for paths in _plan(folder, kind, family, settings, report, unreadable):
+    for paths in _plan(work, kind, family, unreadable):
         for files, rows in read_files(paths, SCHEMAS[kind], settings.target_rows, unreadable):
             if len(files) < settings.min_files and (len(files) < 2 or files[-1] == paths[-1]):
                 continue
@@ -102,8 +102,8 @@ def _merge_family(
             target = paths[0].parent / new_merged_name()
             sources = [f"{path.parent.name}/{path.name}" for path in files]
             # A run that landed again while it was merged: its repeat is as good, and from here on hidden.
-            land_merged(folder, kind, target, table, sources, now_s, row_group_size=ROW_GROUP_ROWS)
-            report.merged[str(target.relative_to(folder.root))] = len(files)
+            land_merged(work.folder, kind, target, table, sources, work.now_s, row_group_size=ROW_GROUP_ROWS)
+            report.merged[str(target.relative_to(work.folder.root))] = len(files)
             report.rows += table.num_rows
             del table
 
@@ -120,17 +120,13 @@ def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
 
 
 def _plan(
-    folder: DataFolder,
-    kind: str,
-    family: str,
-    settings: CompactionSettings,
-    report: CompactionReport,
-    unreadable: Callable[[Path, Exception], None],
+    work: Compaction, kind: str, family: str, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[list[Path]]:
     """Groups of small files that are worth a merge.
 
     By their sizes: how many rows a run has shows when it is read.
     """
+    folder, settings, report = work.folder, work.settings, work.report
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
     counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
@@ -196,14 +192,13 @@ def _landed_files(folder: DataFolder, family: str) -> set[str]:
         return set()
 
 
-def _delete_replaced(
-    folder: DataFolder, kind: str, now_s: float, settings: CompactionSettings, report: CompactionReport
-) -> None:
+def _delete_replaced(work: Compaction, kind: str) -> None:
+    folder, settings, report = work.folder, work.settings, work.report
     root = folder.root / kind
     listings = settled_listings(folder, kind, report)
     still_hiding = {listing.merged for listing in listings if listing.hidden}
     for listing in listings:
-        age_s = now_s - listing.published_at_s
+        age_s = work.now_s - listing.published_at_s
         if not listing.hidden or age_s < settings.grace_s:
             continue
         if still_hiding.intersection(listing.hidden):
@@ -236,7 +231,7 @@ def _remove_abandoned(partition: Path, now_s: float) -> None:
                 path.unlink()
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Compact the folder that `cfg` names and print what was done."""
     settings = CompactionSettings(
         **{f.name: cfg[f.name] for f in dataclasses.fields(CompactionSettings) if f.name in cfg}

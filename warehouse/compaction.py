@@ -76,6 +76,16 @@ class CompactionReport:
         return said
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """A compaction at work: what its steps share."""
+
+    folder: DataFolder
+    settings: CompactionSettings
+    now_s: float  # seconds since the epoch
+    report: CompactionReport
+
+
 _probes: dict[Path, tuple[int, int]] = {}  # path -> inode, descriptor
 
 

@@ -1,14 +1,14 @@
-"""Which files of a data folder count for one query: checked against the listings, each run in one place only.
+"""Names the files of a data folder whose rows count: those that are listed, or that no listing hides.
 
-Start reading at `counting_plan`. It costs a listing of the folders; content is read in doubtful cases only.
+Start reading at `counting_files`; `counting_plan` is for queries, which also show each run once and leave damaged files
+out. Both cost a listing of the folders; content is read in doubtful cases only.
 
 Which listings are believed is `warehouse.believed`'s to say. Checksums of data files are `warehouse.check`'s.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import UsageError
-from warehouse.believed import PARTITION, believed_listings, merged_damage, names_in, report_damaged_merged
+from warehouse.believed import Judgement, is_damaged_merged, judge, refuse_lost
 from warehouse.folder import DataFolder
-from warehouse.merged import is_merged_name, sources_of
+from warehouse.listings import PARTITION, names_in
+from warehouse.merged import Listing, is_merged_name
+from warehouse.plain_file import plain
 from warehouse.remembered import file_key, remembered, remembered_by
 
-SNAPSHOT_LISTING = "snapshot.parquet"
 _NO_FAMILY = "family=_"  # of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
 _REMEMBERED_GROUPS = 32
@@ -39,135 +40,77 @@ class FamilyPlan:
 
 
 def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
-    """Return the files of `runs` or `telemetry` that count now, by family.
+    """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
 
     `left_out` says of a file whether it is known to be damaged. A merged file that is listed and missing raises
     `UsageError`: its rows are lost, and no count may hide that. A listing that cannot be compaction's hides nothing.
     """
-    left_out = _or_damaged(left_out)
+
+    def is_left_out(path: Path) -> bool:
+        return left_out(path) or is_damaged_merged(path)
+
     for _ in range(_PASSES):
         # The listings before the files: a merged file that is found listed was there before its listing.
-        listed, hidden = _listed_and_hidden(folder, kind, left_out)
+        judgement = judge(folder, kind, is_left_out)
+        if judgement.lost:
+            raise UsageError("; ".join(judgement.lost))
         on_disk = _names_on_disk(folder.root / kind)
-        missing = [name for name in listed if name not in hidden and not _is_there(on_disk, name)]
-        if not missing:
+        names = {f"{partition}/{name}" for partition, held in on_disk.items() for name in held if is_merged_name(name)}
+        if all(name in names or name in judgement.hidden for name in judgement.listed):
             break
     else:
-        missing = [name for name in missing if not _is_superseded(folder, kind, on_disk, name)]
-        if missing:
-            lines = ", ".join(f"{listed[name]} lists {folder.root / kind / name}" for name in missing)
-            raise UsageError(
-                f"{len(missing)} merged file{'s are' if len(missing) > 1 else ' is'} missing with all rows: {lines}; "
-                "restore the file from a copy, or run `python -m farm.doctor repair=true` to measure its runs again"
-            )
-    return [_family_plan(folder, kind, family, names, listed, hidden, left_out) for family, names in on_disk.items()]
+        refuse_lost(folder, [kind])
+    return [
+        _family_plan(folder.root / kind / partition, names, judgement, is_left_out)
+        for partition, names in on_disk.items()
+    ]
+
+
+def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequence[Listing] | None = None) -> list[Path]:
+    """Return the files of a partition whose rows count, sorted, whether they are damaged or not.
+
+    Args:
+        folder: the data folder.
+        kind: `runs` or `telemetry`.
+        family: the family of the partition.
+        listings: taken at their word, and read before; by default those that are believed.
+    """
+    # The listings before the files, as queries do: a merged file that is found listed is there.
+    judgement = judge(folder, kind) if listings is None else Judgement.of(listings)
+    partition = folder.partition(kind, family)
+    return [partition / name for name in _counting_names(partition.name, _parquet_names(partition), judgement)]
+
+
+def _parquet_names(partition: Path) -> list[str]:
+    """The names of a partition's Parquet files, sorted: of 100,000 paths the sorting alone takes seconds."""
+    return [name for name in names_in(partition) if name.endswith(".parquet")]
+
+
+def _counting_names(partition: str, names: Sequence[str], judgement: Judgement) -> list[str]:
+    """Those of a partition's files that count."""
+    return [name for name in names if judgement.counts(partition, name)]
 
 
 def _names_on_disk(root: Path) -> dict[str, list[str]]:
-    """Family -> names of its Parquet files, sorted."""
-    found: dict[str, list[str]] = {}
-    for partition in sorted(names_in(root)):
-        if partition.startswith(PARTITION) and not partition.startswith(_NO_FAMILY):
-            names = names_in(root / partition)
-            found[partition.removeprefix(PARTITION)] = sorted(name for name in names if name.endswith(".parquet"))
-    return found
-
-
-def _is_there(on_disk: Mapping[str, list[str]], name: str) -> bool:
-    partition, _, file_name = name.partition("/")
-    return file_name in on_disk.get(partition.removeprefix(PARTITION), ())
-
-
-def _listed_and_hidden(
-    folder: DataFolder, kind: str, left_out: Callable[[Path], bool]
-) -> tuple[dict[str, Path], set[str]]:
-    """(name of each merged file that is listed -> its listing, names of the files that listings hide).
-
-    A damaged merged file hides nothing: what it replaces may still be there.
-    """
-    listed: dict[str, Path] = {}
-    hidden: set[str] = set()
-    snapshot_listing = folder.listings(kind) / SNAPSHOT_LISTING
-    if snapshot_listing.exists():  # of a snapshot, whose merged files all count
-        listed |= dict.fromkeys(_snapshot_names(snapshot_listing), snapshot_listing)
-    believed = believed_listings(folder, kind)
-    for listing in believed.listings:
-        listed[listing.merged] = listing.file
-        if not left_out(folder.root / kind / listing.merged):
-            hidden.update(listing.hidden)
-    lost = [entry for entry in believed.lost if f"{entry.merged.parent.name}/{entry.merged.name}" not in hidden]
-    if lost:
-        lines = ", ".join(f"{entry.file} ({entry.reason}) lists {entry.merged}" for entry in lost)
-        raise UsageError(
-            f"{len(lost)} listing{'s are' if len(lost) > 1 else ' is'} damaged and cannot be recovered from the merged "
-            f"file, whose rows may be lost: {lines}; "
-            "restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the runs again"
-        )
-    return listed, hidden
-
-
-def _or_damaged(left_out: Callable[[Path], bool]) -> Callable[[Path], bool]:
-    """Say of a file whether it is left out, also of a merged file that has other columns than it should."""
-
-    def is_left_out(path: Path) -> bool:
-        if left_out(path):
-            return True
-        if not is_merged_name(path.name):
-            return False
-        try:
-            reason = merged_damage(path)
-        except FileNotFoundError:  # which is another matter
-            return False
-        if reason is not None:
-            report_damaged_merged(path, reason)
-        return reason is not None
-
-    return is_left_out
-
-
-def _snapshot_names(path: Path) -> list[str]:
-    table = remembered(path, lambda: pq.ParquetFile(path).read(), "snapshot")
-    return [row["path"] for row in table.to_pylist() if not row["hidden"]]
-
-
-def _is_superseded(folder: DataFolder, kind: str, on_disk: Mapping[str, list[str]], name: str) -> bool:
-    """Whether a merged file that is there was made of the missing one: compaction was killed before it tidied up."""
-    partition = os.path.dirname(name)
-    for file_name in on_disk.get(partition.removeprefix(PARTITION), ()):
-        if is_merged_name(file_name):
-            try:
-                if name in sources_of(folder.root / kind / partition / file_name):
-                    return True
-            except (pa.ArrowException, OSError, ValueError):
-                continue
-    return False
+    """Partition -> names of its Parquet files, sorted."""
+    return {
+        partition: _parquet_names(root / partition)
+        for partition in names_in(root)
+        if partition.startswith(PARTITION) and not partition.startswith(_NO_FAMILY)
+    }
 
 
 def _family_plan(
-    folder: DataFolder,
-    kind: str,
-    family: str,
-    names: list[str],
-    listed: Mapping[str, Path],
-    hidden: set[str],
-    left_out: Callable[[Path], bool],
+    partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
 ) -> FamilyPlan:
-    partition = folder.root / kind / f"{PARTITION}{family}"
-    prefix = f"{partition.name}/"
     own, merged = [], []
-    for name in names:
-        if prefix + name in hidden:
-            continue
-        if not is_merged_name(name):
-            own.append(name)
-        elif prefix + name in listed:
-            merged.append(name)
-    own = [name for name in own if not left_out(partition / name)]
-    merged = [name for name in merged if not left_out(partition / name)]
+    for name in _counting_names(partition.name, names, judgement):
+        if not left_out(partition / name):
+            (merged if is_merged_name(name) else own).append(name)
     if merged:
         own = _without_merged(partition, own, merged)
     doubled = _doubled(partition, merged) if len(merged) > 1 else {}
-    return FamilyPlan(family, (*own, *merged), doubled)
+    return FamilyPlan(partition.name.removeprefix(PARTITION), (*own, *merged), doubled)
 
 
 def _without_merged(partition: Path, own: list[str], merged: list[str]) -> list[str]:
@@ -217,14 +160,14 @@ def _ranges(path: Path) -> list[tuple[str, str]]:
     """(least, greatest) run_id of each row group; of a file that cannot be read none, as it is named elsewhere."""
 
     def read() -> list[tuple[str, str]]:
-        metadata = pq.read_metadata(path)
+        metadata = pq.read_metadata(plain(path))
         column = metadata.schema.to_arrow_schema().get_field_index("run_id")
-        found = []
+        ranges = []
         for group in range(metadata.num_row_groups):
             statistics = metadata.row_group(group).column(column).statistics
             known = statistics is not None and statistics.has_min_max
-            found.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
-        return found
+            ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
+        return ranges
 
     try:
         return remembered(path, read, "ranges")
@@ -234,7 +177,7 @@ def _ranges(path: Path) -> list[tuple[str, str]]:
 
 def _group_ids(path: Path, group: int) -> frozenset[str]:
     def read() -> frozenset[str]:
-        file = pq.ParquetFile(path, read_dictionary=["run_id"])
+        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
         return _distinct(file.read_row_group(group, columns=["run_id"]))
 
     try:

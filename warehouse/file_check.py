@@ -9,14 +9,19 @@ from pathlib import Path
 
 from warehouse.checksum import verify
 from warehouse.damage import damage_of
+from warehouse.plain_file import NoPlainFile
 
 
 def file_problem(path: Path) -> tuple[bool, str | None]:
     """Return whether a Parquet file carries a checksum, and what is wrong with it; one without is decoded in full.
 
-    Raises `FileNotFoundError` for a file that is gone, other `OSError` for one that the disk does not give.
+    Whatever is no plain file has a problem. Raises `FileNotFoundError` for a file that is gone, other `OSError` for one
+    that the disk does not give.
     """
-    has_checksum, problem = verify(path)
+    try:
+        has_checksum, problem = verify(path)
+    except NoPlainFile as error:
+        return False, str(error)
     if problem is None:
         problem = damage_of(path, pages=not has_checksum)
     return has_checksum, problem

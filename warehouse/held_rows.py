@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from warehouse.checksum import checksum_problem
+from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
-from warehouse.merged import Listing, counting_files, is_merged_name, read_listings
+from warehouse.listings import read_listings
+from warehouse.merged import Listing, is_merged_name
 
 
 class Unreadable(Exception):

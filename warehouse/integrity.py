@@ -17,12 +17,14 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.identity import OWN_SHA256, own_sha256, sha256_of
+from warehouse.believed import lost_line, lost_merged_files
 from warehouse.checksum import recorded_checksum
 from warehouse.damage import DamagedFile, parquet_files
 from warehouse.file_check import file_problem
 from warehouse.folder import KINDS, DataFolder
 from warehouse.held_rows import Unreadable, unproven_sources
-from warehouse.merged import Listing, lost_line, lost_merged_files, read_listings
+from warehouse.listings import read_listings
+from warehouse.merged import Listing
 from warehouse.presence import Presence, compare, queue_problem
 from warehouse.settle import unlisted_problem
 from warehouse.snapshot import MANIFEST, read_manifest
@@ -187,7 +189,7 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
 
     for kind in KINDS:
         listings = read_listings(folder, kind, lambda file: add(file.path, file.reason))
-        for listing in lost_merged_files(folder, kind, lambda file: None):
+        for listing in lost_merged_files(folder, kind):
             report.lost.append((kind, listing))
             report.lost_lines.append(lost_line(folder, kind, listing))
         for listing in listings:
@@ -196,7 +198,7 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
                 if listing.checksum is not None and recorded_checksum(merged) != listing.checksum:
                     add(merged, f"it is another file than {listing.file} names")
                 unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
-            except (FileNotFoundError, Unreadable, ValueError):
+            except (OSError, Unreadable, ValueError):
                 continue  # named above, where it is damaged or lost
             if unproven is not None and unproven.unheld:
                 name, why = next(iter(unproven.unheld.items()))

@@ -36,6 +36,12 @@ def open_plain(path: Path) -> int:
     return descriptor
 
 
+def plain(path: Path) -> Path:
+    """Return `path` once it is found to be a plain file, for a reader that opens it by name. Raises as `open_plain`."""
+    os.close(open_plain(path))
+    return path
+
+
 def open_binary(path: Path) -> BinaryIO:
     """Open a plain file for reading, as `open_plain` does."""
     return os.fdopen(open_plain(path), "rb")

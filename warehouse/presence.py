@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from warehouse.damage import DamagedFile
+from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
-from warehouse.merged import counting_files, is_merged_name, read_listings
+from warehouse.merged import is_merged_name
+from warehouse.plain_file import plain
 from warehouse.queue_copy import queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
@@ -134,8 +135,7 @@ def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
     small: dict[str, list[int]] = {}
     merged: dict[str, list[np.ndarray]] = {}
-    ignored: list[DamagedFile] = []
-    for path in counting_files(folder, "runs", family, read_listings(folder, "runs", ignored.append)):
+    for path in counting_files(folder, "runs", family):
         if is_merged_name(path.name):
             for job_id, indexes in _tasks_in(path).items():
                 merged.setdefault(job_id, []).append(indexes)
@@ -157,7 +157,7 @@ def _tasks_in(path: Path) -> dict[str, np.ndarray]:
 
 
 def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
-    file = pq.ParquetFile(path, read_dictionary=["job_id"])
+    file = pq.ParquetFile(plain(path), read_dictionary=["job_id"])
     names = [name for name in ("job_id", "task_index", "final") if name in file.schema_arrow.names]
     if not {"job_id", "task_index"} <= set(names):
         return {}

@@ -6,22 +6,17 @@ Start reading at `settled_listings`. Nothing is believed that the rows do not pr
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 
 from warehouse.aside import set_aside
-from warehouse.compaction import CompactionReport, CompactionSettings, is_open_somewhere
+from warehouse.believed import lost_line, lost_merged_files
+from warehouse.compaction import Compaction, CompactionReport, is_open_somewhere
 from warehouse.folder import DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of, unheld_ids, unproven_sources
-from warehouse.merged import (
-    MERGED_PREFIX,
-    Listing,
-    is_own_merge,
-    listing_file,
-    lost_line,
-    lost_merged_files,
-    read_listings,
-)
+from warehouse.listings import is_whole_listing, read_listings
+from warehouse.merged import MERGED_PREFIX, Listing, has_own_name, is_own_merge, listing_file
 
 REDUNDANT = ""  # said of a merged file whose runs whole files that count hold, too
 
@@ -37,20 +32,20 @@ def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) ->
     settled = []
     for listing in listings:
         merged = folder.root / kind / listing.merged
-        if not merged.exists():
+        if not os.path.lexists(merged):
             if listing.merged in hidden:
                 settled.append(listing)  # deleted as a part of a later merge, whose compaction was killed
             elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
                 aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
                 report.problems.append(f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
                                        f"files that it replaced count again; moved to {aside}")  # fmt: skip
-            elif listing in lost_merged_files(folder, kind, report.damaged):
+            elif listing in lost_merged_files(folder, kind):
                 report.problems.append(lost_line(folder, kind, listing))
             else:
                 listing.file.unlink(missing_ok=True)
             continue
-        if not _is_whole(listing.file):
-            listing.write()  # what its merged file said of it
+        if not is_whole_listing(listing.file):
+            write_anew(folder, listing)  # as its merged file has it
         if not listing.hidden:
             settled.append(listing)
             continue
@@ -72,31 +67,23 @@ def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) ->
     return settled
 
 
-def _is_whole(listing_file: Path) -> bool:
-    try:
-        Listing.read(listing_file)
-    except (ValueError, OSError):
-        return False
-    return True
+def write_anew(folder: DataFolder, listing: Listing) -> None:
+    """Write a listing in place of what has its name. A folder of that name is set aside."""
+    if listing.file.is_dir():
+        set_aside(folder, listing.file, "it is a folder, not a listing")
+    listing.write()
 
 
-def settle_unlisted(
-    folder: DataFolder,
-    kind: str,
-    family: str,
-    now_s: float,
-    settings: CompactionSettings,
-    report: CompactionReport,
-) -> None:
+def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
     """A merged file without a listing was left by a kill, and its sources still count; or somebody put it there.
 
     It goes when it is a merge's own, and whole files that count hold its runs. Otherwise it stays, and is named.
     """
-    for path in folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):
-        problem = unlisted_problem(folder, kind, family, path, settings.grace_s, now_s)
+    for path in work.folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):
+        problem = unlisted_problem(work.folder, kind, family, path, work.settings.grace_s, work.now_s)
         if problem:
-            report.left_alone(path, problem)
-        elif problem == REDUNDANT and not is_open_somewhere(folder):
+            work.report.left_alone(path, problem)
+        elif problem == REDUNDANT and not is_open_somewhere(work.folder):
             path.unlink()
 
 
@@ -107,7 +94,7 @@ def unlisted_problem(
 
     Nothing is wrong with one that is listed, or younger than `young_s`: it may be landing right now.
     """
-    if listing_file(folder, kind, path.name).exists():
+    if has_own_name(path) and listing_file(folder, kind, path.name).exists():
         return None
     try:
         if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:

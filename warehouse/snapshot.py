@@ -26,7 +26,9 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.json_file import read_json
+from warehouse.believed import SNAPSHOT_LISTING, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
+from warehouse.counting import counting_files
 from warehouse.damage import DamagedFile
 from warehouse.damage import report as report_damage
 from warehouse.disk_errors import disk_errors_named, is_disk_error
@@ -42,7 +44,7 @@ from warehouse.folder import (
     write_parquet,
 )
 from warehouse.held_rows import run_ids_of
-from warehouse.merged import counting_files, is_merged_name, refuse_lost
+from warehouse.merged import is_merged_name
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.settle import settled_listings
 from warehouse.views import VIEWS, view_statements
@@ -51,7 +53,6 @@ FORMAT = "gpufarm-snapshot"
 MANIFEST = "manifest.json"
 NOW = "now"  # in a diff: the folder as it is
 ALL = "all"  # in verify=
-_LISTING = "snapshot.parquet"
 _SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 _TABLES = (*KINDS, "jobs", "stale", "compactions")
 # Where a hard link cannot be: another file system, none that has them, somebody else's file, or too many of one.
@@ -256,7 +257,7 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
         merged = [f"{path.parent.name}/{path.name}" for path in paths if is_merged_name(path.name)]
         if merged:
             listing = pa.table([merged, [False] * len(merged)], schema=LISTING_SCHEMA)
-            write_parquet(building.listings(kind) / _LISTING, listing)
+            write_parquet(building.listings(kind) / SNAPSHOT_LISTING, listing)
     for source, target in ((folder.jobs, building.jobs), (folder.stale, building.stale)):
         for path in sorted(source.glob("*.parquet")):
             if not (target / path.name).exists() and is_whole(path):

@@ -1,21 +1,30 @@
 """`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
 
 import contextlib
+import dataclasses
 import json
+import os
 
 import pytest
 from test_dispatch import submit, work
 from test_lost_queue import submit_mixed
 
 from conf.cli import run
+from conf.errors import UsageError
 from farm import doctor
 from farm.lock import DispatcherBusy, DispatcherLock
 from farm.repair import repair
 from warehouse import connect
+from warehouse.checks import check
+from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
 from warehouse.compaction import compaction_lock
+from warehouse.counting import counting_files
 from warehouse.integrity import examine
-from warehouse.merged import listing_file
+from warehouse.merged import Listing, listing_file
+from warehouse.presence import compare, landed_tasks
+from warehouse.schema import RUN_SCHEMA
+from warehouse.snapshot import take_snapshot
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0
@@ -184,6 +193,88 @@ def test_a_merged_file_whose_listing_was_lost_is_listed_again(ran, queue, monkey
     monkeypatch.setattr("warehouse.integrity._UNLISTED_AFTER_S", -1.0)
     report = repair(ran)
     assert report.moved == {} and report.queued == {} and "listed again" in report.mended[0]
+    assert is_well(ran, queue)
+
+
+@pytest.mark.parametrize("kind", ["runs", "telemetry"])
+def test_queries_that_fail_for_an_unreadable_listing_answer_after_a_repair(ran, queue, kind):
+    merge(ran)
+    merged = one(ran, kind)
+    listing_file(ran, kind, merged.name).write_bytes(b"torn")
+    flip(merged)
+    with pytest.raises(UsageError, match="repair=true"):
+        counts(ran)
+    with pytest.raises(UsageError, match="repair=true"):
+        take_snapshot(ran)
+    report = repair(ran)
+    assert merged in report.moved and listing_file(ran, kind, merged.name) in report.moved
+    if kind == "telemetry":
+        assert counts(ran) == ((N, N), (0, 0)) and report.queued == {}
+        return
+    assert counts(ran)[0] == (0, 0) and report.queued == {JOB: N}
+    assert again(ran, queue) == list(range(N))
+    assert is_well(ran, queue)
+
+
+def no_file(path, how):
+    path.unlink()
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
+def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran, queue, how, capfd):
+    merge(ran)
+    path = one(ran, "runs")
+    no_file(path, how)
+    assert counts(ran)[0] == (0, 0) and str(path) in capfd.readouterr().err
+    assert [index.tolist() for index in compare(ran).gone.values()] == [list(range(N))]
+    assert any(str(path) in line for line in examine(ran).lines(ran.root))
+    assert any(finding.rule == "schema.unreadable_file" for finding in check(ran))
+    assert any(str(path) in file for file in take_snapshot(ran).left_out)
+    merge(ran, hours=[20])
+    assert repair(ran).queued == {JOB: N}
+    assert not os.path.lexists(path)
+    assert again(ran, queue) == list(range(N))
+    assert is_well(ran, queue)
+
+
+@pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
+@pytest.mark.parametrize("mend", [repair, lambda folder: merge(folder, hours=[20])], ids=["repair", "compaction"])
+def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):
+    merge(ran)
+    listing = listing_file(ran, "runs", one(ran, "runs").name)
+    no_file(listing, how)
+    assert counts(ran) == ((N, N), (2 * N, 2 * N))
+    mend(ran)
+    assert Listing.read(listing).merged.endswith(listing.name)
+    assert is_well(ran, queue)
+
+
+def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(ran, queue, capfd, monkeypatch):
+    monkeypatch.setattr("warehouse.integrity._UNLISTED_AFTER_S", -1.0)
+    merge(ran, hours=[0])
+    merged = one(ran, "runs")
+    hidden = tuple(f"family=mlp/{JOB}-{index:06d}.parquet" for index in range(N))
+    planted = ran.partition("runs", "mlp") / "merged-planted.parquet"
+    write_sealed(RUN_SCHEMA.empty_table(), planted)
+    os.mkfifo(ran.partition("runs", "mlp") / "pipe.parquet")
+    extra = Listing.read(listing_file(ran, "runs", merged.name))
+    dataclasses.replace(extra, hidden=(*extra.hidden, "family=mlp/pipe.parquet")).write()
+    name = f"family=mlp/{planted.name}"
+    Listing(listing_file(ran, "runs", planted.name), name, (f"family=mlp/{merged.name}", *hidden), 1.0).write()
+    assert counts(ran) == ((N, N), (2 * N, 2 * N))
+    assert "planted" in capfd.readouterr().err
+    assert compare(ran).gone == {} and landed_tasks(ran)[JOB].tolist() == list(range(N))
+    assert [path.name for path in counting_files(ran, "runs", "mlp")] == [merged.name]
+    assert any("planted" in line for line in compact(ran, now_s=NOW_S + 7200).problems)
+    assert repair(ran).queued == {}
+    repair(ran)
+    assert not planted.exists() and not listing_file(ran, "runs", planted.name).exists()
     assert is_well(ran, queue)
 
 

@@ -205,8 +205,8 @@ def test_a_version_without_checksums_is_said_so_once_and_checked_by_its_structur
 
 def test_what_was_verified_is_not_read_again_until_it_changes(data, monkeypatch):
     counted = []
-    real = artifact_files._sha256
-    monkeypatch.setattr(artifact_files, "_sha256", lambda path: counted.append(path) or real(path))
+    real = artifact_files.sha256_of
+    monkeypatch.setattr(artifact_files, "sha256_of", lambda path: counted.append(path) or real(path))
     for _ in range(3):
         newest(data, "memory")
     assert len(counted) == len(set(counted))

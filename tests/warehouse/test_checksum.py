@@ -19,7 +19,8 @@ from warehouse.checksum import (
 )
 from warehouse.compact import CompactionSettings, compact
 from warehouse.folder import COMPRESSION
-from warehouse.merged import Listing, read_listings
+from warehouse.listings import read_listings
+from warehouse.merged import Listing
 from warehouse.stale import Mark, write_marks
 from warehouse.writer import RunWriter, run_table
 

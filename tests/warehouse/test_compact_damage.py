@@ -11,19 +11,13 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
+from warehouse.believed import lost_merged_files
 from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
+from warehouse.counting import counting_files
 from warehouse.folder import COMPRESSION, KINDS
-from warehouse.merged import (
-    SOURCES,
-    Listing,
-    counting_files,
-    land_batch,
-    listing_file,
-    lost_merged_files,
-    new_merged_name,
-    read_listings,
-)
+from warehouse.listings import read_listings
+from warehouse.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name
 from warehouse.schema import RUN_SCHEMA
 from warehouse.writer import RunWriter
 
