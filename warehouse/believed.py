@@ -43,12 +43,7 @@ class Judgement:
     def of(cls, listings: Iterable[Listing], hides: Callable[[Listing], bool] = lambda listing: True) -> Judgement:
         """Take listings at their word; one for which `hides` is false hides nothing."""
         listed = {listing.merged: listing for listing in listings}
-        return cls(listed, frozenset(name for listing in listed.values() if hides(listing) for name in listing.hidden))
-
-    def counts(self, partition: str, name: str) -> bool:
-        """Whether the rows of a file `family=F`, `NAME` that is there count."""
-        path = f"{partition}/{name}"
-        return path not in self.hidden and (not is_merged_name(name) or path in self.listed)
+        return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
 
 def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:

@@ -8,6 +8,7 @@ Which listings are believed is `warehouse.believed`'s to say. Checksums of data 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +56,7 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
         if judgement.lost:
             raise UsageError("; ".join(judgement.lost))
         on_disk = _names_on_disk(folder.root / kind)
-        names = {f"{partition}/{name}" for partition, held in on_disk.items() for name in held if is_merged_name(name)}
-        if all(name in names or name in judgement.hidden for name in judgement.listed):
+        if all(name in judgement.hidden or _is_there(on_disk, name) for name in judgement.listed):
             break
     else:
         refuse_lost(folder, [kind])
@@ -87,8 +87,11 @@ def _parquet_names(partition: Path) -> list[str]:
 
 
 def _counting_names(partition: str, names: Sequence[str], judgement: Judgement) -> list[str]:
-    """Those of a partition's files that count."""
-    return [name for name in names if judgement.counts(partition, name)]
+    """Those of a partition's files that count: merged ones that are listed, and others, unless a listing hides them."""
+    prefix, hidden, listed = f"{partition}/", judgement.hidden, judgement.listed
+    return [
+        name for name in names if prefix + name not in hidden and (not is_merged_name(name) or prefix + name in listed)
+    ]
 
 
 def _names_on_disk(root: Path) -> dict[str, list[str]]:
@@ -98,6 +101,13 @@ def _names_on_disk(root: Path) -> dict[str, list[str]]:
         for partition in names_in(root)
         if partition.startswith(PARTITION) and not partition.startswith(_NO_FAMILY)
     }
+
+
+def _is_there(on_disk: Mapping[str, list[str]], path: str) -> bool:
+    partition, _, name = path.partition("/")
+    names = on_disk.get(partition, [])
+    at = bisect.bisect_left(names, name)
+    return names[at : at + 1] == [name]
 
 
 def _family_plan(
