@@ -1,9 +1,17 @@
 """The progress bar that commands show while a person waits.
 
-Start reading at `start_bar`, then `StepBar`, which names steps. rich is imported on use.
+Start reading at `start_bar`, then `terminal_bar`, and `StepBar`, which names steps. rich is imported on use.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, TaskID
 
 
 class StepBar:
@@ -34,7 +42,27 @@ class StepBar:
         self._bar.update(self._task, description=f"{self._label}: {step}", completed=done, total=of or None)
 
 
-def start_bar(console, label: str, column, **fields):
+@contextlib.contextmanager
+def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..., None] | None]:
+    """A bar on stderr where that is a terminal, and what updates it: `update(completed=, total=, description=)`.
+
+    Its last column is the time that has passed, or with `remaining` the time that is left. Elsewhere None, and no bar.
+    """
+    from rich.console import Console
+    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    bar, task = start_bar(console, label, TimeRemainingColumn() if remaining else TimeElapsedColumn())
+    try:
+        yield lambda **changes: bar.update(task, **changes)
+    finally:
+        bar.stop()
+
+
+def start_bar(console: Console, label: str, column: ProgressColumn, **fields: Any) -> tuple[Progress, TaskID]:
     """A bar that has started: spinner, `label`, bar, how many of how many, and `column` last.
 
     Returns it with its task, whose total is not known yet; `fields` are what `column` shows. The caller stops it.

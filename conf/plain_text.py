@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 _LONGEST_LINE = 4000  # characters; some messages list every valid name
 _LONGEST_SHOWN = 200  # characters of a value that is quoted back
@@ -22,6 +23,17 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Return `text` as `printable` does, in one line: a line feed is escaped too."""
     return printable(text).replace("\n", "\\n")
+
+
+def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with aligned columns, indented by two; none without rows."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return [
+        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in (heads, *rows)
+    ]
 
 
 def bounded(text: str) -> str:

@@ -109,12 +109,12 @@ def _files(folder: Path, meta: Mapping[str, Any], name: str) -> list[Path]:
     named = meta.get(FILES, {})
     if not isinstance(named, Mapping):
         raise DamagedArtifact(f"{_shown(folder)} is damaged: {FILES} is no mapping")
-    found = {folder / MODEL / path.relative_to(folder / MODEL) for path in (folder / MODEL).rglob("*")}
-    found |= {folder / str(relative) for relative in named}
-    for path in found:
+    paths = {folder / MODEL / path.relative_to(folder / MODEL) for path in (folder / MODEL).rglob("*")}
+    paths |= {folder / str(relative) for relative in named}
+    for path in paths:
         if ".." in path.parts or not path.resolve().is_relative_to(inside):
             raise DamagedArtifact(f"{_shown(folder)} is damaged: {_inside(folder, path)} lies outside of it")
-    files = sorted(path for path in found if not path.is_dir())
+    files = sorted(path for path in paths if not path.is_dir())
     for path in files:
         if not path.is_file():
             raise DamagedArtifact(f"{_shown(folder)} is damaged: {_inside(folder, path)} is not there")

@@ -5,16 +5,14 @@ Start reading at `entry`; `warehouse.integrity` verifies. (`warehouse.checks` ju
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from conf.bars import start_bar
+from conf.bars import terminal_bar
 from conf.cli import command
 from conf.errors import unknown_name
 from warehouse.folder import DataFolder
-from warehouse.integrity import Progress, examine
+from warehouse.integrity import examine
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,30 +25,14 @@ def entry(cfg: DictConfig) -> int:
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
     folder = DataFolder.resolve(cfg.data).open()
-    with _bar() as progress:
+    with terminal_bar("verifying", remaining=True) as update:
+        progress = None if update is None else lambda done, files: update(completed=done, total=files)
         report = examine(folder, progress=progress)
     if cfg.format == "json":
         print(json.dumps(report.as_json(folder.root), indent=2))
     else:
         print("\n".join(report.lines(folder.root)))
     return 0 if report.is_well else 1
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Progress | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    bar, task = start_bar(console, "verifying", TimeRemainingColumn())
-    try:
-        yield lambda done, files: bar.update(task, completed=done, total=files)
-    finally:
-        bar.stop()
 
 
 def main() -> None:

@@ -80,15 +80,15 @@ def check(warehouse: DataFolder | duckdb.DuckDBPyConnection) -> list[Finding]:
     """
     if not isinstance(warehouse, DataFolder):
         return _sorted(_findings(warehouse))
-    found = list(_files(warehouse.open()))
-    if not any(finding.rule == "schema.unreadable_file" for finding in found):
+    findings = list(_files(warehouse.open()))
+    if not any(finding.rule == "schema.unreadable_file" for finding in findings):
         with contextlib.closing(connect(warehouse)) as connection:
-            found += _findings(connection)
-    return _sorted(found)
+            findings += _findings(connection)
+    return _sorted(findings)
 
 
-def _sorted(found: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
-    return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
+def _sorted(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
 def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:
@@ -96,8 +96,8 @@ def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:
         rules = [rule for rule in RULES if rule.table == table] + _ranges(table, schema)
         counts = ", ".join(f"count(*) FILTER ({rule.broken})" for rule in rules)
         # All of it is fetched: the connection is the caller's, who would find it busy.
-        (found,) = connection.execute(f"SELECT {counts} FROM {table}").fetchall()
-        for rule, count in zip(rules, found, strict=True):
+        (broken_counts,) = connection.execute(f"SELECT {counts} FROM {table}").fetchall()
+        for rule, count in zip(rules, broken_counts, strict=True):
             if count:
                 shown = (
                     f"{sql_text(f' {rule.shown}=')} || coalesce(left({rule.shown}::VARCHAR, {_SHOWN}), 'NULL')"
@@ -124,7 +124,7 @@ def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:
 def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
     """What follows from a column's name and type: finite, not negative, ratios in [0, 1]."""
     ratios = RUN_RATIOS if table == "attempts" else TELEMETRY_RATIOS
-    found = []
+    rules = []
     for field in schema:
         name = field.name
         if name in ratios:
@@ -136,8 +136,8 @@ def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
         else:
             continue
         where = "" if table == "attempts" else "telemetry."
-        found.append(_Rule(f"range.{where}{name}", "error", said, broken, name, table))
-    return found
+        rules.append(_Rule(f"range.{where}{name}", "error", said, broken, name, table))
+    return rules
 
 
 def _outside(column: str, words: Sequence[str]) -> str:
@@ -275,16 +275,16 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
             for path in counting_files(folder, kind, family):
                 name = str(path.relative_to(folder.root))
                 try:
-                    found = pq.read_schema(plain(path))
+                    columns = pq.read_schema(plain(path))
                 except (pa.ArrowException, OSError) as error:
                     problems["unreadable_file"].append(f"{name} ({str(error).splitlines()[0]})")
                     continue
-                for field in found:
+                for field in columns:
                     if field.name not in schema.names:
                         problems["unknown_column"].append(f"{name}: {field.name}")
                     elif not _fits(field.type, schema.field(field.name).type):
                         problems["column_type"].append(f"{name}: {field.name} is {field.type}")
-    said = {
+    meaning = {
         "unreadable_file": "no whole Parquet file; rows were not looked at",
         "unknown_column": "a column that the schema does not have, and no view shows",
         "column_type": "a column of another type than the schema's",
@@ -293,11 +293,9 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
         if examples:
             yield Finding(
                 rule=f"schema.{rule}", severity="warning" if rule == "unknown_column" else "error",
-                count=len(examples), examples=tuple(sorted(examples)[:_EXAMPLES]), said=said[rule],
+                count=len(examples), examples=tuple(sorted(examples)[:_EXAMPLES]), said=meaning[rule],
             )  # fmt: skip
 
 
-def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    return (
-        found == wanted or pa.types.is_null(found) or (pa.types.is_timestamp(found) and pa.types.is_timestamp(wanted))
-    )
+def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
+    return own == wanted or pa.types.is_null(own) or (pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted))

@@ -29,15 +29,15 @@ class CompactionSettings:
     min_files: int = 8  # fewer small files of a family are not worth a merge
 
     def __post_init__(self) -> None:
-        found = [
+        problems = [
             f"{name} must be >= {floor}, got {getattr(self, name)}"
             for name, floor in (("grace_s", 0), ("force_after_s", 0), ("target_rows", 1), ("min_files", 2))
             if getattr(self, name) < floor
         ]
         if not self.target_mib > 0:
-            found.append(f"target_mib must be > 0, got {self.target_mib}")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append(f"target_mib must be > 0, got {self.target_mib}")
+        if problems:
+            raise UsageError("; ".join(problems))
 
 
 @dataclass
@@ -66,14 +66,14 @@ class CompactionReport:
         """The report in words."""
         if self.busy:
             return ["another compaction is at work on this folder; nothing done"]
-        said = [f"{path}: {count} files merged" for path, count in self.merged.items()]
-        said += self.problems
+        lines = [f"{path}: {count} files merged" for path, count in self.merged.items()]
+        lines += self.problems
         total = sum(self.merged.values())
-        said.append(f"{total} files with {self.rows} rows merged into {len(self.merged)}; "
+        lines.append(f"{total} files with {self.rows} rows merged into {len(self.merged)}; "
                     f"{self.deleted_files} replaced files deleted")  # fmt: skip
         if self.kept_files:
-            said.append(f"{self.kept_files} replaced files kept, because the warehouse is open somewhere")
-        return said
+            lines.append(f"{self.kept_files} replaced files kept, because the warehouse is open somewhere")
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from conf.plain_text import table_lines
 from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.disk_errors import disk_errors_named
@@ -227,7 +228,7 @@ def lines(found: Difference) -> list[str]:
     for what in ("added", "removed", "changed"):
         counts: tuple[RunCount, ...] = getattr(found, what)
         said.append(f"runs {what}: {sum(count.runs for count in counts):,}")
-        said += _table(
+        said += table_lines(
             ("family", "device", "status", "runs"),
             [(c.family, c.device_name or "-", c.status, f"{c.runs:,}") for c in counts],
         )
@@ -242,7 +243,7 @@ def lines(found: Difference) -> list[str]:
         rows.append(
             (shift.label, shift.family, shift.device_name or "-", f"{shift.configurations:,}", *figures, beyond)
         )
-    said += _table(
+    said += table_lines(
         ("label", "family", "device", "configurations", "median", "largest", f"beyond {found.tolerance:g}"), rows
     )  # fmt: skip
     for change in found.schema:
@@ -250,16 +251,6 @@ def lines(found: Difference) -> list[str]:
                  if getattr(change, what)]  # fmt: skip
         said.append(f"schema of {change.table}: {'; '.join(parts)}")
     return said
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in (heads, *rows)
-    ]
 
 
 def named_arguments(argv: Sequence[str]) -> list[str]:

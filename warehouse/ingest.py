@@ -12,12 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from conf.bars import start_bar
+from conf.bars import terminal_bar
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from warehouse.connection import connect
@@ -40,6 +40,9 @@ from warehouse.lock_file import open_lock
 from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
 from warehouse.writer import RunWriter
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
@@ -302,29 +305,16 @@ def _places(name: str, rows: Sequence[int]) -> str:
     return f"{name}:{', '.join(map(str, rows[:_SHOWN_ROWS]))}{more}"
 
 
-@contextlib.contextmanager
-def _bar() -> Iterator[Progress | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    bar, task = start_bar(console, "reading", TimeElapsedColumn())
-    try:
-        yield lambda label, done, of: bar.update(task, description=label, completed=done, total=of)
-    finally:
-        bar.stop()
-
-
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Ingest what `cfg` names and print what became of it."""
     keys = ("source", "path", "data", "device_name", "family", "columns", "constants")
     settings = IngestSettings(**{key: None if cfg[key] is None else str(cfg[key]) for key in keys})
-    with _bar() as progress, disk_errors_named():
-        report = ingest(settings, progress)
+    with terminal_bar("reading") as update, disk_errors_named():
+
+        def progress(label: str, done: int, of: int) -> None:
+            update(description=label, completed=done, total=of)
+
+        report = ingest(settings, None if update is None else progress)
     print_report(report)
     return 0
 

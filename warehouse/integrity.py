@@ -147,8 +147,8 @@ def _verified_snapshot(manifest: Path) -> list[_Verified]:
     except (UsageError, OSError) as error:
         return [_Verified(manifest, True, str(error))]
     problems = snapshot.problems()
-    found = [_Verified(manifest.parent, True, f"snapshot {snapshot.name}: {problem}", 0) for problem in problems]
-    return [*found, _Verified(manifest, True, None, 1 + len(snapshot.files))]
+    verified = [_Verified(manifest.parent, True, f"snapshot {snapshot.name}: {problem}", 0) for problem in problems]
+    return [*verified, _Verified(manifest, True, None, 1 + len(snapshot.files))]
 
 
 def _verified_artifact(path: Path) -> list[_Verified]:
@@ -160,7 +160,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
             return []  # of an older version, or a further file that the artifact's own JSON names
         if OWN_SHA256 in described and described[OWN_SHA256] != own_sha256(described):
             return [_Verified(path, True, "it is not what was written: its SHA-256 is another")]
-        found = [_Verified(path, True, None)]
+        verified = [_Verified(path, True, None)]
         for name, about in described["files"].items():
             named = path.parent / name
             problem = None
@@ -170,8 +170,8 @@ def _verified_artifact(path: Path) -> list[_Verified]:
                 problem = "it is not there"
             elif named.stat().st_size != about.get("bytes") or sha256_of(named) != about.get("sha256"):
                 problem = "it is not what was written: its size or SHA-256 is another"
-            found.append(_Verified(named, True, problem))
-        return found
+            verified.append(_Verified(named, True, problem))
+        return verified
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:

@@ -94,9 +94,9 @@ def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[s
     indexes: dict[str, list[np.ndarray]] = {}
     for family in folder.families("runs"):
         if families is None or family in families:
-            for job_id, found in _landed_of(folder, family).items():
-                indexes.setdefault(job_id, []).append(found)
-    return {job_id: np.unique(np.concatenate(found)) for job_id, found in sorted(indexes.items())}
+            for job_id, tasks in _landed_of(folder, family).items():
+                indexes.setdefault(job_id, []).append(tasks)
+    return {job_id: np.unique(np.concatenate(tasks)) for job_id, tasks in sorted(indexes.items())}
 
 
 def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
@@ -108,7 +108,7 @@ def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
                 f"SELECT job_id, task_index FROM tasks JOIN jobs ON seq = job_seq WHERE state {states}"
             ):
                 rows.setdefault(job_id, []).append(index)
-    return {job_id: np.unique(np.array(found, np.int64)) for job_id, found in sorted(rows.items())}
+    return {job_id: np.unique(np.array(tasks, np.int64)) for job_id, tasks in sorted(rows.items())}
 
 
 def queue_problem(folder: DataFolder) -> str | None:
@@ -143,7 +143,7 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
             small.setdefault(task["job"], []).append(int(task["index"]))
     for job_id, indexes in small.items():
         merged.setdefault(job_id, []).append(np.array(indexes, np.int64))
-    return {job_id: np.concatenate(found) for job_id, found in merged.items()}
+    return {job_id: np.concatenate(parts) for job_id, parts in merged.items()}
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:

@@ -76,26 +76,26 @@ class PublishSettings:
         for name in ("creators", "sources"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        found = [str(unknown_name("source", name, SOURCES)) for name in self.sources if name not in SOURCES]
+        problems = [str(unknown_name("source", name, SOURCES)) for name in self.sources if name not in SOURCES]
         if not self.sources:
-            found.append(f"sources must name one or more of {', '.join(SOURCES)}")
+            problems.append(f"sources must name one or more of {', '.join(SOURCES)}")
         if not self.licence:
-            found.append(
+            problems.append(
                 "licence=... is missing: nobody may use a data set without one; give an SPDX name or a URL, as in "
                 "licence=CC-BY-4.0"
             )
         if self.hz is not None and (isinstance(self.hz, bool) or not self.hz > 0):
-            found.append(f"hz must be a number > 0 or null, got {self.hz!r}")
+            problems.append(f"hz must be a number > 0 or null, got {self.hz!r}")
         if self.published is not None:
             try:
                 datetime.date.fromisoformat(str(self.published))
             except ValueError:
-                found.append(f"published must be a day as in 2026-11-20, got {self.published!r}")
-        found += folder_problems(self.out)
+                problems.append(f"published must be a day as in 2026-11-20, got {self.published!r}")
+        problems += folder_problems(self.out)
         if self.root.is_file() or (self.root.is_dir() and any(self.root.iterdir())):
-            found.append(f"out={self.out} is there already; name a new or an empty folder")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append(f"out={self.out} is there already; name a new or an empty folder")
+        if problems:
+            raise UsageError("; ".join(problems))
 
     @property
     def root(self) -> Path:
@@ -117,13 +117,13 @@ class PublishReport:
     def lines(self) -> list[str]:
         """The report in words."""
         rows = ", ".join(f"{count:,} {table}" for table, count in self.rows.items())
-        said = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
-        said += [f"left out: {count:,} runs, {why}" for why, count in self.left_out.items()]
+        lines = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
+        lines += [f"left out: {count:,} runs, {why}" for why, count in self.left_out.items()]
         if self.findings:
-            said.append(f"{self.findings} checks found something; the card tells what")
+            lines.append(f"{self.findings} checks found something; the card tells what")
         if self.missing:
-            said.append(f"not given, and so not in the card or {METADATA}: {', '.join(self.missing)}")
-        return said
+            lines.append(f"not given, and so not in the card or {METADATA}: {', '.join(self.missing)}")
+        return lines
 
 
 def publish(settings: PublishSettings) -> PublishReport:

@@ -99,25 +99,25 @@ class Snapshot:
 
         Without `hashes`, content is read only where a file's time says that it was written again.
         """
-        found, root = [], self.folder.root
+        problems, root = [], self.folder.root
         for file in self.files:
             try:
                 status = (root / file.path).lstat()
             except (FileNotFoundError, NotADirectoryError):
-                found.append(f"{file.path} is gone")
+                problems.append(f"{file.path} is gone")
                 continue
             if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be anybody's
-                found.append(f"{file.path} is no plain file of the snapshot")
+                problems.append(f"{file.path} is no plain file of the snapshot")
                 continue
             if status.st_size != file.bytes:
-                found.append(f"{file.path} has {status.st_size:,} bytes, had {file.bytes:,}")
+                problems.append(f"{file.path} has {status.st_size:,} bytes, had {file.bytes:,}")
             elif (hashes or status.st_mtime_ns != file.modified_ns) and sha256_of(root / file.path) != file.sha256:
-                found.append(f"{file.path} has other content: its SHA-256 is not {file.sha256}")
+                problems.append(f"{file.path} has other content: its SHA-256 is not {file.sha256}")
         known = {file.path for file in self.files}
         for path in _parquet_files(root):
             if str(path.relative_to(root)) not in known:
-                found.append(f"{path.relative_to(root)} is no file of the snapshot")
-        return found
+                problems.append(f"{path.relative_to(root)} is no file of the snapshot")
+        return problems
 
 
 def _is_below(root: Path, path: str) -> bool:
@@ -173,8 +173,8 @@ def snapshot_names(folder: DataFolder) -> list[str]:
 
 def snapshots(folder: DataFolder) -> list[Snapshot]:
     """A folder's snapshots, oldest first. Raises `UsageError` for a damaged manifest."""
-    found = [read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
-    return sorted(found, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
+    read = [read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
+    return sorted(read, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
 
 
 def find_snapshot(folder: DataFolder, name: str) -> Snapshot:

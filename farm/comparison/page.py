@@ -124,39 +124,41 @@ def _families(comparison: Comparison) -> str:
 
 
 def _operators(result: Result) -> str:
-    found = result.operators
-    if found is None:
+    operators = result.operators
+    if operators is None:
         return section("operators", "Operators", lead(f"Not compared: {result.no_operators}."))
     parts = [
         lead(
-            f"Sums over one traced step of each of {count_of(found.compared, 'configuration')}, priced on "
-            f"{found.device}. Memory at the peak is of the tensors that an operator made."
+            f"Sums over one traced step of each of {count_of(operators.compared, 'configuration')}, priced on "
+            f"{operators.device}. Memory at the peak is of the tensors that an operator made."
         )
     ]
-    if found.failed:
-        rows = [(key, before or "traced", after or "traced") for key, (before, after) in found.failed.items()]
-        parts.append(note(f"{count_of(len(found.failed), 'configuration')} cannot be traced on a side."))
+    if operators.failed:
+        rows = [(key, before or "traced", after or "traced") for key, (before, after) in operators.failed.items()]
+        parts.append(note(f"{count_of(len(operators.failed), 'configuration')} cannot be traced on a side."))
         parts.append(fold("Which, and why", table(("config hash", "*before", "*after"), rows[:_SHOWN])))
-    if not found.compared:
+    if not operators.compared:
         return section("operators", "By operator", *parts)
-    parts.append(_changes("operator", found.operators))
-    moved = [(k, figure(a), figure(b), percent(b / a - 1 if a else None)) for k, (a, b) in found.peak.items() if a or b]
+    parts.append(_changes("operator", operators.operators))
+    moved = [
+        (k, figure(a), figure(b), percent(b / a - 1 if a else None)) for k, (a, b) in operators.peak.items() if a or b
+    ]
     parts.append("<h3>What the peak consists of, MiB</h3>")
     parts.append(table(("kind", "before", "after", "difference"), [(k.replace("_", " "), *rest) for k, *rest in moved]))
-    dtypes = changed_dtypes(found)
+    dtypes = changed_dtypes(operators)
     if dtypes:
         rows = [(name, int(old), int(new)) for name, (old, new) in dtypes.items()]
         parts.append("<h3>Operators by dtype</h3>" + table(("dtype", "before", "after"), rows))
     return section("operators", "By operator", *parts)
 
 
-def _modules(found: Operators | None) -> str:
-    if found is None or not found.compared:
+def _modules(operators: Operators | None) -> str:
+    if operators is None or not operators.compared:
         return ""
     return section(
         "modules", "By module",
         lead("Modules whose paths differ in numbers only are one."),
-        _changes("module", found.modules),
+        _changes("module", operators.modules),
     )  # fmt: skip
 
 
@@ -186,8 +188,8 @@ def _alone(result: Result) -> str:
     parts = []
     for side, alone in zip((result.before, result.after), result.comparison.alone, strict=True):
         if alone:
-            said = f"{count_of(len(alone), 'configuration')} of {side.label} only"
-            parts.append(fold(said, f"<pre>{clean(' '.join(alone[:500]))}</pre>"))
+            summary = f"{count_of(len(alone), 'configuration')} of {side.label} only"
+            parts.append(fold(summary, f"<pre>{clean(' '.join(alone[:500]))}</pre>"))
     for side, count in zip((result.before, result.after), result.comparison.unhashed, strict=True):
         if count:
             parts.append(lead(f"{count_of(count, 'row')} of {side.label} name no configuration and are left out."))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from conf.plain_text import table_lines
 from farm.comparison.operators import Change, Operators
 from farm.comparison.pairs import MEMORY, STEP_TIME, LabelShift, Pair
 from farm.comparison.run import Result
@@ -19,23 +20,23 @@ def lines(result: Result) -> list[str]:
     """What a terminal shows: labels, statuses, the largest differences, operators and modules, what has no partner."""
     comparison = result.comparison
     said = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
-    said += _table(("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal"),
-                   [shift_row(shift) for shift in comparison.shifts])  # fmt: skip
+    heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
+    said += table_lines(heads, [shift_row(shift) for shift in comparison.shifts])
     if comparison.statuses:
         said += ["", "configurations that failed, or ended otherwise:"]
         rows = [(s.before, s.after, f"{s.configurations:,}", s.error or "") for s in comparison.statuses]
-        said += _table(("before", "after", "configurations", "error"), rows)
+        said += table_lines(("before", "after", "configurations", "error"), rows)
     for label, name in ((MEMORY, "peak memory"), (STEP_TIME, "step time")):
         largest = comparison.largest(label, _SHOWN)
         if largest:
             said += ["", f"largest differences of {name}:"]
-            said += _table(("configuration", "family", "before", "after", "difference"),
+            said += table_lines(("configuration", "family", "before", "after", "difference"),
                            [pair_row(pair, label) for pair in largest])  # fmt: skip
     families = [family for family in comparison.families if family.largest][:_SHOWN]
     if families:
         said += ["", "by the operator families of the configurations' layers, medians:"]
         rows = [(f.name, f"{f.pairs:,}", percent(f.memory), percent(f.step_time)) for f in families]
-        said += _table(("operator family", "pairs", "peak memory", "step time"), rows)
+        said += table_lines(("operator family", "pairs", "peak memory", "step time"), rows)
     said += ["", *_operator_lines(result)]
     for side, alone in zip((result.before, result.after), comparison.alone, strict=True):
         if alone:
@@ -143,7 +144,7 @@ def _operator_lines(result: Result) -> list[str]:
         rows = [
             (change.name, f"{change.configurations:,}", *change_row(change, columns)) for change in changed[:_SHOWN]
         ]
-        said += _table((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
+        said += table_lines((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
         if len(changed) > _SHOWN:
             said.append(f"  {len(changed) - _SHOWN:,} more {name}s differ: see the page")
     dtypes = changed_dtypes(found)
@@ -157,16 +158,6 @@ def _operator_lines(result: Result) -> list[str]:
 def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
     """dtype -> operators before and after, where these differ."""
     return {name: counts for name, counts in operators.dtypes.items() if counts[0] != counts[1]}
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in (heads, *rows)
-    ]
 
 
 def as_json(result: Result) -> str:

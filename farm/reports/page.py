@@ -126,18 +126,18 @@ def _difference(changed: Difference) -> str:
         for one in getattr(changed, what)
     ]
     if counts:
-        said = ", ".join(
+        summary = ", ".join(
             f"{what} {sum(one.runs for one in getattr(changed, what)):,}" for what in ("added", "removed", "changed")
         )
         inside = table(("what", "family", "device", "status", "runs"), counts, words=4)
-        parts.append(fold(f"Runs {said}", inside, open_=len(counts) <= _SHOWN))
+        parts.append(fold(f"Runs {summary}", inside, open_=len(counts) <= _SHOWN))
     beyond = [shift for shift in changed.shifts if shift.beyond]
     again = sum(shift.configurations for shift in changed.shifts)
     if not changed.shifts:
         parts.append(lead("No configuration ran again in the same environment."))
     elif not beyond:
-        said = f"Taken again in the same environment: {again:,} labels"
-        parts.append(lead(f"{said}, none beyond {changed.tolerance:g} of before."))
+        again_line = f"Taken again in the same environment: {again:,} labels"
+        parts.append(lead(f"{again_line}, none beyond {changed.tolerance:g} of before."))
     else:
         rows = []
         for shift in sorted(beyond, key=lambda one: -abs(one.largest_shift))[: 2 * _SHOWN]:
@@ -153,12 +153,12 @@ def _difference(changed: Difference) -> str:
             + _rest(len(beyond) - 2 * _SHOWN, "label")
         )
     for change in changed.schema:
-        said = "; ".join(
+        changes = "; ".join(
             f"{what}: {', '.join(names)}"
             for what, names in (("added", change.added), ("removed", change.removed), ("retyped", change.retyped))
             if names
         )
-        parts.append(note(f"Columns of {change.table}: {said}"))
+        parts.append(note(f"Columns of {change.table}: {changes}"))
     return "".join(parts)
 
 
@@ -243,7 +243,7 @@ def _coverage(report: Report) -> str:
     floors = (1, 4, 10, 32, 100, 317)
     for k in range(1, SHADES + 1):
         scale[f"{floors[k - 1]}–{floors[k] - 1}" if k < SHADES else f"{floors[-1]} and more"] = f"h{k}"
-    said = lead(
+    intro = lead(
         f"Usable rows on {where}; below a figure, what tonight added. "
         + " ".join(f"{text}." for text in left_out if text)
     )
@@ -256,7 +256,7 @@ def _coverage(report: Report) -> str:
         chart(_empty(grid.name, grid), heat_map(grid, "batch", "parameters, from")) for grid in rows.regions
     )
     return section(
-        "coverage", "Coverage", said, legend({**scale, "had no row before tonight": "fresh"}), absent, memory, levels,
+        "coverage", "Coverage", intro, legend({**scale, "had no row before tonight": "fresh"}), absent, memory, levels,
         "<h3>Batch size and parameters, by family</h3>", regions,
     )  # fmt: skip
 
@@ -295,8 +295,8 @@ def _doubts(report: Report) -> str:
     if not rows.doubted_tonight:
         return section("doubts", "Untrusted runs", lead("None tonight."))
     lines = [(doubt.reason.replace("_", " "), doubt.runs, doubt.example) for doubt in rows.doubts]
-    said = f"{rows.doubted_tonight:,} of tonight's executions; they are kept, and nothing is learned from them."
-    return section("doubts", "Untrusted runs, by reason", lead(said), table(("reason", "runs", "*as"), lines))
+    intro = f"{rows.doubted_tonight:,} of tonight's executions; they are kept, and nothing is learned from them."
+    return section("doubts", "Untrusted runs, by reason", lead(intro), table(("reason", "runs", "*as"), lines))
 
 
 def _findings(report: Report) -> str:

@@ -51,8 +51,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], words: int = 1,
         css = f' class="{kind}"' if kind else ""
         if isinstance(value, Html):
             return f'<{tag} class="bar">{value}</{tag}>'
-        said = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
-        return f"<{tag}{css}>{clean(said)}</{tag}>"
+        shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+        return f"<{tag}{css}>{clean(shown)}</{tag}>"
 
     head = "".join(cell("th", kind, name.removeprefix("*")) for kind, name in zip(kinds, columns, strict=True))
     marked, body = set(marked), []
@@ -100,8 +100,8 @@ def chart(title: str, svg: str, *more: str, newest: bool = False) -> str:
     return f'<div><h3>{clean(title)}</h3><div class="{css}">{svg}</div>{"".join(more)}</div>'
 
 
-def charts(found: Iterable[str]) -> str:
-    return f'<div class="charts">{"".join(found)}</div>'
+def charts(drawn: Iterable[str]) -> str:
+    return f'<div class="charts">{"".join(drawn)}</div>'
 
 
 def count_of(n: int, noun: str) -> str:
