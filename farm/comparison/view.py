@@ -30,8 +30,8 @@ def lines(result: Result) -> list[str]:
         largest = comparison.largest(label, _SHOWN)
         if largest:
             said += ["", f"largest differences of {name}:"]
-            said += table_lines(("configuration", "family", "before", "after", "difference"),
-                           [pair_row(pair, label) for pair in largest])  # fmt: skip
+            pair_heads = ("configuration", "family", "before", "after", "difference")
+            said += table_lines(pair_heads, [pair_row(pair, label) for pair in largest])
     families = [family for family in comparison.families if family.largest][:_SHOWN]
     if families:
         said += ["", "by the operator families of the configurations' layers, medians:"]
