@@ -56,9 +56,7 @@ def after(tmp_path):
 
 
 def compare(*arguments, data):
-    return cli.run(
-        "compare", compare_module.entry, [*arguments, f"data={data}"], text=("before", "after", "data", "report")
-    )
+    return cli.run("compare", compare_module.entry, [*arguments, f"data={data}"])
 
 
 # ---- runs
