@@ -196,9 +196,10 @@ def test_an_unknown_job_exits_with_2_and_the_known_ones(call, queue, module):
 
 @pytest.mark.parametrize("module", [status, cancel])
 def test_a_job_in_a_folder_without_jobs_exits_with_2_and_names_the_folder(call, folder, module):
+    folder.create()
     code, _, err = call(module, "job=cnn-1")
     assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
-    assert not folder.root.exists()
+    assert not folder.queue.exists()
 
 
 def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, queue, dispatcher):
@@ -256,6 +257,7 @@ def test_help_needs_no_data(module, capsys):
 def test_status_as_a_module_is_runnable(folder, tmp_path):
     import subprocess
 
+    folder.create()
     done = subprocess.run(
         [sys.executable, "-m", "farm.status"],
         env={"GPUFARM_DATA": str(folder.root), "PATH": ""},
