@@ -194,12 +194,10 @@ def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab
         return verdict["verdict"], verdict["said"]
 
     broken = of(2, **CRASHED)
-    assert [night(broken)[0] for _ in range(2)] == ["sick", "sick"]
+    assert night(broken)[0] == "sick"
     verdict, said = night(broken, "accept")
     assert verdict == "first" and "cnn ffe57f: crashed, as accepted" in said
-    for _ in range(2):
-        verdict, said = night(broken)
-        assert verdict == "steady" and said == "7 canaries as before; cnn ffe57f: crashed, as accepted"
+    assert night(broken) == ("steady", "7 canaries as before; cnn ffe57f: crashed, as accepted")
     assert night(of(2, 7, **CRASHED))[0] == "sick"
     assert night(usual)[0] == "steady"
     assert night(broken)[0] == "sick"  # it has been ok since
