@@ -79,7 +79,7 @@ def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
                 rows.append((key.strip(), default.strip(), comment.strip()))
             continue
         key, _, default = stripped.partition(":")
-        path = [*path[:depth], key.strip()]
+        path = [*path[:depth], key.strip().strip('"')]  # quoted where YAML would read it as true or false
         if path == ["defaults"]:
             continue
         rows.append((".".join(path), default.strip(), comment.strip()))

@@ -1,6 +1,6 @@
 """Texts as a terminal may show them: no escape sequence, control or direction character gets through.
 
-Start reading at `printable`; `shown` is for values that a message quotes.
+Start reading at `printable`; `shown` is for values that a message quotes, `error_line` for stored errors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from collections.abc import Sequence
 
 _LONGEST_LINE = 4000  # characters; some messages list every valid name
 _LONGEST_SHOWN = 200  # characters of a value that is quoted back
+
+OUTPUT_STARTS = "\n--- the trial's output ends:"  # separates the error of a run from the last output of its trial
+_TRACEBACK_STARTS = "Traceback (most recent call last):"
+_FRAME = re.compile(r'\s*[|+]?\s*File "')
+_IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # how a traceback draws the exceptions of a group
 
 
 def printable(text: str) -> str:
@@ -46,6 +51,20 @@ def shown(value: object) -> str:
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
     cut = _cut(text, _LONGEST_SHOWN, "...")
     return text if cut == text else f"{cut} ({len(text):,} characters)"
+
+
+def error_line(text: str) -> str:
+    """Return the line of an error that says what happened, without the control characters that `printable` escapes.
+
+    Of a traceback this is the first line of its last exception (`TypeError: ...`), of anything else the first line
+    that is not blank. The output of a trial, which may follow, is left out. Empty where the text is.
+    """
+    lines = [line for line in text.partition(OUTPUT_STARTS)[0].splitlines() if line.strip()]
+    traced = [at for at, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
+    if traced:  # source lines and their markers are indented, the exception is not
+        behind = [_IN_A_GROUP.sub("", line) for line in lines[traced[-1] + 1 :]]
+        lines = [line for line in behind if not line[0].isspace()] or lines[traced[-1] :]
+    return printable(lines[0].strip()) if lines else ""
 
 
 def _cut(text: str, limit: int, between: str) -> str:

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.jobs import MIXED_FAMILY, Doubt, Queue, Task
@@ -125,6 +126,7 @@ class Dispatcher:
                 phase = "stopping" if stop.requested else "working"
                 self._service.pulse.beat(phase, len(self._executor.running()), len(self._executor.idle()))
         finally:
+            stop.disarm()
             try:
                 given_back = self._queue.release(list(self._leased.values()))
             finally:  # also where a full disk lets nothing be given back
@@ -312,8 +314,12 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, *_: object) -> None:
+    def disarm(self) -> None:
+        """What runs is being given back: whatever was to interrupt it later must not interrupt that."""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
+            self.disarm()
             raise KeyboardInterrupt
         self.asked = True
         self._announce()

@@ -19,6 +19,7 @@ from typing import Any
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
+from warehouse.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
 from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, Target
@@ -32,7 +33,10 @@ _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file
 
 
 def entry(cfg) -> int:
-    """Print the report, 0 whatever is missing; or with `repair` mend the data folder, 1 where something is left."""
+    """Print the report, 0 whatever is missing; or with `repair` mend the data folder, 1 where something is left.
+
+    `UsageError`, behind the report, where `data=` names what is no data folder.
+    """
     from farm.settings import device_choice
 
     if cfg.format not in FORMATS:
@@ -49,12 +53,13 @@ def entry(cfg) -> int:
         print(json.dumps(report, indent=2))
     else:
         print_tables(report)
+    if cfg.data is not None:  # the default one need not be there yet
+        DataFolder.resolve(cfg.data).open()
     return 0
 
 
 def _repair(data: str | None, output_format: str) -> int:
     from farm.repair import repair
-    from warehouse.folder import DataFolder
 
     folder = DataFolder.resolve(data)
     report = repair(folder)
@@ -223,7 +228,6 @@ def _cgroup_limit_mib(total: int) -> int | None:
 
 def data_state(data: str | None) -> dict[str, Any]:
     """The data folder: where, whether it is there and writable, its schema version, and how much is in it."""
-    from warehouse.folder import DataFolder
     from warehouse.presence import compare
 
     folder = DataFolder.resolve(data)

@@ -12,6 +12,7 @@ from typing import Any
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
+from conf.plain_text import error_line
 from farm.growth.cycle import Left, Night, message_of
 from farm.growth.machine import environment_now, machine_of
 from farm.growth.notify import notify
@@ -85,11 +86,9 @@ def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
     try:
         cycle, code = night.work(), 0
         code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
-    except Left:
-        print("left; the same command goes on where it was", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
+    except (Left, KeyboardInterrupt):
+        told.stop()
+        print(f"{_how_far(night)}; the same command goes on with it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except UsageError as error:
         cycle, code = night.cycle, EXIT_FAILED
@@ -103,6 +102,16 @@ def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
         print(line)
     _hand_on(message, settings, night.service)
     return code
+
+
+def _how_far(night: Night) -> str:
+    """`cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
+    where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
+    if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
+        with contextlib.suppress(UsageError):  # its job is not queued yet
+            counts = night.queue.counts(night.cycle.job("grow"))
+            where += f", {counts.ended:,} of {counts.total:,} configurations"
+    return f"cycle {night.cycle.name} is unfinished{where}"
 
 
 @contextlib.contextmanager
@@ -186,7 +195,7 @@ def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
             stale, again = drift["stale_rows"], drift["remeasure"]
             yield f"drift: {moved} moved; {stale:,} rows are stale, {again:,} bring them back"
     for result in (learnt or {}).get("results", ()):
-        yield f"{result['target']}: {result['decision']}: {result['why'].strip().splitlines()[-1]}"
+        yield f"{result['target']}: {result['decision']}: {error_line(result['why'])}"
     landed = cycle.done("land")
     for finding in (landed or {}).get("findings", ()):
         yield f"{finding['severity']}: {finding['rule']}: {finding['count']:,} ({finding['said']})"

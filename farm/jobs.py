@@ -7,11 +7,12 @@ seconds since the epoch.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 from conf.errors import UsageError, unknown_name
+from farm.interrupted_submission import Submission
 from farm.job_records import (
     JOB_COLUMNS,
     MIXED_FAMILY,
@@ -102,20 +103,43 @@ class Queue:
 
     # Submitting
 
-    def submit(self, job: Job, configs: Iterable[tuple[int, str]], now: float) -> Added:
+    def submit(
+        self,
+        job: Job,
+        configs: Iterable[tuple[int, str]],
+        now: float,
+        on_interrupt: Callable[[], None] = lambda: None,
+    ) -> Added:
         """Add the job and the tasks `(index, config JSON)` that it does not hold yet.
 
         The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
-        in the middle, it leaves the tasks of whole chunks, and the same call completes it. `configs` is read
-        lazily and may start at `next_index`.
+        in the middle, it leaves the tasks of whole chunks, and the same call completes it. After Ctrl-C it leaves the
+        queue as it was before, but for tasks that were started meanwhile; `on_interrupt` is called first. `configs` is
+        read lazily and may start at `next_index`.
         """
         with self._file.transaction(durable=True):
+            submission = Submission(self._file, job.job_id)
             seq = self._upsert_job(job)
             revived = self._file.change(
                 "UPDATE tasks SET state = 'queued', attempt = 0, due = NULL, error = NULL, error_at = NULL "
                 "WHERE job_seq = ? AND state = 'cancelled'", (seq,),
             )  # fmt: skip
             self._file.change("UPDATE jobs SET cancelled_at = NULL, ready = 1 WHERE seq = ?", (seq,))
+        try:
+            added, existing = self._add_tasks(seq, configs, submission)
+            with self._file.transaction(durable=True):
+                self._file.change(
+                    "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) "
+                    "WHERE seq = ?", (seq,),
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            on_interrupt()
+            submission.undo()
+            raise
+        return Added(added=added, existing=existing, revived=revived)
+
+    def _add_tasks(self, seq: int, configs: Iterable[tuple[int, str]], submission: Submission) -> tuple[int, int]:
+        """Add those that are not there yet, chunk by chunk. (added, existing)."""
         added = existing = 0
         pairs = iter(configs)
         while chunk := list(islice(pairs, SUBMIT_CHUNK)):
@@ -132,14 +156,11 @@ class Queue:
                     [(seq, index, text) for index, text in chunk],
                 )
                 self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
+                if new == len(chunk):
+                    submission.adds([index for index, _ in chunk])
             added += new
             existing += len(chunk) - new
-        with self._file.transaction(durable=True):
-            self._file.change(
-                "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) WHERE seq = ?",
-                (seq,),
-            )
-        return Added(added=added, existing=existing, revived=revived)
+        return added, existing
 
     def _upsert_job(self, job: Job) -> int:
         row = self._file.one(
@@ -148,7 +169,7 @@ class Queue:
         )
         defined = (job.family, job.space_json, job.seed, job.policy, job.settings_json, job.device)
         if row is None:
-            seq = self._file.one("SELECT coalesce(max(seq), 0) + 1 FROM jobs")[0]
+            seq = self._new_seq(job.job_id)
             self._file.change(
                 "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, "
                 "seq, job_id, n, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -163,12 +184,24 @@ class Queue:
         )
         return row[0]
 
+    def _new_seq(self, job_id: str) -> int:
+        """The number of a new job: no other has it or had it. One that was removed gets its own again."""
+        (highest,) = self._file.one("SELECT coalesce(max(seq), 0) FROM jobs")
+        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
+            return highest + 1
+        own = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
+        (removed,) = self._file.one("SELECT coalesce(max(seq), 0) FROM removed_jobs")
+        return max(highest, removed) + 1 if own is None else own[0]
+
     def next_index(self, job_id: str) -> int:
-        """One past the highest index that the job holds, from which a submission need go on; 0 for a new job."""
-        return self._file.one(
-            "SELECT coalesce(max(task_index) + 1, 0) FROM tasks "
-            "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)", (job_id,),
-        )[0]  # fmt: skip
+        """The index from which a submission need go on: one past the highest that the job holds, 0 for a new job.
+
+        Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
+        """
+        of_job = "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)"
+        (following,) = self._file.one(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
+        (held,) = self._file.one(f"SELECT coalesce(sum(count), 0) FROM tallies {of_job}", (job_id,))
+        return following if held == following else 0
 
     def cancel(self, job_id: str, now: float) -> int:
         """Take out the tasks that have not started; how many. Leased ones finish, but are not tried again."""
@@ -523,7 +556,7 @@ class Queue:
         return None if due is None else max(due, now)
 
     def _seq(self, job_id: str) -> int:
-        if job_id not in self._seqs:  # jobs are never deleted, so this never goes stale
+        if job_id not in self._seqs:  # a job keeps its number, so this never goes stale
             row = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (job_id,))
             if row is None:
                 known = [name for (name,) in self._file.all("SELECT job_id FROM jobs")]

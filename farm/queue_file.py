@@ -112,6 +112,16 @@ CREATE TABLE IF NOT EXISTS qualities (
 """
 
 
+# Jobs whose submission was interrupted before anything of them was started, so that no other job gets their number, and
+# they get it again: a queue that another process has open remembers it. Made when it is first needed, too.
+REMOVED_JOBS_TABLE = """
+CREATE TABLE IF NOT EXISTS removed_jobs (
+    job_id TEXT PRIMARY KEY,
+    seq INTEGER NOT NULL
+) WITHOUT ROWID
+"""
+
+
 class QueueError(OSError):
     """SQLite failed under the queue: disk full, file read-only or damaged, locked for too long."""
 

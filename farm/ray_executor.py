@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from conf.errors import UsageError
+from conf.plain_text import error_line
 from conf.ray_session import own_session_environment
 from farm.executors import Completion
 from farm.leftovers import delete_folder, make_ray_folder
@@ -30,6 +31,7 @@ from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
 
 _CONNECT_TIMEOUT_S = 5.0
+_ERROR_CHARACTERS = 400
 _END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
 _SHUTDOWN_S = 10.0  # of a Ray that has lost its head
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
@@ -413,5 +415,7 @@ class RayExecutor:
 
 
 def _plain(error: Exception) -> str:
-    """The first paragraph of Ray's many-paragraph messages."""
-    return " ".join(str(error).split("\n\n")[0].split())[:400]
+    """The first paragraph of Ray's many-paragraph messages; where one is a traceback, its exception."""
+    if '\n  File "' in str(error):
+        return error_line(str(error))[:_ERROR_CHARACTERS]
+    return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]

@@ -35,6 +35,7 @@ class SubmitSettings:
     batch_sizes: tuple[int, ...] | None
     priority: int
     detach: bool
+    agreed: bool  # to queue more than a million trials: `yes=true`
     limits: Limits
     device: DeviceChoice
     cluster: ClusterSettings
@@ -74,6 +75,7 @@ class SubmitSettings:
             batch_sizes=checked_batch_sizes(values["batch_sizes"]),
             priority=values["priority"],
             detach=values["detach"],
+            agreed=values["yes"],
             limits=Limits(**values["limits"]),
             device=device_choice(values["device"]),
             cluster=ClusterSettings(**values["cluster"]),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
-from conf.plain_text import one_line, printable
+from conf.plain_text import error_line, one_line, printable
 from farm.jobs import JobProgress
 from farm.lock import dispatcher_of
 from farm.queue_copy import queue_to_read
@@ -42,10 +42,11 @@ _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 
 def entry(cfg: DictConfig) -> None:
-    """Print the jobs of the folder. An unknown job or format is a `UsageError`; a folder without jobs is none."""
+    """Print the jobs of the folder. `UsageError`: an unknown job or format, and what is no data folder; one without
+    jobs is none."""
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
-    folder = DataFolder.resolve(cfg.data)
+    folder = DataFolder.resolve(cfg.data).open()
     presence = presence_of(folder)
     report = read(folder, None if cfg.job is None else str(cfg.job), time.time(), presence)
     if cfg.format == "json":
@@ -64,11 +65,10 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
     report: dict[str, Any] = {
         "data": str(folder.root), "at": _iso(now), "dispatcher": None, "runs_gone": {}, "runs_unknown": {}, "jobs": []
     }  # fmt: skip
-    if folder.root.exists():
-        folder.open()  # also where there is no queue: a folder that cannot be read is not an empty one
-        presence = presence or presence_of(folder)
-        for side, tasks in (("runs_gone", presence.gone), ("runs_unknown", presence.unknown)):
-            report[side] = {job: len(indexes) for job, indexes in tasks.items()}
+    folder.open()  # also where there is no queue: a folder that cannot be read is not an empty one
+    presence = presence or presence_of(folder)
+    for side, tasks in (("runs_gone", presence.gone), ("runs_unknown", presence.unknown)):
+        report[side] = {job: len(indexes) for job, indexes in tasks.items()}
     if job_id is None and not folder.queue.is_file():
         return report
     report["dispatcher"] = dispatcher_of(folder.dispatcher_lock)
@@ -103,9 +103,9 @@ def presence_of(folder: DataFolder) -> Presence:
 
 def existing_queue(folder: DataFolder, job_id: str | None) -> Path:
     """The queue's path in a readable data folder. `UsageError` where there is none: then the job is not known."""
-    if not folder.queue.is_file():
+    if not folder.open().queue.is_file():
         raise UsageError(f"unknown job {job_id!r}; there are no jobs in {folder.root}")
-    return folder.open().queue
+    return folder.queue
 
 
 def _job_report(progress: JobProgress, worked_on: bool) -> dict[str, Any]:
@@ -220,9 +220,8 @@ def _print_detail(console, job: dict[str, Any]) -> None:
     if job["errors"]:
         line("last errors, newest first")
     for error in job["errors"]:
-        last = error["error"].strip().splitlines() or [""]
         outcome = error["status"] or error["state"]
-        line(f"  task {error['task_index']}, attempt {error['attempt']} ({outcome}): {last[-1]}")
+        line(f"  task {error['task_index']}, attempt {error['attempt']} ({outcome}): {error_line(error['error'])}")
 
 
 def _spec_text(spec: Any) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
+from conf.bars import StepBar
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
+from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
 from farm.monitoring.service import Service, service_settings
+from farm.queue_copy import queue_to_read
 from farm.sampling import sample_range
 from farm.settings import SubmitSettings, device_key
 from farm.submitted_code import record_code, record_submitted
@@ -20,6 +25,7 @@ from warehouse.writer import RunWriter
 from workers.devices import choose_device
 
 _RULES_SHOWN = 3
+_DRAWN_EVERY = 2000  # trials
 
 
 def entry(cfg) -> int:
@@ -34,9 +40,14 @@ def entry(cfg) -> int:
     if not settings.detach:
         settings.cluster.check_address()
     log, metrics = service_settings(OmegaConf.to_container(cfg, resolve=True))
-    folder = DataFolder.resolve(settings.data).create()
+    folder = DataFolder.resolve(settings.data)
+    if settings.n > ASK_ABOVE:
+        examples = _configs(settings, 0, EXAMPLES)
+        texts = [canonical_json(config.to_mapping()) for config in examples]
+        require_consent(folder, settings.n - _queued(folder, settings), texts, settings.agreed)
+    folder.create()
     with Service.open(folder, log, metrics) as service, Queue.open(folder.queue) as queue:
-        job_id = submit(folder, queue, settings)
+        job_id = submit(folder, queue, settings, quiet=service.quiet)
         if settings.detach:
             print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
             return 0
@@ -44,8 +55,11 @@ def entry(cfg) -> int:
         return work(folder, queue, settings.cluster, job_id=job_id, service=service)
 
 
-def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
-    """Queue the tasks that are not queued yet; the job's id. The same submission again adds nothing."""
+def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bool = True) -> str:
+    """Queue the tasks that are not queued yet; the job's id. The same submission again adds nothing.
+
+    Shows a bar on a terminal where that takes a while, unless `quiet`. Ctrl-C takes out again what was added.
+    """
     identity = settings.identity()
     job_id = job_id_for(settings.space.family, **identity)
     job = Job(
@@ -68,7 +82,13 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
         (index, canonical_json(config.to_mapping()))
         for index, config in enumerate(record_submitted(sampled), start=existing)
     )
-    added = queue.submit(job, configs, time.time())
+    with StepBar(job_id) as bar:
+        counted = configs if quiet else _shown(configs, bar, existing, settings.n)
+        try:
+            added = queue.submit(job, counted, time.time(), on_interrupt=lambda: bar.update("taking back", 0, 0))
+        except KeyboardInterrupt:
+            print(f"{job_id}: interrupted while it was queued; its trials are taken out again", file=sys.stderr)
+            raise
     RunWriter(folder).write_job(
         {
             "job_id": job_id,
@@ -88,6 +108,22 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings) -> str:
         print(f"{job_id}: {count} sampled points were drawn again: {rule}")
     print(f"{job_id}: {added.added} trials added ({known}), {total} in all")
     return job_id
+
+
+def _queued(folder: DataFolder, settings: SubmitSettings) -> int:
+    """How many of the job's trials the queue holds already, so that the same command again need not ask again."""
+    if not folder.queue.is_file():
+        return 0
+    with queue_to_read(folder.queue) as queue:
+        return queue.next_index(job_id_for(settings.space.family, **settings.identity()))
+
+
+def _shown(configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int) -> Iterator[tuple[int, str]]:
+    """The same, with the bar drawn every few thousand: the first job of a newcomer is queued without one."""
+    for done, config in enumerate(configs, start=1):
+        yield config
+        if done % _DRAWN_EVERY == 0:
+            bar.update("queuing", done, stop - start)
 
 
 def _configs(settings: SubmitSettings, start: int, stop: int, rejections: Counter[str] | None = None):

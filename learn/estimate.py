@@ -301,6 +301,10 @@ def entry(cfg) -> int:
         raise unknown_name("format", values["format"], FORMATS)
     if values["model"] is None and values["input"] is not None:
         raise UsageError("input is for model=; a trial config has its own inputs")
+    if values["data"] is not None:
+        from warehouse.folder import DataFolder
+
+        DataFolder.resolve(values["data"]).open()
     settings = {key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report")}
     settings["trust"] = parse_trust(values["trust"])
     chosen = values.get("device")

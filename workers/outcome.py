@@ -9,6 +9,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from conf.plain_text import OUTPUT_STARTS
 from workers.failure import is_device_fault
 from workers.reports import (
     BrokenReport,
@@ -94,7 +95,7 @@ def outcome_of(
     ) -> tuple[dict[str, Any], bool]:
         text, output = None if error is None else safe_text(error), observed.exit.output
         if text is not None and output and output not in text:
-            text = f"{text}\n--- the trial's output ends:\n{output}"
+            text = f"{text}{OUTPUT_STARTS}\n{output}"
         return {"status": status, "oom_kind": oom_kind, "error_type": error_type, "error": text}, retryable
 
     ended = observed.exit

@@ -110,8 +110,8 @@ class Compared:
 class Verdict:
     """What tonight's canaries say of the machine.
 
-    verdict      `none`: none ran; `first`: none ran before; `steady`: nothing moved; `drift`: figures moved with the
-                 environment; `sick`: something moved that no change of the environment explains
+    verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
+                 environment; `sick`: a canary failed, or something moved that no change of the environment explains
     environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
     runs         of canaries tonight, whatever came of them
     shared       as in `compare`
@@ -160,16 +160,21 @@ def compare(
     *,
     forget: Collection[str] = (),
     shared: bool = False,
+    accepted: Collection[str] = (),
 ) -> Verdict:
     """What the canaries of the jobs `job_ids` say, against those of earlier jobs on that device, with that source.
 
     Compared is with the history of the very same environment, however long ago, else with that of the newest night:
-    the median of all GPUs, and each GPU for itself, since one of several may be sick.
+    the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
+    also where it has no history; failed runs are no history.
     `forget`: earlier jobs that are no history, as those of nights that were sick. Untrusted runs never are.
     `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
+    `accepted`: hashes of the canaries that the user lets fail, until they run to their end once.
     """
     tonight, earlier = read_nights(data, device_name, source, job_ids, forget)
-    return _Comparison(data, device_name, source, tuple(job_ids), shared, tonight, earlier).verdict()
+    return _Comparison(
+        data, device_name, source, tuple(job_ids), shared, tonight, earlier, frozenset(accepted)
+    ).verdict()
 
 
 def unconfirmed(verdict: Verdict) -> tuple[TrialConfig, ...]:
@@ -181,10 +186,12 @@ def unconfirmed(verdict: Verdict) -> tuple[TrialConfig, ...]:
 
 class _Comparison:
     def __init__(
-        self, data, device_name, source, job_ids, shared: bool, tonight: Night | None, earlier: Sequence[Night]
+        self, data, device_name, source, job_ids, shared: bool, tonight: Night | None, earlier: Sequence[Night],
+        accepted: frozenset[str],
     ) -> None:  # fmt: skip
         self._data = data
         self._shared = shared
+        self._accepted = accepted
         self._tonight = tonight
         self._earlier = [night for night in earlier if history_of([night])]
         self._where = {"device_name": device_name, "source": source, "job_ids": job_ids}
@@ -194,14 +201,20 @@ class _Comparison:
             return self._verdict("none", "no canary ran", None, (), ())
         runs = finals(self._tonight)
         if not self._earlier:
-            entries = compare_canaries(runs, {}, self._shared)
+            entries, _ = self._compared(runs, {})
             ended = [run for of_canary in runs.values() for run in of_canary]
             if ended and not any(run.status == "ok" for run in ended):
                 why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
                 said = f"none of the {_canaries(runs)} ran to its end: {why[0]}"
                 return self._verdict("sick", said, None, entries, why)
+            if failed := [entry for entry in entries if entry.moved]:
+                why = self._causes(runs, {}, failed)
+                names = dict.fromkeys(entry.name for entry in failed)
+                said = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
+                return self._verdict("sick", said, None, entries, why)
             doubted = [e for e in entries if e.label == "quality"]
-            said = f"the first {len(runs)} canaries of this device; there is nothing to compare them with yet"
+            said = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
+            said += _accepted_failures(entries)
             if doubted:
                 said += f"; {len(doubted)} of them cannot be trusted"
             why = causes(self._data, [(runs[e.config_hash], (), ()) for e in doubted]) if doubted else ()
@@ -209,12 +222,14 @@ class _Comparison:
         now, newest = self._tonight.environment, self._earlier[-1].environment
         reference = now if any(night.environment == now for night in self._earlier) else newest
         history = history_of([night for night in self._earlier if night.environment == reference])
-        entries = compare_canaries(runs, history, self._shared)
-        alone = _of_single_gpus(runs, history, entries, self._shared)
-        entries += alone
+        entries, alone = self._compared(runs, history)
         moved = [entry for entry in entries if entry.moved]
         if not moved:
-            return self._verdict("steady", f"{_canaries(runs)} as before{_since(now, newest)}", reference, entries, ())
+            failing = {entry.config_hash for entry in entries if entry.label == "status"}
+            known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
+            said = f"{_canaries(known)} as before{_since(now, newest)}"
+            said += f"; {_canaries(new)} for the first time" if new else ""
+            return self._verdict("steady", said + _accepted_failures(entries), reference, entries, ())
         # A run that failed, or whose labels nobody may trust, tells nothing of how a new environment measures.
         figures_only = all(entry.now is not None and entry.before is not None for entry in moved)
         verdict = "drift" if now != reference and figures_only and not alone else "sick"
@@ -228,6 +243,12 @@ class _Comparison:
         if verdict == "sick":
             said += f": {why[0]}"
         return self._verdict(verdict, said, reference, entries, why)
+
+    def _compared(self, runs: Mapping, history: Mapping) -> tuple[list[Compared], list[Compared]]:
+        """(every entry, those of them that moved on one of several GPUs alone)."""
+        together = compare_canaries(runs, history, self._shared, self._accepted)
+        alone = _of_single_gpus(runs, history, together, self._shared, self._accepted)
+        return [*together, *alone], alone
 
     def _causes(self, runs: Mapping, history: Mapping, moved: Sequence[Compared]) -> tuple[str, ...]:
         found = []
@@ -266,22 +287,29 @@ def finals(night: Night) -> dict[str, tuple[CanaryRun, ...]]:
 
 
 def history_of(nights: Sequence[Night]) -> dict[str, tuple[CanaryRun, ...]]:
-    """config_hash -> its trusted runs of these nights, oldest first."""
+    """config_hash -> its trusted runs of these nights that are ok, oldest first. A failure says nothing of labels."""
     found: dict[str, list[CanaryRun]] = {}
     for night in nights:
         for run in night.runs:
-            if run.final and run.trusted:
+            if run.final and run.trusted and run.status == "ok":
                 found.setdefault(run.config_hash, []).append(run)
     return {config_hash: tuple(runs) for config_hash, runs in found.items()}
 
 
 def compare_canaries(
-    runs: Mapping[str, Sequence[CanaryRun]], history: Mapping[str, Sequence[CanaryRun]], shared: bool = False
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    shared: bool = False,
+    accepted: Collection[str] = (),
 ) -> list[Compared]:
-    """Every label of each canary that ran, against its history; of canaries without one, as they are. `shared` as in
-    `compare`."""
+    """Every label of each canary that ran, against its history; of canaries without one, as they are. `shared` and
+    `accepted` as in `compare`."""
     return [
-        entry for config_hash in runs for entry in _of_canary(runs[config_hash], history.get(config_hash, ()), shared)
+        entry
+        for config_hash in runs
+        for entry in _of_canary(
+            runs[config_hash], history.get(config_hash, ()), shared, may_fail=config_hash in accepted
+        )
     ]
 
 
@@ -290,6 +318,7 @@ def _of_single_gpus(
     history: Mapping[str, Sequence[CanaryRun]],
     together: Sequence[Compared],
     shared: bool,
+    accepted: Collection[str],
 ) -> list[Compared]:
     """What moved on one GPU, of several, and not in the median of all."""
     gpus = sorted({run.device_uuid for of_canary in runs.values() for run in of_canary if run.device_uuid})
@@ -299,7 +328,7 @@ def _of_single_gpus(
     found = []
     for gpu in gpus:
         own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
-        entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared)
+        entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared, accepted)
         found += [
             replace(entry, said=f"{entry.said} on {gpu} alone")
             for entry in entries
@@ -308,7 +337,9 @@ def _of_single_gpus(
     return found
 
 
-def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool) -> list[Compared]:
+def _of_canary(
+    runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool, may_fail: bool
+) -> list[Compared]:  # fmt: skip
     entries = []
 
     def add(label: str, said: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
@@ -322,23 +353,23 @@ def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: 
         )  # fmt: skip
 
     trusted = [run for run in runs if run.trusted]
-    if 2 * len(trusted) < len(runs):
+    status = _commonest(trusted or runs)
+    if 2 * len(trusted) < len(runs) and status == "ok":
         reasons = dict.fromkeys(reason for run in runs for reason in run.reasons)
         add("quality", f"untrusted ({', '.join(reasons) or 'no reason given'})", moved=bool(history), of=len(history))
         return entries
-    status = _commonest(trusted)
-    usual = _commonest(history) if history else status
-    if status != usual and status != "ok":  # one that has never run, and does now, was mended
-        add("status", f"{usual} before, {status} now", moved=True, of=len(history))
-        return entries
     if status != "ok":
-        add("status", f"{status}, as ever" if history else status, moved=False, of=len(history))
+        if history:
+            add("status", f"ok before, {status} now", moved=True, of=len(history))
+        elif may_fail:
+            add("status", f"{status}, as accepted", moved=False, of=0)
+        else:
+            add("status", f"{status}, and it has never been ok here", moved=True, of=0)
         return entries
-    compared_with = [run for run in history if run.status == "ok"]
     for label, unit in LABELS.items():
         if shared and label not in _OF_SHARED:
             continue
-        known = [run.labels[label] for run in compared_with if run.labels[label] is not None]
+        known = [run.labels[label] for run in history if run.labels[label] is not None]
         seen = [run.labels[label] for run in trusted if run.status == "ok" and run.labels[label] is not None]
         before, now = (statistics.median(values) if values else None for values in (known, seen))
         if before is None:
@@ -347,7 +378,7 @@ def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: 
             continue
         tolerance = tolerance_of(label, known, shared)
         if now is None:
-            always = len(known) == len(compared_with)
+            always = len(known) == len(history)
             said = f"{label} {_figure(before, unit)} before, NULL now"
             add(label, said, before=before, tolerance=tolerance, moved=always, of=len(known))
             continue
@@ -380,8 +411,13 @@ def _figure(value: float, unit: str) -> str:
     return f"{value:.3f}" if unit == "ratio" else f"{value:,.4g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 
-def _canaries(runs: Mapping) -> str:
+def _canaries(runs: Collection[object]) -> str:
     return f"{len(runs)} {'canary' if len(runs) == 1 else 'canaries'}"
+
+
+def _accepted_failures(entries: Sequence[Compared]) -> str:
+    """The canaries that failed by the user's leave: they are compared with nothing."""
+    return "".join(f"; {entry.said}" for entry in entries if entry.label == "status" and not entry.moved)
 
 
 def _since(now: tuple, newest: tuple) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import warehouse
 from conf.errors import UsageError
+from conf.plain_text import error_line
 from featurize.device_spec import same_device
 from featurize.row_config import config_of_row
 from featurize.trial import TrialConfig
@@ -41,7 +44,7 @@ class CanaryRun:
     config_hash: str
     config: TrialConfig
     status: str
-    error: str  # its type and first line
+    error: str  # its exception in one line, empty where there is none
     trusted: bool  # nobody said that its labels are wrong
     reasons: Mapping[str, str]  # runs.quality_reasons
     missing: Mapping[str, str]  # runs.telemetry_missing
@@ -112,14 +115,13 @@ def _run(row: Mapping) -> CanaryRun | None:
         config = config_of_row(row["config"])
     except UsageError:  # of another version of the code: no canary of this one's
         return None
-    error = (row["error"] or "").strip().splitlines()
     return CanaryRun(
         run_id=row["run_id"],
         job_id=row["job_id"],
         config_hash=row["config_hash"],
         config=config,
         status=row["status"],
-        error=": ".join(filter(None, (row["error_type"], error[0] if error else ""))),
+        error=_error_of(row),
         trusted=row["quality"] != "untrusted",
         reasons=json.loads(row["quality_reasons"] or "{}"),
         missing=json.loads(row["telemetry_missing"] or "{}"),
@@ -128,6 +130,14 @@ def _run(row: Mapping) -> CanaryRun | None:
         device_uuid=row["device_uuid"],
         started_at=row["started_at"] or row["finished_at"] or datetime.datetime.min,
     )
+
+
+def _error_of(row: Mapping[str, Any]) -> str:
+    """`NotImplementedError: no such kernel`, with the type once, though the line of a traceback has it already."""
+    line, error_type = error_line(row["error"] or ""), row["error_type"]
+    if not error_type or re.match(rf"(?:\w+\.)*{re.escape(error_type)}\b", line):
+        return line
+    return f"{error_type}: {line}" if line else error_type
 
 
 def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]]) -> tuple[str, ...]:
@@ -159,11 +169,9 @@ def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
         known = {name for run in history for name in run.missing}
         why = ", ".join(f"{name}: {text}" for name, text in sensors.items() if name not in known)
         found.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
-    statuses = {run.status for run in history}
-    for run in runs:
-        if history and run.status not in statuses and run.status != "ok":
-            found.append((f"ended as {run.status}", run.error))
-            break
+    failed = next((run for run in runs if run.status != "ok"), None)
+    if failed is not None:  # of a canary that moved: one whose failure was accepted has not
+        found.append((f"ended as {failed.status}", failed.error))
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import warehouse
 from conf.errors import UsageError
+from conf.plain_text import error_line
 from farm.canaries.operators import operators_of
 from featurize.trial import config_from_mapping
 from warehouse.folder import DataFolder
@@ -205,7 +206,7 @@ def _runs_of(key: tuple, rows: Sequence[Mapping[str, Any]]) -> Runs:
         source=first["source"],
         device_name=first["device_name"],
         status="ok" if ok else Counter(row["status"] for row in rows).most_common(1)[0][0],
-        error=None if ok or failed is None else _last_line(failed),
+        error=None if ok or failed is None else _error_of(failed),
         runs=len(rows),
         labels={
             label: statistics.median(known) if (known := [r[label] for r in trusted if r[label] is not None]) else None
@@ -214,10 +215,9 @@ def _runs_of(key: tuple, rows: Sequence[Mapping[str, Any]]) -> Runs:
     )
 
 
-def _last_line(row: Mapping[str, Any]) -> str:
-    """The sentence of a traceback, which is its last line."""
-    lines = [line.strip() for line in (row["error"] or "").splitlines() if line.strip()]
-    return (lines[-1] if lines else str(row["error_type"]))[:_ERROR_CHARACTERS]
+def _error_of(row: Mapping[str, Any]) -> str:
+    """What a failed run says of its failure, in one line."""
+    return (error_line(row["error"] or "") or str(row["error_type"]))[:_ERROR_CHARACTERS]
 
 
 def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> LabelShift | None:

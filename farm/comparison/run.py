@@ -81,7 +81,7 @@ class CompareSettings:
         if "arch" in cfg:
             family = str(cfg.arch.family)
             if cfg.n is not None:
-                whole = OmegaConf.merge({"batch_sizes": None, "priority": 0, "detach": False}, cfg)
+                whole = OmegaConf.merge({"batch_sizes": None, "priority": 0, "detach": False, "yes": False}, cfg)
                 submission = SubmitSettings.from_config(whole)
         return cls(
             before=str(cfg.before), after=str(cfg.after), data=cfg.data, family=family, submission=submission,

@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
+from conf.plain_text import error_line
 from farm.growth.landing import land, snapshot_taken
 from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed, tasks_run
 from farm.growth.plan import Plan, code_names, make_plan, read_plan, skipped
 from farm.growth.settings import GrowSettings
+from farm.growth.stop import NightStop
 from farm.jobs import Queue
 from farm.journal import Cycle, Journal
 from farm.monitoring.service import Service
-from farm.work import TimedStop, run_job
+from farm.work import run_job
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ _PATIENCE_S = 3600.0  # for whoever asks for our health: a fit, a choice, a repo
 
 
 class Left(Exception):
-    """Asked to leave before there was anything to land: the cycle stays open."""
+    """Asked to leave, by Ctrl-C or before there was anything to land: the cycle stays open."""
 
 
 @dataclass
@@ -64,8 +66,8 @@ class Night:
     def work(self) -> Cycle:
         """Do the steps that are not done yet, and end the cycle; as it is then.
 
-        Raises `Left` where the machine was wanted back before anything ran, what a step raised where one failed, and
-        `KeyboardInterrupt`: the cycle stays open then, and the same call goes on.
+        Raises `Left` after Ctrl-C and where the machine was wanted back before anything ran, what a step raised where
+        one failed, and `KeyboardInterrupt`: the cycle stays open then, and the same call goes on.
         """
         canaries = self._step("canaries", self._canaries)
         if canaries["verdict"] == "sick":
@@ -117,7 +119,7 @@ class Night:
         text = str(error) if isinstance(error, UsageError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
         self.cycle = self.journal.fail(self.cycle.name, name, text)
         self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
-        said = f"{name} failed: {text.strip().splitlines()[-1]}"
+        said = f"{name} failed: {error_line(text)}"
         if name != "report":
             with contextlib.suppress(Exception):  # the step's own error is what is told
                 self._report("failed", said)
@@ -148,11 +150,16 @@ class Night:
         return job_id
 
     def _work_off(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int = 1) -> str:
-        """Queue the configs as this job and run it: `all`, or why it ended before that, `asked` or `time`."""
+        """Queue the configs as this job and run it: `all`, or why it ended before that, `asked` or `time`.
+
+        Raises `Left` after Ctrl-C.
+        """
         stop = self.stop()
         self.submit(job_id, configs)
         if run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares):
             return "all"
+        if stop.interrupted:
+            raise Left
         return "asked" if stop.asked else "time"
 
     def _choose(self) -> dict[str, Any]:
@@ -247,12 +254,13 @@ class Night:
             self.settings.seed,
         )  # fmt: skip
 
-    def stop(self) -> TimedStop:
+    def stop(self) -> NightStop:
         """Asks to leave when this cycle's time is up, or on a signal."""
         if self.settings.hours is None:
-            return TimedStop(None)
+            return NightStop(None, self.cycle.name)
         jobs = [job.job_id for job in self.queue.jobs() if job.job_id.endswith(self.cycle.token)]
-        return TimedStop(max(0.0, self.settings.hours * 3600 - measured_s(self.folder, self.cycle, jobs)))
+        left_s = self.settings.hours * 3600 - measured_s(self.folder, self.cycle, jobs)
+        return NightStop(max(0.0, left_s), self.cycle.name)
 
     def earlier(self) -> list[Cycle]:
         """The cycles before this one."""

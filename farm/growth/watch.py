@@ -48,7 +48,8 @@ def watch(
         return _none("the time was up before the canaries were done")
     forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
-    how = {"forget": forget, "shared": machine.choice.backend == "cpu"}
+    accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)
+    how = {"forget": forget, "shared": machine.choice.backend == "cpu", "accepted": accepted}
     verdict = compare(*where, jobs, **how)
     if doubtful := unconfirmed(verdict):
         more = _CONFIRMING_RUNS * copies
@@ -88,6 +89,13 @@ def _of_moved(verdict: Verdict) -> list[Mark]:
         )
         for entry in verdict.moved if entry.now is not None for run_id in entry.run_ids
     ]  # fmt: skip
+
+
+def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
+    """Hashes of the canaries that failed in the newest night whose labels the user accepted."""
+    night = next((cycle for cycle in reversed(earlier) if cycle.settings.get("canaries") == ACCEPT), None)
+    payload = (night.done("canaries") if night else None) or {}
+    return {entry["config_hash"] for entry in payload.get("compared", ()) if entry["label"] == "status"}
 
 
 def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:

@@ -18,6 +18,7 @@ import duckdb
 
 import warehouse
 from conf.errors import UsageError
+from conf.plain_text import error_line
 from farm.journal import STEPS, Cycle, plain
 from farm.reports.rows import Rows, read_rows
 from farm.reports.verdict import Said, only_simulated, say
@@ -162,7 +163,7 @@ def _told(notes: list[str], what: str):
     try:
         yield
     except (UsageError, duckdb.Error, OSError) as error:
-        notes.append(f"{what} could not be read: {str(error).strip().splitlines()[0][:500]}")
+        notes.append(f"{what} could not be read: {error_line(str(error))[:500]}")
 
 
 def _rows(folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | None, notes: list[str]) -> Rows | None:

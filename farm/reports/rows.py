@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import duckdb
 
+from conf.plain_text import OUTPUT_STARTS
 from featurize.device_spec import same_device
 from featurize.families import family_names
 from learn.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
@@ -29,7 +30,6 @@ DOUBTS_SHOWN = 20
 _GIB = 1024.0  # MiB
 _FINE_GIB = (1.0, 2.0, 4.0, 8.0)  # edges in the published 8-GB bin that most rows lie in
 _MOST_WIDE_BINS = 18
-_LOG_STARTS = "\n--- the trial's output ends:"  # as workers.outcome writes it
 # What `farm.choosing.known_runs` learns from: a label, or an out-of-memory of the device, and no doubt.
 _USABLE = (
     "quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
@@ -305,7 +305,7 @@ def _failures(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tupl
     found = connection.execute(
         f"""WITH failed AS (
             SELECT run_id, family, status, error_type, coalesce(error, '') AS error,
-                trim(split_part(left(coalesce(error, ''), 100000), {sql_text(_LOG_STARTS)}, 1), {sql_text(chr(10))})
+                trim(split_part(left(coalesce(error, ''), 100000), {sql_text(OUTPUT_STARTS)}, 1), {sql_text(chr(10))})
                 AS message
             FROM runs WHERE {failed} AND {tonight}
         ), sentences AS (

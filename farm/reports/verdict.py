@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from conf.plain_text import error_line
 from farm.journal import STEPS, Cycle
 from farm.reports.rows import FAILED, Rows
 from warehouse.diff import Difference
@@ -102,11 +103,8 @@ def _sentence(
 
 
 def gist(error: str, most: int = _SAID) -> str:
-    """The line of an error that says what happened: of a traceback the last that is not indented, else the first."""
-    lines = error.strip().splitlines() or [""]
-    if any(line.startswith('  File "') for line in lines):
-        lines = [line for line in lines[::-1] if not line.startswith(" ")] or lines
-    return lines[0][:most].strip()
+    """The line of an error that says what happened, at most so many characters of it."""
+    return error_line(error)[:most].strip()
 
 
 def _sentence_of(text: str | None) -> str:

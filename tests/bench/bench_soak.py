@@ -83,6 +83,9 @@ class _Stop:
     def install(self) -> None:
         pass
 
+    def disarm(self) -> None:
+        pass
+
 
 class _NoLock:
     def record(self, processes) -> None:

@@ -32,6 +32,8 @@ NEEDED = {
     "publish": ["out=published", "licence=CC0"], "export": ["out=exported"], "fit": ["target=memory"],
     "estimate": ["run=none"], "benchmark": ["target=memory"], "build_defaults": ["path=none"],
 }  # fmt: skip
+MAKE_THEIR_FOLDER = ("submit", "grow", "ingest", "compare", "build_defaults")
+MLP = "{family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}"
 # Their settings classes check them together with all that is wrong otherwise.
 CHECKED_BY_THE_COMMAND = {"build_defaults": {"distil", "seed", "workers"}}
 
@@ -246,6 +248,22 @@ def test_500_hostile_command_lines_are_one_line_each_and_change_nothing(invoke):
     assert len(tried) == CASES and {case.command for case in tried} == set(COMMANDS)
     wrong = refusal_problems(invoke, tried)
     assert not wrong, f"{len(wrong)} of {len(tried)}\n" + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_command_that_reads_refuses_what_is_no_data_folder_in_one_line(invoke, exists):
+    data = invoke.place / "a'; echo foo"
+    if exists:
+        data.mkdir()
+    before, wrong = contents(invoke.place), []
+    estimates = [("estimate", [f"config={MLP}", *more]) for more in ([], ["method=fast"], ["estimator=trace"])]
+    readers = [(name, NEEDED.get(name, [])) for name in COMMANDS if name not in MAKE_THEIR_FOLDER]
+    for name, arguments in [*readers, *estimates]:
+        code, out, err = invoke(name, *arguments, f"data={data}")
+        problem = "has no format.json" if exists else "does not exist"
+        if code != 2 or err.count("\n") != 1 or f"{data} {problem}" not in err or (out and name != "doctor"):
+            wrong.append(f"{name}: {code} {out[:200]!r} {err!r}")
+    assert not wrong and contents(invoke.place) == before, "\n".join(wrong)
 
 
 def test_what_only_the_command_can_refuse_is_one_line_each_and_changes_nothing(invoke):

@@ -1,21 +1,27 @@
 """Canaries: the same every night, and what their labels say of the machine. Start reading at `canary_nights.Lab`."""
 
+import datetime
 import inspect
 import json
 import re
 from collections import Counter
 
 import pytest
-from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
+from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, usual, where
 
 from farm.canaries.compare import canary_configs, compare, tolerance_of, unconfirmed
 from farm.canaries.operators import OPERATORS, OTHER, operator_of_kind, operators_of
+from farm.growth.machine import Machine
 from farm.growth.settings import NEED_LIBRARIES
+from farm.growth.watch import watch
+from farm.journal import Journal
 from farm.sampling import Limits, sample
 from farm.space import default_space, parse_space
+from featurize.device_spec import load_device
 from featurize.families import family_names, get_family
 from featurize.own_code import CodeName
 from featurize.trial import config_hash
+from workers.devices import DeviceChoice
 
 HASHES = [
     "04f3d197eeaa1b4c", "047494f35f44bd44", "ffe57f6bcdd1996b", "0c4492e3ad8d39b3", "c33c20926534c8ba",
@@ -133,6 +139,68 @@ def test_a_first_night_whose_canaries_all_fail_does_not_go_on(lab):
 def test_a_canary_that_never_ran_and_does_now_is_no_sickness(lab):
     lab.night(of(0, status="crashed"))
     assert lab.verdict(lab.night()).verdict == "steady"
+
+
+BROKEN = 'Traceback (most recent call last):\n  File "a\'; echo foo", line 1, in f\nRuntimeError: no such kernel\nmore'
+CRASHED = {"status": "crashed", "error_type": "RuntimeError", "error": BROKEN}
+
+
+def test_a_canary_that_crashes_without_a_history_is_a_sickness_with_its_reason(lab):
+    found = lab.verdict(lab.night(of(2, 7, **CRASHED)))
+    assert found.verdict == "sick" and labels(found) == {("cnn", "status"), ("unet", "status")}
+    assert found.said == (
+        "2 of the first 8 canaries of this device failed: ended as crashed "
+        "(cnn ffe57f: RuntimeError: no such kernel; unet 13b357: RuntimeError: no such kernel)"
+    )
+    assert set(unconfirmed(found)) == {CANARIES[2], CANARIES[7]}
+    lab.night(only=CANARIES[:2])
+    later = lab.verdict(lab.night(of(2, **CRASHED), only=CANARIES[:3]))
+    assert later.verdict == "sick" and labels(later) == {("cnn", "status")}
+    assert "cnn ffe57f: crashed, and it has never been ok here" in later.said
+
+
+@pytest.mark.parametrize("quality", ["trusted", "untrusted", None])
+def test_a_crash_is_no_history_of_another(lab, quality):
+    for _ in range(3):
+        lab.night(of(2, **CRASHED, quality=quality))
+    found = lab.verdict(lab.night(of(2, **CRASHED, quality=quality)))
+    assert found.verdict == "sick" and labels(found) == {("cnn", "status")}
+    mended = lab.verdict(lab.night())
+    assert mended.verdict == "steady" and "7 canaries as before; 1 canary for the first time" in mended.said
+
+
+def test_a_canary_that_crashes_on_one_gpu_of_four_in_the_first_night_is_found(lab):
+    night = on_four(lab, on_gpus({}, CRASHED, {}, {}))
+    assert "GPU-1 alone" in str(lab.verdict(night).moved) and lab.verdict(night).verdict == "sick"
+
+
+def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab):
+    journal, spec = Journal.open(lab.folder), load_device("A100-SXM4-40GB")
+    machine = Machine(DeviceChoice(backend="simulated"), DEVICE, "measured", 1, spec)
+
+    def night(change, canaries="compare"):
+        cycle = journal.begin({"canaries": canaries}, f"{len(journal.cycles()):08x}")
+        journal.start(cycle.name, "canaries")
+
+        def measure(kind, configs, _shares):
+            job_id = cycle.job(kind)
+            lab.now += datetime.timedelta(days=1)
+            lab.run(job_id, [config for _, config in configs], change)
+            return job_id
+
+        earlier = journal.cycles()[:-1]
+        verdict = watch(lab.folder, machine, journal.cycle(cycle.name), earlier, measure)
+        journal.done(cycle.name, "canaries", verdict)
+        return verdict["verdict"], verdict["said"]
+
+    broken = of(2, **CRASHED)
+    assert night(broken)[0] == "sick"
+    verdict, said = night(broken, "accept")
+    assert verdict == "first" and "cnn ffe57f: crashed, as accepted" in said
+    assert night(broken) == ("steady", "7 canaries as before; cnn ffe57f: crashed, as accepted")
+    assert night(of(2, 7, **CRASHED))[0] == "sick"
+    assert night(usual)[0] == "steady"
+    assert night(broken)[0] == "sick"  # it has been ok since
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ class Stop:
     def install(self):
         pass
 
+    def disarm(self):
+        pass
+
 
 class Quiet:
     def say(self, text):

@@ -23,14 +23,22 @@ from warehouse.schema import SCHEMA_VERSION
 from workers.devices.discovery import discover_gpus
 
 
-def report(capsys, *overrides: str) -> dict:
-    assert run("doctor", doctor.entry, ["format=json", *overrides]) == 0
-    return json.loads(capsys.readouterr().out)
+def report(capsys, *overrides: str, refused: bool = False) -> dict:
+    """The report; `refused`: with the exit code for what `data=` names and is no data folder."""
+    assert run("doctor", doctor.entry, ["format=json", *overrides]) == 2 * refused
+    said = capsys.readouterr()
+    assert said.err.count("\n") == refused
+    return json.loads(said.out)
 
 
 def override(path: Path) -> str:
     """A path as Hydra's grammar wants it quoted."""
     return 'data="' + str(path) + '"'
+
+
+def made(path: Path) -> Path:
+    """A data folder at that path."""
+    return DataFolder.resolve(path).create().root
 
 
 @pytest.fixture
@@ -52,7 +60,7 @@ def _opened(nvml):
 
 
 def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(capsys, tmp_path, no_gpu):
-    found = report(capsys, override(tmp_path / "a'; echo foo"))
+    found = report(capsys, override(tmp_path / "a'; echo foo"), refused=True)
     assert found["gpus"] == [] and "Driver Not Loaded" in found["gpus_reason"]
     assert found["device"]["chosen"] == "simulated"
     assert "4 x A100-SXM4-40GB (simulated)" in found["device"]["said"]
@@ -65,7 +73,7 @@ def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(caps
 
 def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(), {}))
-    overrides = [override(tmp_path), "telemetry.dcgm_url=http://127.0.0.1:9/metrics"]
+    overrides = [override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics"]
     found = report(capsys, *overrides)
     assert [gpu["usable"] for gpu in found["gpus"]] == [True, True, True, False, True]
     assert "display adapter" in found["gpus"][3]["excluded_reason"]
@@ -90,7 +98,7 @@ def hopper(monkeypatch):
 
 def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_path, hopper):
     with DcgmServer() as server:
-        found = report(capsys, override(tmp_path), f"telemetry.dcgm_url={server.url}")["telemetry"]
+        found = report(capsys, override(made(tmp_path)), f"telemetry.dcgm_url={server.url}")["telemetry"]
         assert "fp16_active" not in found["gpm"]["metrics"] and "drama" in found["gpm"]["metrics"]
         assert "Not Supported" in found["gpm"]["not_given"]["fp16_active"]
         assert {"power_w", "pcie_tx_mib_s"} <= set(found["nvml"]["metrics"])
@@ -99,14 +107,14 @@ def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_pat
         assert found["dcgm"]["interval_s"] is None
         assert "renews its figures less often" in found["dcgm"]["note"]  # the page never changes
         assert "infra/dcgm-exporter/README.md" in found["dcgm"]["note"]
-        assert run("doctor", doctor.entry, [override(tmp_path), f"telemetry.dcgm_url={server.url}"]) == 0
+        assert run("doctor", doctor.entry, [override(made(tmp_path)), f"telemetry.dcgm_url={server.url}"]) == 0
     table = " ".join(capsys.readouterr().out.split())
     assert "without fp16_active: GPM: Not Supported" in table
     assert "without tensor_hmma_active, tensor_imma_active" in table
 
 
 def test_machine_without_an_exporter_is_told_how_to_start_one(capsys, tmp_path, hopper):
-    found = report(capsys, override(tmp_path), "telemetry.dcgm_url=http://127.0.0.1:9/metrics")["telemetry"]
+    found = report(capsys, override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics")["telemetry"]
     assert not found["dcgm"]["available"] and "infra/dcgm-exporter/README.md" in found["dcgm"]["note"]
 
 
@@ -114,17 +122,17 @@ def test_mig_slices_and_a_multi_process_service_are_shown(capsys, tmp_path, monk
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     environment = {"CUDA_VISIBLE_DEVICES": SLICE_UUID, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(MIG_SESSION), environment))
-    found = report(capsys, override(tmp_path / "data"))["gpus"]
+    found = report(capsys, override(made(tmp_path / "data")))["gpus"]
     assert [gpu["usable"] for gpu in found] == [False, True, False, False]
     assert [gpu["mig_profile"] for gpu in found] == [None, "3g.20gb", "1g.5gb", None]
-    assert run("doctor", doctor.entry, [override(tmp_path / "data")]) == 0
+    assert run("doctor", doctor.entry, [override(made(tmp_path / "data"))]) == 0
     table = " ".join(capsys.readouterr().out.split())
     assert "MIG slice 3g.20gb" in table and "multi-process service (MPS)" in table
 
 
 def test_json_has_the_same_keys_whatever_is_missing(capsys, tmp_path, no_gpu):
-    empty = report(capsys, override(tmp_path / "none"))
-    full = report(capsys, override(DataFolder.resolve(tmp_path / "data").create().root))
+    empty = report(capsys, override(tmp_path / "none"), refused=True)
+    full = report(capsys, override(made(tmp_path / "data")))
     assert list(empty) == list(full) == [
         "gpus", "gpus_reason", "driver_version", "device", "telemetry", "torch", "ray", "packages", "machine", "data",
     ]  # fmt: skip
@@ -132,8 +140,13 @@ def test_json_has_the_same_keys_whatever_is_missing(capsys, tmp_path, no_gpu):
         assert list(empty[section]) == list(full[section])
 
 
-def test_data_folder_that_is_not_there_yet_is_no_error_and_is_not_made(capsys, tmp_path, no_gpu):
-    data = report(capsys, override(tmp_path / "deep" / "a'; echo foo"))["data"]
+@pytest.mark.parametrize("named", [False, True])
+def test_data_folder_that_is_not_there_yet_is_refused_only_where_it_is_named_and_not_made(
+    capsys, tmp_path, no_gpu, monkeypatch, named
+):
+    path = tmp_path / "deep" / "a'; echo foo"
+    monkeypatch.setenv("GPUFARM_DATA", str(path))
+    data = report(capsys, *([override(path)] if named else []), refused=named)["data"]
     assert data["path"] == str(tmp_path / "deep" / "a'; echo foo")
     assert not data["exists"] and data["writable"]
     assert data["jobs"] is data["runs"] is data["schema_version"] is None
@@ -156,9 +169,9 @@ def test_data_folder_tells_its_version_jobs_and_runs(capsys, tmp_path, no_gpu):
 def test_unreadable_data_folder_is_part_of_the_report(capsys, tmp_path, no_gpu, content):
     folder = DataFolder.resolve(tmp_path / "data").create()
     folder.format_marker.write_text(content)
-    data = report(capsys, override(folder.root))["data"]
+    data = report(capsys, override(folder.root), refused=True)["data"]
     assert data["reason"] and data["runs"] is None
-    assert run("doctor", doctor.entry, [override(folder.root)]) == 0
+    assert run("doctor", doctor.entry, [override(folder.root)]) == 2
     assert "readable" in capsys.readouterr().out
 
 
@@ -170,12 +183,12 @@ def test_damaged_queue_is_part_of_the_report(capsys, tmp_path, no_gpu):
 
 def test_file_in_the_data_folders_place_is_part_of_the_report(capsys, tmp_path, no_gpu):
     (tmp_path / "file").write_text("")
-    data = report(capsys, override(tmp_path / "file"))["data"]
+    data = report(capsys, override(tmp_path / "file"), refused=True)["data"]
     assert not data["exists"] and not data["writable"] and "is a file" in data["reason"]
 
 
 def test_packages_are_the_declared_ones(capsys, tmp_path, no_gpu):
-    found = report(capsys, override(tmp_path))
+    found = report(capsys, override(made(tmp_path)))
     assert {"gpufarm", "torch", "ray", "duckdb", "psutil"} <= set(found["packages"])
     assert "pytest" not in found["packages"]
     assert found["torch"]["version"] == found["packages"]["torch"]
@@ -195,6 +208,7 @@ def test_broken_setting_is_one_line_and_exit_code_2(capsys, overrides, message):
 
 
 def test_command_runs_and_imports_neither_torch_nor_ray(tmp_path):
+    made(tmp_path)
     code = (
         "import sys; from farm import doctor; from conf.cli import run;"
         f"assert run('doctor', doctor.entry, ['data={tmp_path}']) == 0;"

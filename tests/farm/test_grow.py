@@ -19,10 +19,12 @@ from conf.cli import run
 from conf.errors import UsageError
 from farm.grow import entry
 from farm.growth.notify import notify
+from farm.growth.stop import NightStop
 from farm.jobs import Queue
 from farm.journal import STEPS, Journal
 from warehouse.folder import DataFolder
 from warehouse.snapshot import snapshot_names
+from warehouse.writer import RunWriter
 
 SMALL = (
     "device=A100-SXM4-40GB", "cluster=inline", "families=[mlp]", "pool=40", "policy=stratified", "canaries=skip",
@@ -214,6 +216,62 @@ def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
     assert 1 <= len(runs(root)) == cycle.done("run")["runs"] < 40
     assert snapshot_names(DataFolder.resolve(root)) == [cycle.name]
     assert grow(root, "n=2") == 0 and len(cycles(root)) == 2
+
+
+def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root, monkeypatch, capsys):
+    write, landed = RunWriter.write, []
+
+    def interrupted(writer, run, telemetry):
+        landed.append(run["run_id"])
+        if len(landed) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(writer, run, telemetry)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunWriter, "write", interrupted)
+        assert grow(root, "n=6") == 130
+    error = capsys.readouterr().err
+    (cycle,) = cycles(root)
+    assert cycle.open and f"the same command goes on with cycle {cycle.name}" in error
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    before = runs(root, "run_id, finished_at")  # the second, and the third if it was quick
+    assert f"cycle {cycle.name} is unfinished at its step run, {len(before)} of 6 configurations" in error
+    assert 2 <= len(before) < 6 and not snapshot_names(DataFolder.resolve(root))
+    assert grow(root, "n=6") == 0
+    (cycle,) = cycles(root)
+    assert (cycle.outcome, cycle.done("run")["runs"], len(cycle.steps["run"].attempts)) == ("done", 6, 2)
+    assert set(before) < set(runs(root, "run_id, finished_at"))
+
+
+def test_ctrl_c_does_not_wait_for_a_long_trial(root):
+    """A trial of ten minutes is given back: its task has no attempt, and none of the farm's processes is left."""
+    long = ("device=cpu", "window=fixed", "window.seconds=600", "trial.timeout_s=1000")
+    process = command(root, "n=2", *long, "log.format=json", start_new_session=True)
+    for line in process.stdout:
+        if json.loads(line)["event"] == "handed_out":
+            break
+    servers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    psutil.wait_procs(servers, timeout=60)
+    assert not [one for one in servers if one.is_running()]
+    (cycle,) = cycles(root)
+    with Queue.open(root / "queue.sqlite") as queue:
+        counts = queue.counts(cycle.job("grow"))
+    assert cycle.open and (counts.queued, counts.leased, counts.done) == (2, 0, 0)
+
+
+def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
+    for second in (signal.SIGINT, signal.SIGTERM):
+        with NightStop(None, "2026-11-20").installed() as stop, pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requested and stop.interrupted
+            os.kill(os.getpid(), second)
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with NightStop(None, "2026-11-20").installed() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested and not stop.interrupted
 
 
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):

@@ -96,18 +96,85 @@ def test_job_id_is_the_submission_s_without_n_and_priority():
         assert job_id_for(**{**base, **change}) != job_id
 
 
-def test_an_interrupted_submission_keeps_its_chunks_and_is_completed_by_the_next(queue):
-    def interrupted():
-        yield from configs(5000)
-        raise KeyboardInterrupt
+def until(error, count, start=0):
+    """So many configs, then the error."""
+    yield from configs(start + count, start=start)
+    raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        queue.submit(a_job(n=9000), interrupted(), 1000.0)
+
+def test_a_submission_that_failed_keeps_its_chunks_and_is_completed_by_the_next(queue):
+    with pytest.raises(OSError):
+        queue.submit(a_job(n=9000), until(OSError(), 5000), 1000.0)
     (progress,) = queue.progress(1000.0)
     assert (progress.state, progress.counts.queued) == ("submitting", 4000)
     assert len(queue.lease("w", 1, 1000.0, LEASE_S)) == 1
     assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == Added(added=5000, existing=4000)
     assert queue.progress(1000.0)[0].state == "running"
+
+
+def contents(queue):
+    """All that the queue holds."""
+    tables = ("tasks", "configs", "tallies WHERE count > 0")
+    return [queue.jobs(), *(queue._file.all(f"SELECT * FROM {table} ORDER BY 1, 2") for table in tables)]
+
+
+def test_ctrl_c_takes_out_what_was_added_and_gives_the_disk_back(queue, path):
+    announced = []
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(a_job(n=90_000), until(KeyboardInterrupt(), 50_000), 1000.0, lambda: announced.append(1))
+    assert announced == [1] and contents(queue) == [[], [], [], []]
+    assert path.stat().st_size < 2**17 and queue.next_index("cnn-1") == 0
+    assert submit(queue, n=5) == Added(added=5, existing=0)
+    assert queue.progress(1000.0)[0].state == "queued"
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
+    submit(queue, "cnn-2", n=3)
+    submit(queue, n=3000, priority=1)
+    if cancelled:
+        queue.cancel("cnn-1", 1.0)
+    before = contents(queue)
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(a_job(n=9000, priority=7), until(KeyboardInterrupt(), 5000, start=3000), 1000.0)
+    assert contents(queue) == before
+    assert queue.submit(a_job(n=6000), configs(6000, start=3000), 2000.0).added == 3000
+    assert queue.counts("cnn-1").queued == 6000
+
+
+def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
+    def worked_on():
+        yield from configs(4000)
+        with Queue.open(path) as other:
+            for task in other.lease("w", 2, 1000.0, LEASE_S)[:1]:
+                other.finish(task, "ok", 1000.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(a_job(n=9000), worked_on(), 1000.0)
+    counts = queue.counts("cnn-1")
+    assert (counts.done, counts.leased, counts.queued) == (1, 1, 0)
+    assert queue.submit(a_job(n=9000), configs(9000), 1000.0).added == 8998
+    assert queue.progress(1000.0)[0].counts.total == 9000
+
+
+def test_a_removed_job_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
+    with Queue.open(path) as other:
+        submit(queue, n=3)
+        with pytest.raises(KeyboardInterrupt):
+            queue.submit(a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000), 1000.0)
+        submit(queue, "cnn-3", n=2)
+        submit(queue, "cnn-2", n=1)
+        (task,) = [task for task in other.lease("w", 9, 1000.0, LEASE_S) if task.job_id == "cnn-2"]
+        assert other.finish(task, "ok", 1000.0)
+        assert (other.counts("cnn-3").total, other.counts("cnn-2").done) == (2, 1)
+
+
+def test_a_submission_goes_on_at_the_first_index_that_is_missing(queue):
+    submit(queue, n=3000)
+    queue._file.change("DELETE FROM tasks WHERE task_index < 10")
+    queue._file.change("UPDATE tallies SET count = count - 10")
+    assert queue.next_index("cnn-1") == 0
 
 
 # Leasing

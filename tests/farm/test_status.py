@@ -14,6 +14,8 @@ from farm.space import parse_space
 from farm.status import _print_table
 from warehouse.folder import DataFolder
 
+BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n[red]boom[/red]'
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -65,13 +67,22 @@ def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):
 def work(queue, statuses, now=1_000_000_000.0):
     for outcome in statuses:
         (task,) = queue.lease("w", 1, now, 60.0)
-        queue.finish(task, outcome, now, error="Traceback ...\n[red]boom[/red]" if outcome == "crashed" else None)
+        queue.finish(task, outcome, now, error=BOOM if outcome == "crashed" else None)
 
 
+@pytest.mark.parametrize("module", [status, cancel])
 @pytest.mark.parametrize("exists", [False, True])
-def test_an_empty_folder_says_how_to_submit(call, folder, exists):
+def test_what_is_no_data_folder_is_one_line_and_exit_code_2(call, folder, module, exists):
     if exists:
-        folder.create()
+        folder.root.mkdir()
+    code, out, err = call(module, "job=mlp-1")
+    assert (code, out, err.count("\n")) == (2, "", 1) and str(folder.root) in err
+    assert ("does not exist" in err) == (not exists) and "python -m farm.submit" in err
+    assert folder.root.exists() == exists and not folder.queue.exists()
+
+
+def test_an_empty_folder_says_how_to_submit(call, folder):
+    folder.create()
     code, out, err = call(status)
     assert (code, err) == (0, "")
     assert "no jobs" in out and "python -m farm.submit +arch=" in out
@@ -131,7 +142,7 @@ def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
                     "attempt": 1,
                     "state": "done",
                     "status": "crashed",
-                    "error": "Traceback ...\n[red]boom[/red]",
+                    "error": BOOM,
                     "error_at": "2001-09-09T01:46:40+00:00",
                 }
             ],
@@ -185,9 +196,10 @@ def test_an_unknown_job_exits_with_2_and_the_known_ones(call, queue, module):
 
 @pytest.mark.parametrize("module", [status, cancel])
 def test_a_job_in_a_folder_without_jobs_exits_with_2_and_names_the_folder(call, folder, module):
+    folder.create()
     code, _, err = call(module, "job=cnn-1")
     assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
-    assert not folder.root.exists()
+    assert not folder.queue.exists()
 
 
 def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, queue, dispatcher):
@@ -245,6 +257,7 @@ def test_help_needs_no_data(module, capsys):
 def test_status_as_a_module_is_runnable(folder, tmp_path):
     import subprocess
 
+    folder.create()
     done = subprocess.run(
         [sys.executable, "-m", "farm.status"],
         env={"GPUFARM_DATA": str(folder.root), "PATH": ""},

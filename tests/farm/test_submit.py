@@ -4,8 +4,13 @@ import contextlib
 import errno
 import json
 import os
+import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 
@@ -13,6 +18,7 @@ from conf import cli
 from farm import submit as submit_module
 from farm import work as work_module
 from farm.jobs import Queue
+from farm.large_submissions import queue_bytes
 from farm.ray_executor import ClusterSettings
 from featurize.families import family_names
 from warehouse import connect
@@ -136,6 +142,104 @@ def test_it_works_on_ray_with_four_simulated_gpus(data):
     assert rows(data, "SELECT count(*), count(DISTINCT run_id) FROM runs") == [(8, 8)]
     assert rows(data, "SELECT bool_and(worker LIKE 'ray-%') FROM runs") == [(True,)]
     assert os.listdir(data.parent) == ["data"], "Hydra leaves no outputs folder"
+
+
+@pytest.fixture
+def asks_above_three(monkeypatch):
+    for module in ("farm.large_submissions", "farm.submit"):
+        monkeypatch.setattr(f"{module}.ASK_ABOVE", 3)
+
+
+def on_terminal(monkeypatch, answer):
+    """Standard input and error are a terminal, where somebody types the answer."""
+    ours, theirs = os.openpty()
+    os.write(ours, answer)
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        monkeypatch.setattr(sys, name, os.fdopen(os.dup(theirs), mode))
+    os.close(theirs)
+    return ours
+
+
+def test_more_than_a_million_trials_are_not_queued_unasked(data, capsys):
+    assert submit(data, "n=1000001", "detach=true") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "this queues 1,000,001 trials, about 3" in error and "MiB in" in error
+    assert error.endswith("confirm with yes=true\n") and not data.exists()
+
+
+def test_a_queue_that_the_disk_cannot_hold_is_refused_also_with_yes(tmp_path, capsys):
+    small = tmp_path / "a'; echo small"
+    small.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
+    if shutil.which("mount") is None or subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("this user may not mount a disk of its own")
+    try:
+        assert submit(small / "data", "n=2000000", "yes=true") == 2
+        assert "(8 MiB are free); take a smaller n" in capsys.readouterr().err and not list(small.iterdir())
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 2), (b"\n", 2), (b"\x04", 2)])
+def test_somebody_at_a_terminal_is_asked(data, monkeypatch, asks_above_three, answer, code):
+    terminal = on_terminal(monkeypatch, answer)
+    assert submit(data, "n=5", "detach=true") == code
+    sys.stderr.flush()
+    shown = b""
+    while b"[y/N]" not in shown:
+        shown += os.read(terminal, 4096)
+    assert b"this queues 5 trials, about " in shown
+    assert data.exists() == (code == 0)
+    os.close(terminal)
+
+
+def test_yes_needs_no_terminal_and_the_same_job_again_is_not_asked_about(data, capsys, asks_above_three):
+    assert submit(data, "n=5", "detach=true", "yes=true") == 0
+    assert submit(data, "n=5", "detach=true") == 0
+    assert submit(data, "n=8", "detach=true") == 0
+    assert "3 trials added (5 were queued before), 8 in all" in capsys.readouterr().out
+    assert submit(data, "n=12", "detach=true") == 2
+
+
+def test_the_estimated_size_of_a_queue_is_that_of_the_file(data):
+    assert submit(data, "n=6000", "detach=true") == 0
+    with contextlib.closing(sqlite3.connect(data / "queue.sqlite")) as connection:
+        texts = [text for (text,) in connection.execute("SELECT config_json FROM configs LIMIT 200")]
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert queue_bytes(6000, texts) == pytest.approx((data / "queue.sqlite").stat().st_size, rel=0.15)
+
+
+def test_ctrl_c_while_trials_are_queued_leaves_nothing_and_the_same_command_queues_them(data):
+    command = [sys.executable, "-m", "farm.submit", *SMALL, f"data={data}", "detach=true"]
+    process = subprocess.Popen([*command, "n=900000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not queued(data):
+        assert process.poll() is None and time.monotonic() < deadline
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130 and "its trials are taken out again" in error and "Traceback" not in error
+    assert queued(data) == 0 and (data / "queue.sqlite").stat().st_size < 2**17
+    with Queue.open(data / "queue.sqlite") as queue:
+        assert queue.jobs() == []
+    assert submit(data, "n=4", "detach=true") == 0 and queued(data) == 4
+
+
+def queued(data):
+    """Trials in the queue; 0 as long as there is none."""
+    uri = f"file:{data}/queue.sqlite?mode=ro"
+    with (
+        contextlib.suppress(sqlite3.OperationalError),
+        contextlib.closing(sqlite3.connect(uri, uri=True)) as connection,
+    ):
+        return connection.execute("SELECT count(*) FROM tasks").fetchone()[0]
+    return 0
+
+
+def test_a_bar_is_drawn_while_many_trials_are_queued():
+    drawn = []
+    bar = types.SimpleNamespace(update=lambda *figures: drawn.append(figures))
+    assert len(list(submit_module._shown(((i, "{}") for i in range(1000, 6000)), bar, 1000, 6000))) == 5000
+    assert drawn == [("queuing", 2000, 5000), ("queuing", 4000, 5000)]
 
 
 BAD = {

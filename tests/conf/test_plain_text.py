@@ -1,0 +1,53 @@
+"""What a terminal may show of stored texts."""
+
+import traceback
+
+import pytest
+
+from conf.plain_text import OUTPUT_STARTS, error_line
+
+
+def traced(raising):
+    try:
+        raising()
+    except Exception:
+        return traceback.format_exc()
+
+
+def plain():
+    raise RuntimeError("CUDA error: no kernel image\nFor debugging consider\n  CUDA_LAUNCH_BLOCKING=1")
+
+
+def chained():
+    try:
+        plain()
+    except RuntimeError as error:
+        raise TypeError("a'; echo foo") from error
+
+
+def grouped():
+    raise ExceptionGroup("two at once", [ValueError("one"), KeyError("two")])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (traced(plain), "RuntimeError: CUDA error: no kernel image"),
+        (traced(chained), "TypeError: a'; echo foo"),
+        (traced(lambda: compile("x = = 1", "a file", "exec")), "SyntaxError: invalid syntax"),
+        (traced(lambda: {}["key"]), "KeyError: 'key'"),
+        (traced(plain).partition("\n")[2], "RuntimeError: CUDA error: no kernel image"),  # its beginning was cut off
+        (traced(chained) + OUTPUT_STARTS + "\n" + traced(plain), "TypeError: a'; echo foo"),
+        ("the server died; it said:\n" + traced(plain), "RuntimeError: CUDA error: no kernel image"),
+        ("Traceback (most recent call last):", "Traceback (most recent call last):"),
+        ("\n not done after trial.timeout_s=3 s\nTraceback\n", "not done after trial.timeout_s=3 s"),
+        ("\x1b[31mred\u202e\nmore", "\\x1b[31mred\\u202e"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_the_line_of_an_error_is_its_exception_and_never_the_heading_of_a_traceback(text, line):
+    assert error_line(text) == line
+
+
+def test_of_a_group_of_exceptions_it_is_the_last():
+    assert error_line(traced(grouped)) in ("KeyError: 'two'", "ExceptionGroup: two at once (2 sub-exceptions)")
