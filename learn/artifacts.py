@@ -176,14 +176,15 @@ def versions(data, target: str) -> list[Artifact]:
         try:
             if not path.resolve().is_relative_to(home.resolve()):
                 raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: it lies outside of {home.name}")
-            found.append(_opened(path))
+            found.append(open_artifact(path))
         except DamagedArtifact as error:
             say_damaged(error, "it is left out")
     return found
 
 
-def _opened(path: Path) -> Artifact:
-    """The artifact in that folder, of whose `meta.json` the rest of the code may believe the types."""
+def open_artifact(path: Path) -> Artifact:
+    """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
+    `DamagedArtifact`."""
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
@@ -282,7 +283,7 @@ def default_artifact(target: str) -> Artifact | None:
     if not (path / "meta.json").is_file():
         return None
     try:
-        return _opened(path).require()
+        return open_artifact(path).require()
     except DamagedArtifact as error:
         say_damaged(error, "install the project anew; the trace answers")
         return None

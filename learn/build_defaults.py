@@ -12,13 +12,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from conf.cli import command
 from conf.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from learn.step_store import StepRecord
 
 TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
@@ -35,7 +41,7 @@ class BuildSettings:
     out: str | None = None
     data: str | None = None
     datasets: bool | str = True
-    distil: int = 8000
+    distil: int = 3360
     seed: int = 0
     workers: int | None = None
 
@@ -60,9 +66,16 @@ class BuildSettings:
                 f"{name}={getattr(self, name)} is inside {self.home}, which is written anew: name another out="
                 for name in ("path", "data")
                 if name not in wrong and getattr(self, name) and _real(getattr(self, name)).is_relative_to(self.home)
+                if not (name == "path" and self.models)
             ]
         if found:
             raise UsageError("; ".join(found))
+
+    @property
+    def models(self) -> Path | None:
+        """The models that are kept, where `path` names some: then the fast path alone is made anew, from these."""
+        folder = _real(self.path)
+        return folder if (folder / _CARD).is_file() else None
 
     @property
     def dataset(self) -> Path | None:
@@ -105,7 +118,8 @@ def _problems_of_home(home: Path) -> list[str]:
 
 
 def build(settings: BuildSettings, *, progress: Callable[[str, int, int], None]) -> Path:
-    """Ingest, compute features, fit every target and distil the fast path; the folder that was written.
+    """Ingest, compute features, fit every target and distil the fast path; the folder that was written. Where
+    `settings.path` holds models, they are kept as they are, and the fast path alone is distilled anew.
 
     `progress(step, done, of)` hears of what takes long. The folder appears whole, in place of the one before; where
     the build fails, that one stays, and nothing else is left.
@@ -121,7 +135,8 @@ def build(settings: BuildSettings, *, progress: Callable[[str, int, int], None])
                 building = Path(tempfile.mkdtemp(prefix=_prefix(home, "build"), dir=home.parent))
                 held.enter_context(_held(building))
             with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch:
-                _fit_all(settings, Path(settings.data or scratch), building, progress)
+                make = _fit_all if settings.models is None else _distil_only
+                make(settings, Path(settings.data or scratch), building, progress)
             size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
             if size_mib > LIMIT_MIB:
                 raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that come along")
@@ -204,7 +219,6 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     from learn.data import load_rows
     from learn.estimators import make_estimator
     from learn.evaluation.evaluate import evaluate
-    from learn.model_card import write_card
     from learn.step_store import prepare
     from learn.targets import make_bins
     from warehouse.ingest import IngestSettings, ingest
@@ -236,6 +250,25 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         stamp = stamped(folder / target, metas[target], "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(stamp, indent=1, sort_keys=True))
         progress(f"fitting {target}", 1, 1)
+    _add_fast_path(settings, data, folder, fitted, metas, progress)
+
+
+def _distil_only(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
+    """Keep the models of `settings.models`. Raises `UsageError` for damaged ones and for those of other features."""
+    from learn.artifacts import open_artifact, require_current
+
+    kept = {target: require_current(open_artifact(settings.models / target)) for target in TARGETS}
+    for target, artifact in kept.items():
+        artifact.check()
+        shutil.copytree(artifact.path, folder / target)
+    fitted = {target: artifact.estimator for target, artifact in kept.items()}
+    metas = {target: artifact.meta for target, artifact in kept.items()}
+    _add_fast_path(settings, data, folder, fitted, metas, progress)
+
+
+def _add_fast_path(settings: BuildSettings, data: Path, folder: Path, fitted, metas, progress) -> None:
+    from learn.model_card import write_card
+
     fast = _distilled(settings, data, fitted, progress)
     (folder / "fast").mkdir()
     fast.save(folder / "fast")
@@ -244,38 +277,36 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
 
 def _distilled(settings: BuildSettings, data: Path, fitted, progress):
     """The fast path: what the fitted models, and the trace for the rest, say of sampled configs on every GPU model."""
-    import numpy as np
-
-    from featurize.device_spec import device_names
-    from learn.cases import DEFAULT_DEVICE, Case
-    from learn.fastpath.fast import FastPath, Taught
-    from learn.fastpath.fast_configs import distillation_configs
+    from learn.fastpath.fast import FastPath
+    from learn.fastpath.fast_bound import Taught
+    from learn.fastpath.fast_configs import distillation_cases
     from learn.step_store import features_of, prepare
     from learn.targets import get_target
 
-    others = [name for name in device_names() if name != DEFAULT_DEVICE]
-    configs = distillation_configs(settings.distil, settings.seed)
-    # Every other one on the device that was measured, the rest in turn on the others.
-    devices = [others[i // 2 % len(others)] if i % 2 else DEFAULT_DEVICE for i in range(len(configs))]
-    cases = [Case(config, device) for config, device in zip(configs, devices, strict=True)]
-    looped = [replace(case, training_loop=True) for case in cases]  # what was measured ran so, and is asked about so
+    # What was measured ran in the usual loop, and is asked about so.
+    cases = distillation_cases(settings.distil, settings.seed)
     prepare(
-        [*cases, *looped], str(data), workers=settings.workers,
+        cases, str(data), workers=settings.workers,
         progress=lambda d, n: progress("tracing the fast path's", d, n),
     )  # fmt: skip
-    good = [
-        features_of(one).error is None and features_of(other).error is None
-        for one, other in zip(cases, looped, strict=True)
-    ]
-    cases, looped = ([case for case, keep in zip(found, good, strict=True) if keep] for found in (cases, looped))
+    cases = [case for case in cases if features_of(case).error is None]
     taught = {}
     for target in ("memory", "smact", "smocc"):
-        said = fitted[target].predict(looped)
+        said = fitted[target].predict(cases)
         taught[target] = Taught.of(said) if get_target(target).is_memory else Taught(said.point)
-    for target, name in (("drama", "job_roofline_drama"), ("step_time", "job_step_time_ms")):
-        taught[target] = Taught(np.array([features_of(case).values[name] for case in cases]))
+    taught |= {target: Taught(figures) for target, figures in _without_input(map(features_of, cases)).items()}
     progress("distilling", 0, 1)
     return FastPath.distil(cases, taught, settings.seed)
+
+
+def _without_input(records: Iterable[StepRecord]) -> dict[str, np.ndarray]:
+    """target -> the trace's DRAM activity and step time in ms, as in the farm's own trials: a step of the usual loop
+    runs the same kernels, and waits for its input before."""
+    import numpy as np
+
+    names = ("job_step_time_ms", "job_input_share", "job_roofline_drama")
+    step_ms, input_share, drama = np.array([[record.values[name] for name in names] for record in records]).T
+    return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
 
 
 def entry(cfg) -> int:

@@ -41,6 +41,8 @@ class Estimate:
     answered_by   target -> estimator and version that gave the figure
     seconds       what the estimate itself took
     device_memory_mib   what a job can use of the card
+    held_out_errors     of the fast path: target -> `median` and `p90` of how far it is off the full path, on
+                        configurations held out; shares of memory and step time, absolute for ratios
     """
 
     peak_memory_mib: float
@@ -62,6 +64,7 @@ class Estimate:
     answered_by: Mapping[str, str]
     seconds: float
     device_memory_mib: float | None = None
+    held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def fits(self, mib: float) -> bool:
         """Whether the job fits into that much free memory: by the bound where there is one, else by the point."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from learn.estimation.answers import Estimate
+from learn.estimation.answers import TARGETS, Estimate
 from learn.estimation.past_run import PastRun
+from learn.targets import get_target
 
 TOP_SHOWN = 5  # modules in the table's last line
 WHOLE = "(the model)"  # which has no path of its own
@@ -44,6 +45,8 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
             "fits", "yes" if done.fits_device else "no", *rest, "by the bound" if done.upper_mib else "by the point"
         )
     screen.print(table)
+    if done.held_out_errors:
+        screen.print(held_out_text(done.held_out_errors), soft_wrap=True, highlight=False, markup=False)
 
     if done.breakdown:
         total = sum(done.breakdown.values())
@@ -73,6 +76,18 @@ def peak_said(done: Estimate) -> str:
     where = f" of {done.peak_module}" if done.peak_module else ""
     when = {"setup": "before the first step", "optimizer": "in the optimizer's step"}
     return f"{operator}{where}, {when.get(done.peak_phase, f'in the {done.peak_phase} pass')}"
+
+
+def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
+    """Return one line on how far the fast path is off the full one, for each target in the order of the table."""
+    parts = []
+    for target in (name for name in TARGETS if name in errors):
+        ratio = get_target(target).space == "ratio"
+        median, p90 = (
+            f"{value:.3f}" if ratio else f"{value:.1%}" for value in map(errors[target].get, ("median", "p90"))
+        )
+        parts.append(f"{target.replace('_', ' ')} {median} ({p90})")
+    return f"off method=full on held-out configurations, median (90th percentile): {', '.join(parts)}"
 
 
 def print_json(title: str, done: Estimate, past: PastRun | None) -> None:

@@ -38,6 +38,10 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
     columns = {get_target(name).column: figures.tolist() for name, figures in found.figures.items()}
     upper = [None] * len(configs) if found.upper_mib is None else found.upper_mib.tolist()
     by = dict.fromkeys(path.targets, NAME)
+    errors = {
+        family: {target: {name: error[name] for name in ("median", "p90")} for target, error in of_family.items()}
+        for family, of_family in path.errors.items()
+    }
     stale = () if path.teacher == step_feature_version() else (STALE,)
     memory = columns["peak_memory_mib"]
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
@@ -62,6 +66,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             estimator="fast",
             answered_by=by,
             seconds=seconds,
+            held_out_errors=errors[config.family],
         )
         for i, config in enumerate(configs)
     ]

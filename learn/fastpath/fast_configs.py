@@ -1,6 +1,6 @@
-"""Trial configs that the fast path is distilled on: the families' search spaces, wider in how they are trained.
+"""Trial configs that the fast path is distilled on: the families' search spaces, as the farm samples them and wider.
 
-Start reading at `distillation_configs`.
+Start reading at `distillation_cases`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from functools import cache
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
+from featurize.device_spec import device_names
 from featurize.families import get_family
 from featurize.layers import rough_memory_mib
 from featurize.trial import OPTIMIZERS, PRECISIONS, TrialConfig
+from learn.cases import DEFAULT_DEVICE, Case
 
 FAMILIES = ("cnn", "mlp", "transformer")
 LIMIT_MIB = 120 * 1024  # of `featurize.layers.rough_memory_mib`
@@ -34,11 +36,26 @@ _WIDER: Mapping[str, Any] = {
 }
 
 
-def distillation_configs(n: int, seed: int = 0, families: tuple[str, ...] = FAMILIES) -> tuple[TrialConfig, ...]:
-    """`n` configs, the families in turn; each depends on `seed` and its own place alone.
+def distillation_cases(n: int, seed: int = 0) -> tuple[Case, ...]:
+    """Return `distillation_configs(n, seed)` in the usual training loop, on GPU models of `conf/device`.
 
-    Every other round of the families draws its ranges on a logarithmic scale, the rest evenly. Configs whose rough
-    need is above `LIMIT_MIB` are drawn again. Raises `UsageError` for n < 1 and unknown families.
+    Every other four rounds of the families run on the GPU model that was measured, the rest on the others in turn.
+    """
+    others = [name for name in device_names() if name != DEFAULT_DEVICE]
+    cases = []
+    for place, config in enumerate(distillation_configs(n, seed)):
+        turn = place // len(FAMILIES) // 4
+        device = others[turn // 2 % len(others)] if turn % 2 else DEFAULT_DEVICE
+        cases.append(Case(config, device, training_loop=True))
+    return tuple(cases)
+
+
+def distillation_configs(n: int, seed: int = 0, families: tuple[str, ...] = FAMILIES) -> tuple[TrialConfig, ...]:
+    """Return `n` configs, the families in turn; each depends on `seed` and its own place alone.
+
+    Every other round of the families draws from the search space of `conf/arch`, as `farm.submit` does by default. The
+    rest draw from a wider one, evenly or on a logarithmic scale in turn; a config whose rough need is above `LIMIT_MIB`
+    is drawn again there. Raises `UsageError` for n < 1 and unknown families.
     """
     if n < 1:
         raise UsageError(f"n must be >= 1, got {n}")
@@ -55,24 +72,36 @@ def _config(family: str, index: int, seed: int) -> TrialConfig:
         def draw(name: str, attempt: int = attempt) -> float:
             return random.Random(f"{seed} {family} {index} {attempt} {name}").random()
 
-        values = {name: _value(spec, draw(name), log=index % 2 == 1) for name, spec in _space(family).items()}
+        wider = index % 2 == 1
+        values = {
+            name: _value(spec, draw(name), log=index % 4 == 1 if wider else _drawn_on_log_scale(spec))
+            for name, spec in _space(family, wider=wider).items()
+        }
         try:
             config = module.Config(**module.repair(values, draw))
         except UsageError:  # a batch of 1 with batch norm
             continue
-        if rough_memory_mib(module.layers(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
+        if not wider or rough_memory_mib(module.layers(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
             return config
     raise AssertionError(f"{family}: no config below {LIMIT_MIB} MiB in {MAX_ATTEMPTS} attempts")
 
 
 @cache
-def _space(family: str) -> Mapping[str, Any]:
-    """name -> a constant, a sequence of choices, or {low, high, step}."""
+def _space(family: str, *, wider: bool) -> Mapping[str, Any]:
+    """name -> a constant, a sequence of choices, or {low, high, step, scale}."""
     import yaml
 
     text = (importlib.resources.files("conf") / "arch" / f"{family}.yaml").read_text(encoding="utf-8")
     space = yaml.safe_load(text)["space"]
-    return {name: _WIDER.get(name, spec) for name, spec in space.items()}
+    return {name: _WIDER.get(name, spec) if wider else spec for name, spec in space.items()}
+
+
+def _drawn_on_log_scale(spec: Any) -> bool:
+    """Whether the farm draws a range of `conf/arch` on a logarithmic scale, as the files' own comments say."""
+    if not isinstance(spec, Mapping):
+        return False
+    scale = spec.get("scale", "auto")
+    return scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100)
 
 
 def _value(spec: Any, u: float, *, log: bool):

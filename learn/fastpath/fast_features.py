@@ -1,6 +1,6 @@
 """What the fast path sees of trial configs on one GPU model: a small model of a step, over a whole batch at once.
 
-Start reading at `step_sketch`. Everything follows from the family's own layer plan, so nothing here can drift from it.
+Start reading at `step_sketch`. Sizes follow from the family's own layer plan, so that nothing here can drift from it.
 """
 
 from __future__ import annotations
@@ -18,41 +18,54 @@ from featurize.families import get_family
 from featurize.features import feature_version as plan_version
 from featurize.layers import Layer
 from featurize.trial import ACTIVATIONS, TrialConfig
+from learn.fastpath.fast_replay import replayed_mib
 
 MIB = 2**20
-# Per kind of layer, in elements: of its input and of its output that the backward pass needs, what else it keeps per
-# output element (masks are bytes), its kernels forward and backward, and its parameter tensors.
-_PLAIN = (0.0, 0.0, 0.0, 1, 1, 0)
-_KINDS: dict[str, tuple[float, float, float, int, int, int]] = {
-    "linear": (1, 0, 0, 1, 3, 2),
-    "conv2d": (1, 0, 0, 2, 3, 2),
-    "attention": (1, 0, 5, 8, 12, 4),  # queries, keys, values and their product
-    "batchnorm1d": (1, 0, 0, 1, 1, 2),
-    "batchnorm2d": (1, 0, 0, 1, 1, 2),
-    "layernorm": (1, 0, 0, 1, 1, 2),
-    "dropout": (0, 0, 0.25, 1, 1, 0),
-    "embedding": (0, 0, 0, 1, 1, 1),
-    "position": (0, 0, 0, 1, 1, 1),
-    "max_pool2d": (1, 0, 2, 1, 1, 0),
-    "avg_pool2d": (1, 0, 0, 1, 1, 0),
-    "softmax": (0, 1, 0, 1, 1, 0),
-    **dict.fromkeys(ACTIVATIONS, (1, 0, 0, 1, 1, 0)),
-    "relu": (0, 1, 0, 1, 1, 0),
-    "tanh": (0, 1, 0, 1, 1, 0),
-    "prelu": (1, 0, 0, 1, 2, 1),
-    "identity": (0, 0, 0, 0, 0, 0),
-    **dict.fromkeys(("add", "concat", "pad2d"), _PLAIN),
+_SOURCES = ("fast_features.py", "fast_replay.py", "fast_blocks.py", "fast_tape.py", "fast_cnn.py")
+# Per kind of layer, for each element: of its input and of its output that the backward pass needs, what else it keeps
+# per output element (masks are bytes); its parameter tensors; its kernels forward and backward; and what these read and
+# write per element of its input and of its output, forward and backward. Products' own traffic is counted elsewhere.
+_PLAIN = (0, 0, 0, 0, 1, 1, 1, 1, 1, 1)
+_POINTWISE = (1, 0, 0, 0, 1, 1, 1, 1, 0, 3)  # backward reads the gradient and what was kept
+_KINDS: dict[str, tuple[float, ...]] = {
+    "linear": (1, 0, 0, 2, 1, 3, 0, 0, 0, 1),  # backward: both gradients, and the bias's
+    "conv2d": (1, 0, 0, 2, 2, 3, 0, 2, 0, 1),  # the bias is added, and summed up, by kernels of their own
+    "attention": (1, 0, 5, 4, 8, 12, 8, 8, 12, 12),  # queries, keys, values and their product
+    "batchnorm1d": (1, 0, 0, 2, 2, 1, 1, 1, 0, 3),
+    "batchnorm2d": (1, 0, 0, 2, 2, 1, 1, 1, 0, 3),
+    "layernorm": (1, 0, 0, 2, 1, 1, 1, 1, 0, 3),
+    "dropout": (0, 0, 0.25, 0, 1, 1, 1, 1.25, 0, 2.25),
+    "embedding": (0, 0, 0, 1, 1, 1, 1, 1, 1, 1),
+    "position": (0, 0, 0, 1, 1, 1, 1, 1, 1, 1),
+    "max_pool2d": (1, 0, 2, 0, 1, 1, 1, 3, 2, 3),
+    "avg_pool2d": (1, 0, 0, 0, 1, 1, 1, 1, 2, 1),
+    "softmax": (0, 1, 0, 0, 1, 1, 1, 1, 0, 3),
+    **dict.fromkeys(ACTIVATIONS, _POINTWISE),
+    "relu": (0, 1, 0, 0, 1, 1, 1, 1, 0, 3),
+    "tanh": (0, 1, 0, 0, 1, 1, 1, 1, 0, 3),
+    "prelu": (1, 0, 0, 1, 1, 2, 1, 1, 0, 5),
+    "identity": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "add": (0, 0, 0, 0, 1, 0, 0, 3, 0, 0),
+    "concat": (0, 0, 0, 0, 1, 1, 0, 2, 0, 1),
+    "pad2d": _PLAIN,
 }
 _ORDER = ("other", *_KINDS)
 _CODE = {kind: code for code, kind in enumerate(_ORDER)}
 _TABLE = np.array([_KINDS.get(kind, _PLAIN) for kind in _ORDER], dtype=float).T
 _GROUPS = ("conv2d", "linear", "attention", "batchnorm2d", "layernorm", "dropout", "concat", "pad2d")
 _STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights that the optimizer keeps
-_PASSES = {"adam": 28, "adamw": 30, "momentum": 7, "sgd": 3}  # over the weights, by the optimizer's kernels
-_STEPS = {"adam": 12, "adamw": 13, "momentum": 3, "sgd": 1}  # for-each operators of a step
-_TILES = np.array([(128, 128), (128, 64), (64, 64), (64, 32)], dtype=float)
+_PASSES = {"adam": 18, "adamw": 20, "momentum": 8, "sgd": 3}  # over the weights, by the optimizer's kernels
+_STEPS = {"adam": 7, "adamw": 8, "momentum": 3, "sgd": 1}  # for-each operators of a step
+_LISTED = {"adam": 12, "adamw": 13, "momentum": 5, "sgd": 2}  # lists that these are given
+_LOSS_KERNELS = 5  # of cross entropy, forward and backward
 # As in featurize.kernels and featurize.roofline, whose import takes torch; what is learned corrects them.
 KERNEL_LATENCY_US, KERNEL_GAP_US = 2.0, 2.0
+_TILES = ((128, 128), (128, 64), (64, 64), (64, 32))
+_EFFICIENCIES = np.array(
+    [(0.92, 0.92, 0.80, 0.45), (0.70, 0.70, 0.50, 0.50)]
+)  # of these tiles in fp32, on tensor cores
+SPLIT_DEPTH, SPLIT_US = 256, 1.0
+FOREACH_UNITS = 320 * 65536  # elements of one launch of a for-each kernel
 BANDWIDTH_EFFICIENCY, L2_SPEEDUP, SM_BANDWIDTH_SHARES = 0.78, 4.0, 2.5
 ATTENTION_EFFICIENCY, HOST_PER_LISTED_TENSOR = 0.5, 0.1
 
@@ -74,9 +87,11 @@ class Sketch:
 
 
 def step_sketch(configs: Sequence[TrialConfig], spec: DeviceSpec) -> Sketch:
-    """A liveness bound of the memory and a roofline of the time, by layer, the backward pass as a rule of thumb.
+    """Sketch a step's memory and time.
 
-    `configs` are of one family. A family that has an `identity` (its plan takes long) has its plans remembered.
+    The memory is a replay of the step's large blocks for families that `learn.fastpath.fast_replay` knows, else a
+    liveness bound by layer. The time is a roofline by layer, the backward pass as a rule of thumb. `configs` are of one
+    family. A family that has an `identity` (its plan takes long) has its plans remembered.
     """
     flat = _Flat(configs, spec)
     memory_mib, of_memory = _memory(flat, spec)
@@ -85,6 +100,9 @@ def step_sketch(configs: Sequence[TrialConfig], spec: DeviceSpec) -> Sketch:
     parameters, flops = flat.total(flat.parameters), flat.total(flat.flops)
     by_kind = [flat.total(np.where(flat.code == _CODE[kind], flat.out, 0.0)) / output for kind in _GROUPS]
     sizes = [parameters, flops, flat.batch * flops, flat.total(flat.tensors)]
+    if (replayed := replayed_mib(configs, spec)) is not None:
+        of_memory += [np.log(replayed), np.log(replayed / memory_mib)]
+        memory_mib = replayed
     values = [*of_memory, *of_time, *(np.log(x + 1) for x in sizes), np.log(flat.batch), np.log(flat.lengths), *by_kind]
     return Sketch(
         values=np.stack(values, axis=1),
@@ -107,9 +125,8 @@ class _Flat:
         self.out = np.array([layer.output_elements for layer in flat], dtype=float)
         self.parameters = np.array([layer.parameters for layer in flat], dtype=float)
         self.flops = np.array([layer.flops for layer in flat], dtype=float)
-        self.keeps_input, self.keeps_output, self.keeps_more, self.forward, self.backward, self.tensors = _TABLE[
-            :, self.code
-        ]
+        self.keeps_input, self.keeps_output, self.keeps_more, self.tensors, *kernels = _TABLE[:, self.code]
+        self.forward, self.backward, *self.traffic = kernels
         self.inner = self.before(self.out)
         self.inner[self.starts] = self.out[self.starts]
         self.product = (self.flops > 0) & (self.parameters > 0)
@@ -123,17 +140,22 @@ class _Flat:
                     _STEPS[config.optimizer],
                     config.activation_checkpointing,
                     _blocks(config),
-                    _rate(config, spec),
+                    _LISTED[config.optimizer],
+                    *_rate(config, spec),
                     _copies_layout(config, spec),
+                    not config.channels_last,
+                    getattr(config, "kernel_size", 1),
                 )
                 for config in configs
             ],
             dtype=float,
         ).T
-        self.batch, self.size, self.states, self.passes, self.steps, self.recomputes, self.blocks = about[:7]
-        self.batch_l, self.size_l, _, _, _, self.recomputes_l, _, self.rate_l, self.copies_l = np.repeat(
-            about, self.lengths, axis=1
-        )
+        self.batch, self.size, self.states, self.passes, self.steps, self.recomputes, self.blocks, self.lists = about[
+            :8
+        ]
+        of_layer = np.repeat(about, self.lengths, axis=1)
+        self.batch_l, self.size_l, self.recomputes_l = of_layer[[0, 1, 5]]
+        self.rate_l, self.on_tensor_cores_l, self.copies_l, self.in_order_l, self.kernel_l = of_layer[8:]
 
     def before(self, values: np.ndarray) -> np.ndarray:
         """Of the layer before; 0 for a first one."""
@@ -210,37 +232,56 @@ def _time(flat: _Flat, spec: DeviceSpec) -> tuple[dict[str, np.ndarray], list[np
         return nbytes * (1 - cached * (1 - 1 / L2_SPEEDUP)) / bandwidth
 
     # Rows, columns and depth of each layer's product follow from its sizes; an attention's four projections are one.
-    attends = flat.code == _CODE["attention"]
+    attends, convolves = flat.code == _CODE["attention"], flat.code == _CODE["conv2d"]
     depth = np.where(attends, (np.sqrt(flat.parameters + 1) - 1) / 2, flat.flops / (2 * np.maximum(flat.out, 1)))
     columns = np.maximum(flat.parameters / (depth + 1), 1.0)
     depth = np.maximum(depth, 1.0)
     rows = flat.out / np.where(attends, depth, columns)
     ours = np.flatnonzero(flat.product)
     m, n, k = (flat.batch_l * rows)[ours], columns[ours], depth[ours]
-    sides = np.array([(m, n, k), (m, k, n), (n, k, m)])  # of output, input gradient, weight gradient
-    seconds, filled = _product_s(sides, flat.rate_l[ours], spec.sm_count)
-    traffic = dram_s(flat.size_l[ours] * (m * n + m * k + n * k))
+    area = np.where(convolves, flat.kernel_l**2, 1.0)[ours]
+    area = np.where(k >= area, area, 1.0)
+    # The batch needs no gradient: neither do the first product's input, and what is before it.
+    products = flat.running(flat.product.astype(float))
+    wanted = np.where(products > 1, 1.0, 0.0)
+    backward = flat.backward * (products > 0) - (flat.product & (products == 1))
+    sides = np.array([(m, n, k), (m, k / area, n * area), (n, k, m)])  # of output, input gradient, weight gradient
+    seconds, filled = _product_s(sides, flat.rate_l[ours], flat.on_tensor_cores_l[ours], spec.sm_count)
+    of_input = np.where(convolves, flat.batch_l * flat.inner, 0.0)[ours]
+    touched = flat.size_l[ours] * (m * n + np.where(of_input > 0, of_input, m * k) + n * k)
+    traffic = dram_s(touched)
     product_s = np.maximum(seconds, traffic / BANDWIDTH_EFFICIENCY)
-    work, active, moving = np.zeros((3, len(flat.out)))
-    work[ours], active[ours], moving[ours] = product_s.sum(0), (product_s * filled).sum(0), 3 * traffic
+    product_s[1] *= wanted[ours]
+    work, active, moving, copied = np.zeros((4, len(flat.out)))
+    work[ours], active[ours] = product_s.sum(0), (product_s * filled).sum(0)
+    moving[ours] = (2 + wanted[ours]) * traffic
+    # In NCHW layout, what convolves on tensor cores copies its tensors to another layout and back.
+    lays_out = convolves * flat.on_tensor_cores_l * flat.in_order_l
+    copied[ours] = lays_out[ours] * (2 + wanted[ours]) * dram_s(2 * touched)
     scores = np.where(attends, np.maximum(flat.flops - 2 * rows * columns * depth, 0.0), 0.0) * flat.batch_l
-    attention_s = 3.5 * scores / (ATTENTION_EFFICIENCY * flat.rate_l)
-    # All others stream; of the products, convolutions copy layouts and add their bias.
+    attention_s = 3.5 * scores / (ATTENTION_EFFICIENCY * flat.rate_l * np.where(flat.on_tensor_cores_l > 0, 0.7, 0.92))
+    # All others stream.
     share = np.minimum(1.0, flat.batch_l * flat.out / 512 / spec.sm_count)
-    streamed = dram_s(flat.size_l * flat.batch_l * (flat.inner + flat.out)) * (flat.forward + flat.backward)
-    streamed *= np.where(flat.product, np.where(flat.code == _CODE["conv2d"], 0.5, 0.0), 1.0)
+    of_batch = flat.size_l * flat.batch_l
+    forward_in, forward_out, backward_in, backward_out = flat.traffic
+    again = 1 + flat.recomputes_l
+    streamed = again * dram_s(of_batch * (forward_in * flat.inner + forward_out * flat.out))
+    streamed += dram_s(of_batch * (backward_in * flat.inner + backward_out * flat.out)) + copied
     drawn = np.minimum(1.0, SM_BANDWIDTH_SHARES * np.maximum(share, 1 / spec.sm_count))
     stream_s = streamed / (BANDWIDTH_EFFICIENCY * drawn)
     extra = 1 + flat.recomputes_l / 3
-    work = extra * (work + attention_s + stream_s)
-    active = extra * (active + attention_s + stream_s * share)
+    work = extra * (work + attention_s) + stream_s
+    active = extra * (active + attention_s) + stream_s * share
 
-    tensors = flat.total(flat.tensors)
-    optimizer_dram_s = flat.passes * 4 * flat.total(flat.parameters) / bandwidth
+    tensors, parameters = flat.total(flat.tensors), flat.total(flat.parameters)
+    optimizer_dram_s = flat.passes * 4 * parameters / bandwidth
     optimizer_s = optimizer_dram_s / BANDWIDTH_EFFICIENCY
-    kernels = flat.total(flat.forward * extra + flat.backward)
-    launches = kernels + 8 + flat.steps * (1 + HOST_PER_LISTED_TENSOR * tensors)
-    kernels = kernels + 4 + flat.steps * (1 + tensors / 30)
+    of_optimizer = flat.steps * np.maximum(np.maximum(np.ceil(tensors / 40), np.ceil(parameters / FOREACH_UNITS)), 1)
+    casts = flat.total(np.where(flat.size_l < 4, 2.0 * flat.tensors * flat.product, 0.0))
+    launched = flat.total(np.where(convolves, 1 + again, again * flat.forward + backward))
+    launches = launched + casts + _LOSS_KERNELS + of_optimizer + HOST_PER_LISTED_TENSOR * flat.lists * tensors
+    kernels = flat.total(again * flat.forward + backward + lays_out * (1 + again + wanted))
+    kernels = kernels + casts + _LOSS_KERNELS + of_optimizer
     work_all, active_all = flat.total(work) + optimizer_s, flat.total(active) + optimizer_s
     dram_all = flat.total(moving + streamed) + optimizer_dram_s
     busy = work_all + kernels * (KERNEL_LATENCY_US + KERNEL_GAP_US) * 1e-6
@@ -292,25 +333,32 @@ def _copies_layout(config: TrialConfig, spec: DeviceSpec) -> bool:
     return wide and (spec.peak_tflops.tf32 is not None or config.precision in ("bf16", "fp16"))
 
 
-def _rate(config: TrialConfig, spec: DeviceSpec) -> float:
-    """Sustained FLOP/s of its matrix products: in fp32, convolutions may use TF32 and other products not."""
+def _rate(config: TrialConfig, spec: DeviceSpec) -> tuple[float, bool]:
+    """Return the peak FLOP/s of its matrix products, and whether tensor cores do them.
+
+    In fp32, convolutions may use TF32 and other products not.
+    """
     convolves = config.precision == "fp32" and hasattr(config, "kernel_size")
     math = "tf32" if convolves else config.precision
     tensor = None if math == "fp32" else getattr(spec.peak_tflops, math)
-    return (0.7 * tensor if tensor else 0.92 * spec.peak_tflops.fp32) * 1e12
+    return (tensor or spec.peak_tflops.fp32) * 1e12, bool(tensor)
 
 
-def _product_s(sides: np.ndarray, rate: np.ndarray, sms: int) -> tuple[np.ndarray, np.ndarray]:
+def _product_s(
+    sides: np.ndarray, rate: np.ndarray, on_tensor_cores: np.ndarray, sms: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and filled share of the SMs of products [3, rows|columns|depth, n], by the tile that ends soonest."""
     m, n, k = sides[:, 0], sides[:, 1], sides[:, 2]
     tall, wide = np.maximum(m, n), np.minimum(m, n)
     best = filled = None
-    for high, across in _TILES:
+    for (high, across), efficiency in zip(_TILES, _EFFICIENCIES.T, strict=True):
+        slice_s = 2 * high * across * sms / (rate * efficiency[on_tensor_cores.astype(int)])
         tiles = np.ceil(tall / high) * np.ceil(wide / across)
-        split = np.where((2 * tiles <= sms) & (k > 256), np.minimum(sms / tiles, k / 256), 1.0)
-        waves = np.ceil(tiles * np.maximum(np.floor(split), 1.0) / sms)
-        seconds = waves * 2 * high * across * sms / rate * k / split
-        share = np.minimum(tiles * split / (waves * sms), 1.0)
+        waves = np.ceil(tiles / sms)
+        splits = (2 * tiles <= sms) & (k > SPLIT_DEPTH)
+        part = np.where(splits, np.maximum(k / np.maximum(np.floor(sms / tiles), 1), SPLIT_DEPTH), k)
+        seconds = np.where(splits, slice_s * part + SPLIT_US * 1e-6, waves * slice_s * k)
+        share = np.where(splits, np.minimum(tiles * k / part / sms, 1.0), tiles / (waves * sms))
         if best is None:
             best, filled = seconds, share
         else:
@@ -321,6 +369,7 @@ def _product_s(sides: np.ndarray, rate: np.ndarray, sms: int) -> tuple[np.ndarra
 
 @cache
 def feature_version() -> str:
-    """12 hex digits over the source that computes features, here and in the families."""
-    own = Path(__file__).read_text(encoding="utf-8")  # universal newlines: other line ends change nothing
-    return hashlib.sha256(f"{plan_version()}\n{own}".encode()).hexdigest()[:12]
+    """Return 12 hex digits over the source that computes features: the modules listed here and the families."""
+    folder = Path(__file__).parent
+    texts = [(folder / name).read_text(encoding="utf-8") for name in _SOURCES]  # of any line ends
+    return hashlib.sha256("\n".join([plan_version(), *texts]).encode()).hexdigest()[:12]

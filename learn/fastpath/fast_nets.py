@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 MEMBERS, WIDTH = 3, 64  # networks whose mean counts; units of each of their two hidden layers
-STEPS, BATCH = 8000, 128
+STEPS, BATCH = 2000, 128
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 2.0  # chosen on 450 cases a family: less decay follows single cases
 _FAR = 6.0  # standard deviations at which inputs are cut off
 

@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,31 @@ def test_the_same_build_gives_the_same_models_and_takes_the_place_of_older_ones(
             assert content == second[name], name
 
 
+def test_models_that_path_names_are_kept_and_the_fast_path_is_distilled_from_them(built, place, monkeypatch):
+    small(monkeypatch)
+    home = place / "kept" / "models"
+    shutil.copytree(built[0], home)
+    shutil.rmtree(home / "fast")
+    settings = BuildSettings(path=str(home), out=str(home), data=str(place / "data"), workers=0)
+    assert build(settings, progress=nobody) == home
+    assert contents(home) == contents(built[0])
+    damaged = home / "memory" / "model" / "estimator.json"
+    damaged.write_text(damaged.read_text().replace("1", "2", 1))
+    before = contents(home)
+    with pytest.raises(UsageError, match="memory is damaged"):
+        build(settings, progress=nobody)
+    assert contents(home) == before
+
+
+def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
+    configs = fast_configs.distillation_configs(3, seed=5)
+    apart, looped = ([step_store.compute(case).values for case in of_configs(configs, training_loop=loop)]
+                     for loop in (False, True))  # fmt: skip
+    derived = build_defaults._without_input([step_store.StepRecord(values=values) for values in looped])
+    assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
+    assert derived["drama"] == pytest.approx([values["job_roofline_drama"] for values in apart])
+
+
 def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys):
     argv = ["path=/no/such/folder", "distil=5", "seed=-1", "workers=half", f"out={tmp_path / 'new' / 'models'}"]
     assert run(*argv) == 2
@@ -181,7 +207,7 @@ def test_a_bad_value_is_named(tmp_path, capsys, argument, said):
 
 def test_where_the_files_are_has_to_be_said(capsys):
     assert run() == 2
-    assert "missing path=... (folder of published measurements)" in capsys.readouterr().err
+    assert "missing path=... (folder of published measurements; or of models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["5", "true", "a, [b] {c}: 'd'"])

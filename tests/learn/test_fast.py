@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
-from featurize.device_spec import load_device
+from featurize.device_spec import device_names, load_device
 from featurize.families import get_family
 from featurize.layers import totals
 from learn.artifact_files import stamped
-from learn.cases import Case
+from learn.cases import DEFAULT_DEVICE, Case
 from learn.estimators import ResidualPrediction
 from learn.fastpath import fast_nets
 from learn.fastpath.fast import FastPath, Taught
 from learn.fastpath.fast_bound import calibrate
-from learn.fastpath.fast_configs import FAMILIES, distillation_configs
+from learn.fastpath.fast_configs import FAMILIES, distillation_cases, distillation_configs
 from learn.fastpath.fast_features import step_sketch
 from learn.learned.scaled_prediction import ScaledPrediction
 from learn.model_card import write_card
@@ -240,3 +240,23 @@ def test_distillation_configs_depend_on_seed_and_place_alone():
     assert {config.family for config in distillation_configs(12)} == set(FAMILIES)
     with pytest.raises(UsageError, match="cnn, mlp, transformer"):
         distillation_configs(3, families=("rnn",))
+
+
+def test_every_other_config_is_one_that_the_farm_could_sample_by_default_and_the_rest_are_trained_in_other_ways():
+    configs = distillation_configs(200, seed=5, families=("cnn",))
+    own, wider = configs[::2], configs[1::2]
+    assert {(config.optimizer, config.precision, config.channels_last) for config in own} == {("adam", "fp32", False)}
+    assert max(config.batch_size for config in own) <= 62 and {config.growth_rate for config in own} == {32}
+    assert {config.precision for config in wider} == {"fp32", "tf32", "bf16", "fp16"}
+    assert max(config.batch_size for config in wider) > 500
+
+
+def test_half_of_the_cases_run_on_the_gpu_model_that_was_measured_whatever_their_settings():
+    cases = distillation_cases(960, seed=5)
+    assert tuple(case.config for case in cases) == distillation_configs(960, seed=5)
+    assert {case.device for case in cases} == set(device_names()) and all(case.training_loop for case in cases)
+    for family in FAMILIES:
+        mine = [case for case in cases if case.family == family]
+        for cases_of_a_kind in (mine[::2], mine[1::2]):
+            measured = [case.device == DEFAULT_DEVICE for case in cases_of_a_kind]
+            assert np.mean(measured) == 0.5

@@ -76,6 +76,8 @@ def test_a_config_is_answered_without_tracing_it(monkeypatch):
     assert A100.context_mib < done.peak_memory_mib < done.upper_mib and done.step_time_ms > 0
     assert all(0 <= ratio <= 1 for ratio in (done.smact, done.smocc, done.drama))
     assert done.breakdown == {} and done.trace_memory_mib is done.peak_operator is done.parameters is None
+    for target in done.answered_by:
+        assert 0 < done.held_out_errors[target]["median"] < done.held_out_errors[target]["p90"] < 0.2
     assert done.warnings == () and done.device == A100.name and done.seconds > 0
     assert done.fits(done.upper_mib) and not done.fits(done.peak_memory_mib)
     json.dumps(done.to_mapping())
@@ -339,6 +341,9 @@ def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, capsys):
     assert run(mapping, "method=fast") == 0
     said = capsys.readouterr().out
     assert "fast (default)" in said and "consists of" not in said
+    errors = estimate(CONFIG, method="fast").held_out_errors
+    assert f"memory {errors['memory']['median']:.1%} ({errors['memory']['p90']:.1%}), smact " in said
+    assert "off method=full on held-out configurations" in said
 
     (config,) = make_configs(1, families=("mlp",))
     (run_id,) = write_runs(tmp_path / "d", [config], statuses=["ok"], device="NVIDIA H200-SXM-141GB")
