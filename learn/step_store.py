@@ -167,7 +167,8 @@ def prepare(
     Known ones are read from `data` (None: the default folder, if it is there); the others are computed on `workers`
     processes of Ray (0: in this process; None: in this process until as many as there are CPUs would be done sooner).
     What is finished is written every 20 s and however the call ends, so that an interrupted one goes on where it was.
-    A damaged part is left out with a warning, and what it held is computed again. `progress(done, of)` hears of every computed case.
+    A damaged part is left out with a warning, and what it held is computed again.
+    `progress(done, of)` hears of every computed case.
     """
     wanted = {case.key: case for case in cases if case.key is not None and not _at_hand(case)}
     if not wanted:

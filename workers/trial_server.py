@@ -195,7 +195,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _imports_the_compiler(config: dict[str, Any]) -> bool:
-    """Whether a trial imports torch's compiler only to be traced: libraries do, and checkpointing reads its settings."""
+    """Whether the trace itself imports torch's compiler: libraries do, and checkpointing reads its settings."""
     return config.get("family") == "zoo" or bool(config.get("activation_checkpointing"))
 
 
