@@ -396,7 +396,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 
 def main() -> None:
-    from learn.estimation.light_imports import without_compiler
+    from featurize.light_imports import without_compiler
 
     without_compiler()
     command("estimate", entry)

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
     from learn.workload import Workload
 
+_RAY_START_S = 10.0  # Ray itself, and torch in its processes
 BATCH = 8  # cases a task: small enough that no worker waits long for another's
 # Of featurize, what a traced step's features do not follow from; a device's description is part of each key.
-_NO_PART = ("__init__", "allocator_history", "device_spec", "features", "layers", "own_code", "plan_of_module",
-            "row_config", "simulate", "space", "trial", "vision")  # fmt: skip
+_NO_PART = ("__init__", "allocator_history", "device_spec", "features", "layers", "light_imports", "own_code",
+            "plan_of_module", "row_config", "simulate", "space", "trial", "vision")  # fmt: skip
 _SHARE = "net_share_elements_"
 _KEPT = 100_000
 _MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
@@ -164,9 +165,10 @@ def prepare(
     """Have every case's record at hand, and in the data folder; returns how many had to be computed.
 
     Known ones are read from `data` (None: the default folder, if it is there); the others are computed on `workers`
-    processes of Ray (None: as many as there are CPUs; 0: here), and what is finished is written every 20 s and however
-    the call ends, so that an interrupted one goes on where it was. A damaged part is left out with a warning, and what
-    it held is computed again. `progress(done, of)` hears of every computed case.
+    processes of Ray (0: in this process; None: in this process until as many as there are CPUs would be done sooner).
+    What is finished is written every 20 s and however the call ends, so that an interrupted one goes on where it was.
+    A damaged part is left out with a warning, and what it held is computed again.
+    `progress(done, of)` hears of every computed case.
     """
     wanted = {case.key: case for case in cases if case.key is not None and not _at_hand(case)}
     if not wanted:
@@ -177,7 +179,6 @@ def prepare(
         return 0
     progress(0, len(missing))
     waiting: list[tuple[str, StepRecord]] = []
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
     written = time.monotonic()
     try:
         for done, (case, record) in enumerate(_computed(missing, workers), start=1):
@@ -213,20 +214,40 @@ def _recalled(keys: set[str], data) -> Path:
     return kept
 
 
-def _computed(cases: list[Case], workers: int):
-    """(case, record) of each, in whatever order they finish."""
-    if workers == 0 or len(cases) < 2 * BATCH:
-        for case in cases:
+def _computed(cases: list[Case], workers: int | None) -> Iterator[tuple[Case, StepRecord]]:
+    """(case, record) of each, in whatever order they finish; `workers` as `prepare` has it."""
+    begun = 0 if workers and len(cases) >= 2 * BATCH else len(cases)
+    if workers is None:
+        begun = yield from _computed_here(cases, len(os.sched_getaffinity(0)))
+    else:
+        for case in cases[:begun]:
             yield case, compute(case)
+    if begun == len(cases):
         return
     from learn.parallel import ray_map
 
-    parts = [cases[i : i + BATCH] for i in range(0, len(cases), BATCH)]
-    for index, records in ray_map(_compute_all, parts, workers):
+    parts = [cases[i : i + BATCH] for i in range(begun, len(cases), BATCH)]
+    for index, records in ray_map(_compute_all, parts, workers or len(os.sched_getaffinity(0))):
         yield from zip(parts[index], records, strict=True)
 
 
+def _computed_here(cases: list[Case], cores: int) -> Generator[tuple[Case, StepRecord], None, int]:
+    """Yield (case, record) until Ray's processes on `cores` would sooner be done with the rest; returns how many."""
+    began_s = 0.0
+    for done, case in enumerate(cases):
+        if done > 1:  # the first one imports torch
+            left_s = (len(cases) - done) * (time.monotonic() - began_s) / (done - 1)
+            if left_s > _RAY_START_S + left_s / cores:
+                return done
+        yield case, compute(case)
+        began_s = began_s or time.monotonic()
+    return len(cases)
+
+
 def _compute_all(cases: Sequence[Case]) -> list[StepRecord]:
+    from featurize.light_imports import without_compiler
+
+    without_compiler()
     import torch
 
     torch.set_num_threads(1)

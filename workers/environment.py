@@ -9,6 +9,7 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+TRACES_ONLY = "GPUFARM_TRACES_ONLY"  # set for a trial server whose trials run no step of their own
 _HOST_MEMORY_SHARE = 0.9
 
 

@@ -94,6 +94,8 @@ class Server:
         if "run" in message:
             assert len(self._children) < 2, "one trial that runs, and one that is made ready"
             os.set_inheritable(descriptors[0], False)
+            if _imports_the_compiler(message["run"]["config"]):
+                import torch._dynamo.convert_frame  # noqa: F401  here, once, and not in each trial
             pid = self._fork(message["run"], descriptors[0])
             os.close(descriptors[0])
             self._send({"started": pid})
@@ -192,6 +194,11 @@ def _kill_group(pid: int) -> None:
             pass
 
 
+def _imports_the_compiler(config: dict[str, Any]) -> bool:
+    """Whether the trace itself imports torch's compiler: libraries do, and checkpointing reads its settings."""
+    return config.get("family") == "zoo" or bool(config.get("activation_checkpointing"))
+
+
 def _thread_count() -> int | None:
     try:
         return len(os.listdir("/proc/self/task"))
@@ -202,6 +209,12 @@ def _thread_count() -> int | None:
 def main() -> None:
     """`python -m workers.trial_server CONTROL KEPT GROUP`: two descriptors, and the control group's path or nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
+    from workers.environment import TRACES_ONLY
+
+    if os.environ.get(TRACES_ONLY):  # the compiler's import takes as long as torch's own
+        from featurize.light_imports import without_compiler
+
+        without_compiler()
     from featurize.training import preload
 
     preload()

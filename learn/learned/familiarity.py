@@ -5,6 +5,7 @@ Start reading at `Familiarity.judge`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,12 @@ class Familiarity:
         )
 
 
+@functools.cache
+def _installed_torch() -> str | None:
+    return version_of("torch")  # reads a file, and is asked once for each row
+
+
 def torch_release(case: Case) -> str:
-    """Of the environment that the case runs in, or the installed one, as 2.4."""
-    found = re.match(r"(\d+)\.(\d+)", case.torch_version or version_of("torch") or "")
-    return f"{found[1]}.{found[2]}" if found else "0.0"
+    """Return the release of torch, as 2.4, of the environment that the case runs in, or of the installed one."""
+    release = re.match(r"(\d+)\.(\d+)", case.torch_version or _installed_torch() or "")
+    return f"{release[1]}.{release[2]}" if release else "0.0"

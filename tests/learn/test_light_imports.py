@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 CONFIG = "config={family: mlp, batch_size: 8, input_size: 64, classes: 10, depth: 2}"
 
 
@@ -40,31 +38,62 @@ finally:
     assert json.loads(said.strip().splitlines()[-1]) == []
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "import torch._dynamo.utils as part; assert part.counters is not None",
-        "from torch._dynamo.utils import is_compile_supported, counters; import torch._dynamo as d; assert d.config",
-        "import torch._dynamo as d; assert d.utils.counters is not None and not d.utils.is_compile_supported('meta')",
-        "from torch._dynamo import config; assert config.cache_size_limit",
-        "import torch._dynamo; assert torch._dynamo.config.cache_size_limit",
-        "import torch._dynamo.eval_frame; import torch._dynamo as d; assert d.eval_frame.OptimizedModule",
-        "import torch._dynamo as d; assert d.is_compiling() is False and d.optimize and not d.is_compiling()",
-        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2, 2]",
-    ],
-)
-def test_what_was_left_out_comes_when_it_is_needed(use, tmp_path):
+USES = [
+    "import torch._dynamo.utils as part; assert part.counters is not None",
+    "from torch._dynamo.utils import is_compile_supported, counters; import torch._dynamo as d; assert d.config",
+    "import torch._dynamo as d; assert d.utils.counters is not None and not d.utils.is_compile_supported('meta')",
+    "from torch._dynamo import config; assert config.cache_size_limit",
+    "import torch._dynamo; assert torch._dynamo.config.cache_size_limit",
+    "import torch._dynamo.eval_frame; import torch._dynamo as d; assert d.eval_frame.OptimizedModule",
+    "import torch._dynamo as d; assert d.is_compiling() is False and d.optimize and not d.is_compiling()",
+    "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2, 2]",
+]
+
+
+def test_what_was_left_out_comes_when_it_is_needed(tmp_path):
     code = f"""
+import os
 import torch
-from learn.estimation.light_imports import without_compiler
+from featurize.light_imports import without_compiler
 without_compiler()
 model = torch.nn.Linear(2, 2, device="meta")
 torch.optim.Adam(model.parameters(), foreach=True).step()
 torch.ones(2, device="meta") + 1
 assert "torch._dynamo.convert_frame" not in __import__("sys").modules
-{use}
-model(torch.ones(3, 2, device="meta")).sum().backward()
-torch.optim.Adam(model.parameters(), foreach=True).step()
+for use in {USES!r}:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            exec(use)
+            model(torch.ones(3, 2, device="meta")).sum().backward()
+            torch.optim.Adam(model.parameters(), foreach=True).step()
+            code = 0
+        except BaseException:
+            __import__("traceback").print_exc()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0, use
+print("done")
+"""
+    assert run(code, tmp_path) == "done\n"
+
+
+def test_simulated_trials_of_our_own_families_need_no_compiler(tmp_path):
+    code = """
+import sys
+from featurize.light_imports import without_compiler
+without_compiler()
+from featurize.training import preload
+preload()
+import dataclasses
+from farm.sampling import sample_range
+from farm.space import default_space, parse_space
+from featurize.trace import trace_config
+for family in ("cnn", "gpt"):
+    (config,) = sample_range(parse_space(family, default_space(family)), 0, 0, 1)
+    config = dataclasses.replace(config, activation_checkpointing=False, optimizer="adamw", precision="bf16")
+    trace_config(config, device="A100-SXM4-40GB")
+assert "torch._dynamo.convert_frame" not in sys.modules
 print("done")
 """
     assert run(code, tmp_path) == "done\n"
@@ -74,7 +103,7 @@ def test_it_leaves_alone_what_is_imported_already(tmp_path):
     code = """
 import torch, torch._dynamo
 real = torch._dynamo
-from learn.estimation.light_imports import without_compiler
+from featurize.light_imports import without_compiler
 without_compiler()
 import sys
 assert sys.modules["torch._dynamo"] is real

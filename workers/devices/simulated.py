@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from workers.devices.base import DeviceChoice, Link, Slot
+from workers.environment import TRACES_ONLY
 
 DEFAULT_MODEL = "A100-SXM4-40GB"
 _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
@@ -41,7 +42,7 @@ class SimulatedDevice:
         )
 
     def environment(self, slot: Slot) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ""}
+        return {"CUDA_VISIBLE_DEVICES": "", TRACES_ONLY: "1"}
 
     def measure(self, config, slot: Slot, settings, seed: int, link: Link) -> None:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""

@@ -45,6 +45,7 @@ class _StandIn(ModuleType):
     def __init__(self, name: str, attributes: Mapping[str, Any]) -> None:
         super().__init__(name)
         self.__path__: Sequence[str] = ()  # so that `import NAME.PART` asks the finders
+        self.__spec__ = ModuleSpec(name, None, is_package=True)  # `find_spec` refuses a module without one
         self.__dict__.update(attributes)
         self.__dict__["_attributes"] = tuple(attributes)
 
