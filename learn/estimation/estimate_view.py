@@ -48,7 +48,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
         )
     screen.print(table)
     if done.loops:
-        screen.print(f"loops: {legend(done.loops.values())}", soft_wrap=True, highlight=False, markup=False)
+        screen.print(legend(done.loops.values()), soft_wrap=True, highlight=False, markup=False)
 
     if done.breakdown:
         total = sum(done.breakdown.values())

@@ -41,4 +41,4 @@ def require_loop(loop: str | None) -> str | None:
 def legend(loops: Iterable[str]) -> str:
     """Return one line that explains the loops that occur."""
     named = set(loops)
-    return "; ".join(f"{loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
+    return "; ".join(f"loop {loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
