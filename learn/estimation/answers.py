@@ -227,7 +227,7 @@ def _ask_fitted(
         name = artifact.meta["estimator"]
         found.values[get_target(target).column] = float(prediction.point[0])
         found.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
-        found.loops[target] = loop_named(asked.workload.training_loop)
+        found.loops[target] = loop_named(asked.training_loop)
         if target == "memory":
             upper = prediction.upper(LEVEL)
             found.values["upper_mib"] = None if upper is None else float(upper[0])
@@ -256,8 +256,7 @@ def _of_loop(
         known = loops_of_sources(artifact.meta["rows"]["source"])
         if loop in known:
             return artifact, passed_over
-        (other,) = known
-        passed_over.append(f"{target}: {words} was fitted on the {other} loop only; loop={other} asks it")
+        passed_over += [f"{target}: {words} was fitted on the {name} loop only; loop={name} asks it" for name in known]
     return None, passed_over
 
 
@@ -266,7 +265,7 @@ def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
     from learn.step_store import remembered
     from learn.traced import step_of
 
-    if case.workload.training_loop:
+    if case.training_loop:
         return case
     looped = replace(case, training_loop=True)
     if case.module is not None:
