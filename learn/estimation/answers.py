@@ -344,6 +344,7 @@ def _assembled(
             f"no fitted model for {family} on {device.name} in {found.searched} for "
             f"{', '.join(found.absent)}{instead} (python -m learn.fit target={found.absent[0]} fits one)"
         )
+    notes += _of_two_loops(found.loops)
     named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
@@ -359,6 +360,15 @@ def _assembled(
         loops=found.loops,
         seconds=0.0,
     )
+
+
+def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
+    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
+    of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
+    if not all(of_loop.values()):
+        return []
+    said = ", ".join(f"{', '.join(targets)} of the loop {loop}" for loop, targets in of_loop.items())
+    return [f"{said}; loop={PIPELINE} or loop={RESIDENT} asks for one loop"]
 
 
 def times(count: int) -> str:

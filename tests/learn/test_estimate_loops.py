@@ -53,16 +53,19 @@ def test_every_figure_names_its_loop():
     assert done.loops["smact"] == done.loops["smocc"] == PIPELINE
     assert done.loops["drama"] == done.loops["step_time"] == RESIDENT
     assert json.loads(json.dumps(done.to_mapping()))["loops"] == done.loops
+    said = "smact, smocc of the loop pipeline, drama, step_time of the loop resident; loop=pipeline or loop=resident"
+    assert any(text.startswith(said) for text in done.warnings)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
-def test_of_the_farm_s_loop_an_estimate_is_what_the_simulator_says(config, tmp_path):
+def test_of_the_farm_s_loop_an_estimate_is_what_the_simulator_says(config):
     step = simulate(trace_config(config, device=DEVICE), DEVICE, config)
     done = estimate(config, loop=RESIDENT)
     assert {done.loops[target] for target in TARGETS} == {RESIDENT}
     for name in UTILIZATION:
         assert getattr(done, name) == pytest.approx(getattr(step, name))
     assert done.peak_memory_mib == pytest.approx(estimate(config).peak_memory_mib)
+    assert not any("asks for one loop" in text for text in done.warnings)
 
 
 def test_of_a_plain_loop_every_figure_waits_for_the_input():
@@ -144,7 +147,7 @@ def test_an_imported_run_is_of_a_plain_loop(tmp_path, capsys):
     assert shown["run"]["loop"] == PIPELINE and {shown["loops"][target] for target in TARGETS} == {PIPELINE}
 
 
-def test_a_loop_that_is_none_and_one_for_the_fast_path_are_refused(capsys):
+def test_a_loop_that_is_none_and_one_for_the_fast_path_are_refused():
     with pytest.raises(UsageError, match="unknown loop 'endless'; known: pipeline, resident"):
         estimate(CONFIG, loop="endless")
     with pytest.raises(UsageError, match=r"method=fast .*leave loop out"):
