@@ -11,7 +11,7 @@ TORCH_OPTIONS ?=
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-faults test-gpu bench bench-gpu collect-gpu docs lint clean
+.PHONY: help venv demo test test-faults test-gpu bench bench-gpu collect-gpu docs readme readme-check lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
@@ -24,6 +24,7 @@ help:
 	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
 	@echo "make lint         ruff, and whether the generated documents are true"
 	@echo "make docs         generate docs/commands.md"
+	@echo "make readme       run the README's commands and write their output into it; make readme-check only compares"
 
 venv: $(VENV)/.installed
 
@@ -62,6 +63,12 @@ collect-gpu: venv
 
 docs: venv
 	$(BIN)/python infra/generate_docs.py
+
+readme: venv
+	$(BIN)/python infra/generate_readme.py
+
+readme-check: venv
+	$(BIN)/python infra/generate_readme.py --check
 
 lint: venv
 	$(BIN)/ruff check .

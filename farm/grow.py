@@ -168,9 +168,9 @@ def _dry_run(settings: GrowSettings) -> int:
             )  # fmt: skip
     print(said)
     if again:
-        print(f"measured again first, as stale: {len(again):,}")
+        print(f"{machine.source} again first, as stale: {len(again):,}")
     if plan.summary is not None:
-        print("\n".join(plan.summary.lines()))
+        print("\n".join(plan.summary.lines(machine.source)))
     elif settings.n is None or len(again) < settings.n:
         print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
     for name, cells in ({} if plan.summary is None else plan.summary.gained).items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from featurize.device_spec import DeviceSpec
 from featurize.replay import MIB, MemoryProfile, outside_mib, replay
-from featurize.roofline import price
+from featurize.roofline import price, python_loader_ms
 from featurize.trace import StepTrace
 from featurize.training import TrainingSettings
 
@@ -62,3 +62,8 @@ def simulate(
         gpu_util=cost.gpu_util,
         power_w=cost.power_w,
     )
+
+
+def input_ms(trace: StepTrace, batch_size: int) -> float:
+    """Return what a plain training loop adds to each traced step, in ms: see `featurize.roofline.python_loader_ms`."""
+    return python_loader_ms(batch_size, sum(block.nbytes for block in trace.blocks if block.kind == "batch"))

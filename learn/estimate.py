@@ -22,6 +22,7 @@ from featurize.own_code import config_of_user, parse_trust, trusting
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
+from learn.estimation.loops import require_loop
 from learn.estimation.past_run import known_to, load_run
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def estimate(
     report: str | Path | None = None,
     name: str | None = None,
     trust: Sequence[str] = (),
+    loop: str | None = None,
 ) -> Estimate:
     """Estimate a training job. The model never takes real memory: it is built and traced on the meta device.
 
@@ -78,12 +80,16 @@ def estimate(
     name        what the report calls the job
     trust       modules whose code may run where a trial config names it (family zoo): a config is data, whoever made
                 it. Models of torchvision, timm and transformers need no trust
+    loop        resident (one batch stays on the GPU, as in the farm's runs) or pipeline (a plain Python loop, whose
+                steps wait for their input): utilization and step time are all of that loop. None: each figure is of the
+                loop that its source knows, and `Estimate.loops` names it
 
     Raises `UsageError` for what cannot be estimated: unknown names, a model that can't be built or traced (naming the
     operator and the module), a named estimator that is not fitted or refuses, a report that can't be written.
     """
     began = time.monotonic_ns()
     device = _checked(estimator, method, device)
+    loop = require_loop(loop)
     given = {
         "optimizer": optimizer,
         "precision": precision,
@@ -93,7 +99,7 @@ def estimate(
     given = {key: value for key, value in given.items() if value is not None}
     of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
-        traced_only = {"estimator": estimator, "allocator": allocator, "report": report, **of_modules}
+        traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
         return many([_config_for_fast(model, given, traced_only)], device=device, method="fast")[0]
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
@@ -116,7 +122,7 @@ def estimate(
         )
     with _as_a_training_script():
         done, traced = answer(
-            job, device, estimator=estimator, data=data, allocator=allocator, timeline=report is not None
+            job, device, estimator=estimator, data=data, allocator=allocator, timeline=report is not None, loop=loop
         )
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
     if report is not None:
@@ -132,6 +138,7 @@ def many(
     estimator: str | None = None,
     data=None,
     trust: Sequence[str] = (),
+    loop: str | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Estimate]:
     """An estimate of each trial config (or its mapping), in order; see `estimate`.
@@ -146,11 +153,13 @@ def many(
 
         if estimator is not None:
             raise UsageError("method=fast is an estimator of its own; leave estimator= out")
+        if require_loop(loop) is not None:
+            raise UsageError("each figure of method=fast is of the loop that it was taught; leave loop= out")
         return fast_estimates(configs, device)
     found = []
     for done, config in enumerate(configs):
         progress(done, len(configs))
-        found.append(estimate(config, device=device, estimator=estimator, data=data, trust=trust))
+        found.append(estimate(config, device=device, estimator=estimator, data=data, trust=trust, loop=loop))
     return found
 
 
@@ -305,7 +314,7 @@ def entry(cfg) -> int:
         from warehouse.folder import DataFolder
 
         DataFolder.resolve(values["data"]).open()
-    settings = {key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report")}
+    settings = {key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report", "loop")}
     settings["trust"] = parse_trust(values["trust"])
     chosen = values.get("device")
     if chosen is not None and "backend" in chosen:
@@ -322,6 +331,8 @@ def entry(cfg) -> int:
         title, subject = f"run {past.run_id}", past.config
         if chosen is None and past.device is not None:
             settings["device"] = past.device
+        if settings["method"] == "full":
+            settings["loop"] = settings["loop"] or past.loop  # so that like is compared with like
     elif values["config"] is not None:
         subject = config_of_user(_mapping(values["config"]))
         title = f"{name_of(subject)}, batch {subject.batch_size}"
@@ -354,7 +365,7 @@ def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
             configs.append(config_from_mapping(_mapping(line)))
         except UsageError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data", "trust")}
+    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data", "trust", "loop")}
     for done in many(configs, **chosen):
         print(json.dumps(done.to_mapping()))
     return 0

@@ -185,8 +185,15 @@ def _alone(decision: str, reason: str, candidate: _Candidate) -> dict[str, Any]:
         "why": f"{reason}; this one is fitted on {len(candidate.known)} rows, and on {len(judges)} others held out "
         f"{said}",
         "held_out": len(judges),
-        "figures": {"current": None, "candidate": ours},
+        "figures": {"current": None, "candidate": _marked(ours, candidate.name, judges, prediction.point)},
     }
+
+
+def _marked(figures: Mapping[str, Any], estimator: str, judges: Rows, point: np.ndarray) -> dict[str, Any]:
+    """The figures, with `own_labels` where they are those of an estimator on labels that it simulated itself."""
+    from learn.evaluation.evaluate import own_labels
+
+    return {**figures, "own_labels": True} if own_labels(estimator, judges, point) else dict(figures)
 
 
 def _beside(
@@ -208,9 +215,11 @@ def _beside(
     n, groups = len(judges.exact), len(set(judges.exact.group))
 
     def kept(why: str) -> dict[str, Any]:
-        ours = figures(candidate.judges, candidate.bins, candidate.fitted.predict(candidate.judges.cases))
+        prediction = candidate.fitted.predict(candidate.judges.cases)
+        ours = figures(candidate.judges, candidate.bins, prediction)
+        marked = _marked(ours, candidate.name, candidate.judges, prediction.point)
         return {"decision": "kept", "why": why, "held_out": len(judges),
-                "figures": {"current": None, "candidate": ours}}  # fmt: skip
+                "figures": {"current": None, "candidate": marked}}  # fmt: skip
 
     if not both.all():
         return kept(
@@ -230,7 +239,10 @@ def _beside(
         "decision": "kept" if found.worse else "promoted",
         "why": f"on {len(judges)} rows held out that neither has seen, {found.why}{said}",
         "held_out": len(judges),
-        "figures": {"current": found.current, "candidate": found.candidate},
+        "figures": {
+            "current": _marked(found.current, current.meta["estimator"], judges, theirs.point),
+            "candidate": _marked(found.candidate, candidate.name, judges, ours.point),
+        },
     }
 
 

@@ -24,7 +24,7 @@ _PLACEHOLDERS = {
     "data=DIR": "data=/srv/farm",
     "=FOLDER": "=somewhere",
     "RUN_ID": "measured-000001",
-    "cnn-79b4da95-000001": "measured-000001",
+    "NEWEST_RUN": "measured-000001",
     "licence=...": "licence=CC-BY-4.0",
     '"..."': '"SELECT 1"',
     '"SELECT ..."': '"SELECT 1"',
@@ -70,6 +70,7 @@ def commands_in(text: str) -> Iterator[tuple[str, str]]:
             # A span ends at its backtick, a line at a comment or at the text in its second column.
             rest = rest.partition("`")[0] if match["before"] else _first_column(rest)
             command = f"python -m {match['module']}{rest}".strip()
+            command = re.sub(r"\bcnn-[0-9a-f]{8}-\d{6}\b", "measured-000001", command)
             for placeholder, value in _PLACEHOLDERS.items():
                 command = command.replace(placeholder, value)
             yield match["module"], command
@@ -82,7 +83,7 @@ def _first_column(rest: str) -> str:
             quote = "" if character == quote else quote
         elif character in "'\"":
             quote = character
-        elif character == "`" or rest[at : at + 2] == "  " or rest[at : at + 2] == " #" or character == ")":
+        elif character in "`)" or rest[at : at + 2] in ("  ", " #") or rest[at : at + 4] == " -->":
             return rest[:at]
     return rest
 

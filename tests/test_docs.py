@@ -159,3 +159,5 @@ def test_code_of_the_documents_runs(code):
     with contextlib.redirect_stdout(said):
         exec(compile(code, "README.md", "exec"), {})
     assert "9,666,232,320 parameters" in said.getvalue()
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert [line for line in said.getvalue().splitlines() if line not in readme] == [], "make readme"

@@ -27,8 +27,9 @@ CARD = "README.md"
 JOB_PREFIX = "dataset-"  # of the job_id of rows that were loaded: they are no runs of this folder's own jobs
 KINDS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 
+UNDATED = "undated"  # instead of the day, for runs without any time
 _METADATA = b"gpufarm_dataset"
-_FILE = re.compile(r"(?P<device>.+)-(?P<day>\d{4}-\d\d-\d\d)-runs\.parquet")
+_FILE = re.compile(r"(?P<device>.+)-(?P<day>\d{4}-\d\d-\d\d|undated)-runs\.parquet")
 _ALWAYS = ("run_id", "family", "status", "source", "t_ms", "sensor", "phase")  # columns that are there without a value
 # A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
 _WHOLE = ("t_ms", "energy_j")
@@ -37,11 +38,14 @@ _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a 
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """The runs of one family on one device on one day (of their end, UTC), and their telemetry."""
+    """The runs of one family on one device on one day, and their telemetry.
+
+    The day is of their end, in UTC; of their start where the end is not known; `undated` where neither is.
+    """
 
     family: str
     device: str  # device name as a part of a file name
-    day: str  # YYYY-MM-DD
+    day: str  # YYYY-MM-DD, or undated
 
     def path(self, kind: str) -> Path:
         """Of the part's `runs` or `telemetry`, below the data set's folder."""
@@ -53,8 +57,8 @@ class Part:
         device = re.sub(r"[^A-Za-z0-9.]+", "-", run["device_name"]).strip("-.")
         if run["source"] == "simulated":
             device = f"simulated-{device}"
-        ended = run["finished_at"]
-        return cls(run["family"], device, f"{ended:%Y-%m-%d}")
+        time = run["finished_at"] or run["started_at"]
+        return cls(run["family"], device, UNDATED if time is None else f"{time:%Y-%m-%d}")
 
 
 def repository_folder() -> Path:

@@ -45,16 +45,17 @@ class Summary:
     ways: Mapping[str, int]
     notes: tuple[str, ...]
 
-    def lines(self) -> list[str]:
-        """For people, a fact a line."""
+    def lines(self, source: str = "measured") -> list[str]:
+        """Return it for people, a fact a line. `source` is what the runs would be: `measured` or `simulated`."""
         families = ", ".join(f"{name}: {n}" for name, n in self.families.items())
         new = ", ".join(f"{name}: {n}" for name, n in self.bins_gained.items() if n) or "none"
         past = f"{self.from_past:.0%} of it from past runs of the family" if self.from_past else "a guess: no past runs"
+        hours = "hours of simulated runs" if source == "simulated" else "GPU-hours"
         return [
             f"policy {self.policy}: {self.runs:,} of {self.pool:,} candidates ({families})",
-            f"left out: {self.measured:,} measured already, {self.repeated:,} copies of one another",
+            f"left out: {self.measured:,} {source} already, {self.repeated:,} copies of one another",
             f"bins and regions that had no row: {new}",
-            f"expected: {self.gpu_hours:.2f} GPU-hours ({past}), {self.out_of_memory:.0f} runs out of memory",
+            f"expected: {self.gpu_hours:.2f} {hours} ({past}), {self.out_of_memory:.0f} runs out of memory",
             f"figures from: {', '.join(f'{way}: {n}' for way, n in self.ways.items())}",
             *self.notes,
         ]

@@ -165,8 +165,8 @@ class Night:
     def _choose(self) -> dict[str, Any]:
         plan = self._plan(self.earlier(), "choosing")
         if plan.again:
-            self.say(f"measured again first, as stale: {plan.again:,}")
-        for line in () if plan.summary is None else plan.summary.lines():
+            self.say(f"{self.machine.source} again first, as stale: {plan.again:,}")
+        for line in () if plan.summary is None else plan.summary.lines(self.machine.source):
             self.say(line)
         return {**plan.payload(), "plan": plan.write(self.folder, self.cycle.name)}
 

@@ -121,7 +121,7 @@ def _spaces(families: Any, common: Any) -> tuple[Space, ...]:
         raise UsageError(f"families names one twice: {', '.join(names)}")
     common = {} if common is None else common
     if not isinstance(common, Mapping):
-        raise UsageError(f"space must map names to values, as in {{precision:[fp32,bf16]}}, got {common!r}")
+        raise UsageError(f"space must map names to values, as in 'space={{precision:[fp32,bf16]}}', got {common!r}")
     unused = [str(key) for key in common if not any(key in valid_keys(name) for name in names)]
     if unused:
         keys = sorted(set().union(*(valid_keys(name) for name in names)))

@@ -26,6 +26,7 @@ from farm.reports.parts import (
 )
 from farm.reports.rows import LOG_CHARACTERS
 from farm.reports.verdict import gist
+from learn.evaluation.scores import NOT_INFORMATIVE
 from learn.targets import TARGETS
 from warehouse.schema import ENVIRONMENT
 
@@ -38,6 +39,8 @@ _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
 _WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
+_COUNTS = ("rows", "out_of_memory")  # which hold whoever made the labels
+_NO_FIGURE = ("rows", "own_labels")
 _OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # of the shares: an error may be more than 100 %
 _FIGURES = {
     "rows": "rows",
@@ -148,14 +151,11 @@ def scores_section(report: Report) -> str:
 
 def _decisions(scores: Sequence[Score]) -> str:
     both = [of or {} for one in scores for of in (one.current, one.candidate)]
-    keys = [key for key in dict.fromkeys([*_FIGURES, *(key for of in both for key in of)]) if key != "rows"]
+    keys = [key for key in dict.fromkeys([*_FIGURES, *(key for of in both for key in of)]) if key not in _NO_FIGURE]
     keys = [key for key in keys if any(of.get(key) is not None for of in both)]
     rows = []
     for one in scores:
-        compared = (
-            f"{_figure(key, (one.current or {}).get(key))} / {_figure(key, (one.candidate or {}).get(key))}"
-            for key in keys
-        )
+        compared = (f"{_figure_of(key, one.current)} / {_figure_of(key, one.candidate)}" for key in keys)
         rows.append((one.target, one.estimator, one.decision, one.held_out, *compared))
     heads = ("target", "estimator", "decision", "held out", *map(_name, keys))
     failed = [k for k, one in enumerate(scores) if one.decision == "failed"]
@@ -171,6 +171,13 @@ def _name(key: str) -> str:
     return _FIGURES.get(key, key.replace("_", " "))
 
 
+def _figure_of(key: str, figures: Mapping[str, Any] | None) -> str:
+    """A figure of one model; errors on labels that the model's own trace simulated say nothing."""
+    if figures and figures.get("own_labels") and key not in _COUNTS and figures.get(key) is not None:
+        return NOT_INFORMATIVE
+    return _figure(key, (figures or {}).get(key))
+
+
 def _figure(key: str, value: Any) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return "–" if value is None else str(value)
@@ -178,9 +185,9 @@ def _figure(key: str, value: Any) -> str:
 
 
 def _drawn_figures(scores: Sequence[Score]) -> list[str]:
-    """The error, and the share of bins told right."""
+    """The error, and the share of bins told right; none where all labels are the models' own."""
     both = [of or {} for one in scores for of in (one.in_use, one.candidate)]
-    there = {key for of in both for key, value in of.items() if value is not None}
+    there = {key for of in both if not of.get("own_labels") for key, value in of.items() if value is not None}
     error = next((key for key in ("mean_abs_error", "median_abs_error", "median_rel_error") if key in there), None)
     return [key for key in (error, "accuracy") if key in there]
 
@@ -189,8 +196,9 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
     scale = 100.0 if key in _SHARES else 1.0
 
     def values(which: str) -> list[float | None]:
-        found = [(getattr(of[name], which) or {}).get(key) if name in of else None for name in names]
-        return [None if value is None else value * scale for value in found]
+        figures = [(getattr(of[name], which) or {}) if name in of else {} for name in names]
+        shown = [None if one.get("own_labels") else one.get(key) for one in figures]
+        return [None if value is None else value * scale for value in shown]
 
     used, candidate = values("in_use"), values("candidate")
     marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in ("promoted", "first"))

@@ -15,9 +15,12 @@ from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
+from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
 from learn.workload import Workload
 
 if TYPE_CHECKING:
+    from featurize.simulate import SimulatedStep
+    from learn.artifacts import Artifact
     from learn.traced import TracedStep
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
@@ -39,6 +42,7 @@ class Estimate:
     peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
     activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
     answered_by   target -> estimator and version that gave the figure
+    loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
     seconds       what the estimate itself took
     device_memory_mib   what a job can use of the card
     held_out_errors     of the fast path: target -> `median` and `p90` of how far it is off the full path, on
@@ -65,6 +69,7 @@ class Estimate:
     seconds: float
     device_memory_mib: float | None = None
     held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    loops: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, mib: float) -> bool:
         """Whether the job fits into that much free memory: by the bound where there is one, else by the point."""
@@ -82,11 +87,12 @@ class Estimate:
 
 @dataclass
 class _Found:
-    """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it. `absent`: targets without a
-    fitted model, in the folder `searched`."""
+    """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it, `loops` target -> of which
+    loop. `absent`: targets without a fitted model, in the folder `searched`."""
 
     values: dict[str, Any] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
+    loops: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     searched: str = ""
@@ -100,17 +106,20 @@ def answer(
     data=None,
     allocator: AllocatorSettings | None = None,
     timeline: bool = False,
+    loop: str | None = None,
 ) -> tuple[Estimate, TracedStep | None]:
     """The estimate of one job, and its trace where there is one (`timeline`: with its allocator's every move).
 
-    `estimator` as in `learn.estimate.estimate`, but checked. `Estimate.seconds` is left at 0. Raises `UsageError` for
-    what has no answer: for peak memory that is, other figures may be missing.
+    `estimator` and `loop` as in `learn.estimate.estimate`, but checked. `Estimate.seconds` is left at 0. Raises
+    `UsageError` for what has no answer: for peak memory that is, other figures may be missing.
     """
     from learn.estimators import TRAINING_FREE, get_estimator
     from learn.step_store import remembered
     from learn.traced import CannotTrace, step_of
 
     found = _Found()
+    if loop is not None:
+        job = replace(job, training_loop=loop == PIPELINE)
     fitted = estimator is not None and estimator not in TRAINING_FREE
     case = _case(job, device)
     if fitted and job.config is None and not getattr(get_estimator(estimator), "needs_trace", False):
@@ -126,11 +135,11 @@ def answer(
     elif estimator != "trace":
         with remembered(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
             in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, lent))
-            _ask_fitted(found, case, in_a_plain_loop, estimator, data)
+            _ask_fitted(found, case, in_a_plain_loop, estimator, data, loop)
     if failure is not None and "peak_memory_mib" not in found.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure
-    return _assembled(found, job, device, traced, failure, allocator), traced
+    return _assembled(found, job, device, traced, failure, allocator, loop), traced
 
 
 def _recall(case: Case, data) -> None:
@@ -160,14 +169,25 @@ def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> No
         advice = f"; {WITHOUT_TRACE}" if stuck else ""
         raise UsageError(f"estimator={estimator} has no answer: {said.reason}{advice}")
     found.values |= {"peak_memory_mib": said.mib, "breakdown": dict(said.parts)}
-    found.by["memory"] = estimator
+    found.by["memory"], found.loops["memory"] = estimator, loop_named(job.training_loop)
     found.notes.append(known.warning)
 
 
-def _ask_fitted(found: _Found, case: Case, in_a_plain_loop: Callable[[], Case], estimator: str | None, data) -> None:
-    """Figures of the newest fitted model of each target that knows the case's family and device: the data folder's,
-    else the one that comes with the project. Other people measure plain loops, which wait for their input; the farm's
-    trials, which trial configs are of, keep one batch on the device. So each is asked about the loop that it knows."""
+def _ask_fitted(
+    found: _Found,
+    case: Case,
+    in_a_plain_loop: Callable[[], Case],
+    estimator: str | None,
+    data: Any,
+    loop: str | None,
+) -> None:
+    """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
+    folder's, else the one that comes with the project.
+
+    Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
+    each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
+    answer; memory, which hardly depends on the loop, is answered by any.
+    """
     from learn.artifacts import StaleArtifact, default_artifact, features_of_estimator, find_latest, load_latest
     from learn.estimators import LEVEL
     from learn.targets import get_target
@@ -186,20 +206,21 @@ def _ask_fitted(found: _Found, case: Case, in_a_plain_loop: Callable[[], Case], 
     found.searched = str(folder.models)
     notes = []
     for target in TARGETS:
-        artifact = None
+        own = None
         try:
-            artifact = find_latest(folder, target, learnt=True, **wanted)
+            own = find_latest(folder, target, learnt=True, **wanted)
         except StaleArtifact as error:
             if estimator is not None:
                 raise
             notes.append(str(error))
-        default = artifact is None
-        artifact = artifact or shipped.get(target)
+        artifact, note = _of_loop(target, own, shipped.get(target), loop)
+        notes += note
         if artifact is None:
             found.absent.append(target)
             continue
+        default = artifact is not own
         sources = artifact.meta["rows"]["source"]
-        asked = in_a_plain_loop() if set(sources) == {"imported"} else case
+        asked = in_a_plain_loop() if loops_of_sources(sources) == {PIPELINE} else case
         prediction = artifact.estimator.predict([asked])
         if prediction.refusals:
             if target == "memory" and estimator is not None:
@@ -209,13 +230,14 @@ def _ask_fitted(found: _Found, case: Case, in_a_plain_loop: Callable[[], Case], 
         name = artifact.meta["estimator"]
         found.values[get_target(target).column] = float(prediction.point[0])
         found.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
+        found.loops[target] = loop_named(asked.training_loop)
         if target == "memory":
             upper = prediction.upper(LEVEL)
             found.values["upper_mib"] = None if upper is None else float(upper[0])
         notes += [f"{target}: {text}" for text in prediction.warnings]
         notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
-        loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
-        notes.append(f"{target}: fitted on {', '.join(sources)} rows{loop}")
+        of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
+        notes.append(f"{target}: fitted on {', '.join(sources)} rows{of_loop}")
         if default and artifact.meta["feature_version"] != features_of_estimator(name):
             notes.append(
                 f"{target}: the model that comes with the project was fitted with features "
@@ -224,17 +246,46 @@ def _ask_fitted(found: _Found, case: Case, in_a_plain_loop: Callable[[], Case], 
     found.notes += _merged(notes)
 
 
+def _of_loop(
+    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
+) -> tuple[Artifact | None, list[str]]:
+    """Return the first of the two models that knows the loop, and which model was passed over for that."""
+    if loop is None or target == "memory":
+        return own or shipped, []
+    passed_over = []
+    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
+        if artifact is None:
+            continue
+        known = loops_of_sources(artifact.meta["rows"]["source"])
+        if loop in known:
+            return artifact, passed_over
+        passed_over += [f"{target}: {words} was fitted on the {name} loop only; loop={name} asks it" for name in known]
+    return None, passed_over
+
+
 def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
     """The case in such a loop, its record at hand while `lent` is open."""
     from learn.step_store import remembered
     from learn.traced import step_of
 
-    if case.config is None or case.training_loop:
+    if case.training_loop:
         return case
     looped = replace(case, training_loop=True)
+    if case.module is not None:
+        looped = replace(looped, module=replace(case.module, training_loop=True))
     with contextlib.suppress(UsageError):  # then whoever asks for its record hears why
         lent.enter_context(remembered(looped, step_of(looped.workload, looped.described)))
     return looped
+
+
+def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:
+    """Return the traced step in the loop asked for: the trace itself prices the GPU's own work, without any input."""
+    from featurize.simulate import input_ms, simulate
+
+    if loop != PIPELINE:
+        return traced.step
+    waits = input_ms(traced.trace, job.batch_size)
+    return simulate(traced.trace, device, job.settings, memory=traced.memory, input_ms=waits)
 
 
 def _assembled(
@@ -244,6 +295,7 @@ def _assembled(
     traced: TracedStep | None,
     failure: UsageError | None,
     allocator: AllocatorSettings | None,
+    loop: str | None,
 ) -> Estimate:
     """What was found, and the trace's figures for the rest."""
     from learn.analytical.trace import NO_BOUND
@@ -251,10 +303,12 @@ def _assembled(
 
     values, by, notes = found.values, found.by, []
     if traced is not None:
+        step = _priced(traced, job, device, loop)
         for target in TARGETS:
             column = get_target(target).column
             if column not in values:
-                values[column], by[target] = getattr(traced.step, column), "trace"
+                values[column], by[target] = getattr(step, column), "trace"
+                found.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
         memory = traced.memory
         largest = list(memory.peak_modules.items())[:TOP_MODULES]
         values |= {
@@ -293,6 +347,7 @@ def _assembled(
             f"no fitted model for {family} on {device.name} in {found.searched} for "
             f"{', '.join(found.absent)}{instead} (python -m learn.fit target={found.absent[0]} fits one)"
         )
+    notes += _of_two_loops(found.loops)
     named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
@@ -305,8 +360,18 @@ def _assembled(
         warnings=tuple([*notes, *found.notes]),
         estimator=" + ".join(named),
         answered_by=by,
+        loops=found.loops,
         seconds=0.0,
     )
+
+
+def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
+    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
+    of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
+    if not all(of_loop.values()):
+        return []
+    said = ", ".join(f"{', '.join(targets)} of the loop {loop}" for loop, targets in of_loop.items())
+    return [f"{said}; loop={PIPELINE} or loop={RESIDENT} asks for one loop"]
 
 
 def times(count: int) -> str:

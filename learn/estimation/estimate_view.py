@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 
 from learn.estimation.answers import TARGETS, Estimate
-from learn.estimation.past_run import PastRun
+from learn.estimation.loops import legend
+from learn.estimation.past_run import PastRun, agrees_by_construction
 from learn.targets import get_target
 
 TOP_SHOWN = 5  # modules in the table's last line
@@ -30,16 +31,17 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     if past is not None:
         table.add_column(f"{past.source} ({past.status})", justify="right")
         table.add_column("difference", justify="right")
+    table.add_column("loop")
     table.add_column("by", overflow="fold")
     for name, value, text, target in figures(done):
         cells = [name, text(value)]
         if past is not None:
             column = _COLUMN[name]
-            found = past.found[column] if column else None
-            cells += [text(found) if column else "", _difference(value, found, target)]
-        table.add_row(*cells, done.answered_by.get(target, ""))
+            in_run = past.found[column] if column else None
+            cells += [text(in_run) if column else "", _difference(done, past, target) if column else ""]
+        table.add_row(*cells, done.loops.get(target, ""), done.answered_by.get(target, ""))
     if done.fits_device is not None:
-        rest = [""] * (0 if past is None else 2)
+        rest = [""] * (1 if past is None else 3)
         table.add_row("memory of the card", f"{done.device_memory_mib:,.0f} MiB", *rest, "")
         table.add_row(
             "fits", "yes" if done.fits_device else "no", *rest, "by the bound" if done.upper_mib else "by the point"
@@ -47,6 +49,8 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     screen.print(table)
     if done.held_out_errors:
         screen.print(held_out_text(done.held_out_errors), soft_wrap=True, highlight=False, markup=False)
+    if done.loops:
+        screen.print(legend(done.loops.values()), soft_wrap=True, highlight=False, markup=False)
 
     if done.breakdown:
         total = sum(done.breakdown.values())
@@ -94,7 +98,9 @@ def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
     """The estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
     mapping: dict[str, object] = {"subject": title, **done.to_mapping()}
     if past is not None:
-        mapping["run"] = {"run_id": past.run_id, "status": past.status, "source": past.source, **past.found}
+        mapping["run"] = {
+            "run_id": past.run_id, "status": past.status, "source": past.source, "loop": past.loop, **past.found
+        }  # fmt: skip
     print(json.dumps(mapping, indent=1))
 
 
@@ -126,9 +132,16 @@ def figures(done: Estimate):
     yield "step time", done.step_time_ms, ms, "step_time"
 
 
-def _difference(value: float | None, found: float | None, target: str) -> str:
-    if value is None or found is None:
+def _difference(done: Estimate, past: PastRun, target: str) -> str:
+    """The estimate less what the run showed; in words where a figure would say nothing."""
+    column = get_target(target).column
+    estimated, in_run = getattr(done, column), past.found[column]
+    if estimated is None or in_run is None:
         return ""
+    if target != "memory" and done.loops.get(target) != past.loop:  # memory hardly depends on the loop
+        return "other loop"
+    if agrees_by_construction(past, done, target):
+        return "same trace"
     if target in ("smact", "smocc", "drama"):
-        return f"{value - found:+.3f}"
-    return f"{value / found - 1:+.1%}" if found > 0 else ""
+        return f"{estimated - in_run:+.3f}"
+    return f"{estimated / in_run - 1:+.1%}" if in_run > 0 else ""

@@ -16,6 +16,7 @@ from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial import TrialConfig
 from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.estimation.answers import Estimate
+from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.fastpath.fast import FastPath
 from learn.learned.familiarity import Familiarity
 from learn.step_store import step_feature_version
@@ -24,6 +25,8 @@ from learn.targets import get_target
 NAME = "fast (default)"
 _BITS = {"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16}  # as featurize.step_features counts them; a test compares
 _STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+# As `learn.build_defaults` teaches it: the fitted models' figures, and the trace's.
+_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 STALE = "the fast path was distilled from traces of other code than this: it may be a little off"
 
 
@@ -65,6 +68,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *_of_teacher(config, device), *stale),
             estimator="fast",
             answered_by=by,
+            loops={target: _LOOPS[target] for target in by},
             seconds=seconds,
             held_out_errors=errors[config.family],
         )

@@ -5,13 +5,17 @@ Start reading at `load_run`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from conf.errors import UsageError
 from featurize.row_config import UnreadableConfig, config_of_row, printable
 from featurize.trial import TrialConfig
 from learn.estimation.answers import Estimate
+from learn.estimation.loops import loop_of_source
+from learn.targets import get_target
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,11 @@ class PastRun:
     source: str
     device: str | None
     found: Mapping[str, float | None]
+
+    @property
+    def loop(self) -> str:
+        """The loop that it ran in, a name of `learn.estimation.loops.LOOPS`."""
+        return loop_of_source(self.source)
 
 
 def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
@@ -50,8 +59,20 @@ def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
     return PastRun(str(run_id), config, row[1], row[2], row[3], dict(zip(columns, row[4:], strict=True)))
 
 
-def known_to(past: PastRun, done: Estimate, data) -> list[str]:
-    """That fitted models knew the run's own label, so that agreeing with it proves little."""
+def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
+    """Whether the estimate's figure is the very one that the run was simulated with, so that agreeing says nothing."""
+    column = get_target(target).column
+    estimated, in_run = getattr(done, column), past.found[column]
+    return (
+        past.source == "simulated"
+        and done.answered_by.get(target) == "trace"
+        and None not in (estimated, in_run)
+        and math.isclose(estimated, in_run, rel_tol=1e-9)
+    )
+
+
+def known_to(past: PastRun, done: Estimate, data: Any) -> list[str]:
+    """Return why agreeing with the run proves little: fitted models knew its label, or the trace made it."""
     from learn.artifacts import versions
 
     knew = []
@@ -60,4 +81,8 @@ def known_to(past: PastRun, done: Estimate, data) -> list[str]:
         for artifact in versions(data, target) if version else ():
             if artifact.version == version and past.run_id in artifact.fitted_run_ids:
                 knew.append(target)
-    return [f"{', '.join(knew)}: the model has been fitted on this very run"] if knew else []
+    notes = [f"{', '.join(knew)}: the model has been fitted on this very run"] if knew else []
+    made = [target for target in done.answered_by if agrees_by_construction(past, done, target)]
+    if made:
+        notes.append(f"{', '.join(made)}: the trace also simulated this run, so they agree by construction")
+    return notes

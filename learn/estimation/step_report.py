@@ -18,6 +18,7 @@ from conf.outputs import checked_output, write_output
 from featurize.device_spec import DeviceSpec
 from learn.estimation.answers import Estimate, times
 from learn.estimation.estimate_view import figures, peak_said
+from learn.estimation.loops import legend
 from learn.estimation.module_tree import module_tree_html
 from learn.estimation.step_chart import COLOURS, timeline_svg
 from warehouse.folder import DataFolder
@@ -239,10 +240,14 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
         "bandwidth": f"{device.bandwidth_gb_s:,.0f} GB/s",
         "multiprocessors": device.sm_count,
     }
-    answers = [(name, text(value), done.answered_by.get(target, "")) for name, value, text, target in figures(done)]
+    answers = [
+        (name, text(value), done.loops.get(target, ""), done.answered_by.get(target, ""))
+        for name, value, text, target in figures(done)
+    ]
     return (
         '<section class="facts">'
         f'<div class="figures"><h2>Estimate</h2>{_rows(answers)}'
+        f"<p>{escape(legend(done.loops.values()))}</p>"
         f"<p>by {escape(done.estimator)}, in {done.seconds:.2f} s</p></div>"
         f"<div><h2>Settings</h2>{_rows(settings.items())}</div>"
         f"<div><h2>Device</h2>{_rows(described.items())}</div></section>"

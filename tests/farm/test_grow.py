@@ -135,8 +135,9 @@ def test_what_waits_in_the_queue_is_not_chosen_again(root):
 def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
     assert grow(root, "n=6", "dry_run=true") == 0
     said = capsys.readouterr().out
-    assert "6 of 40 candidates (mlp: 6)" in said and "GPU-hours" in said and "out of memory" in said
-    assert "left out: 0 measured already" in said and "mlp" in said
+    assert "6 of 40 candidates (mlp: 6)" in said and "hours of simulated runs" in said and "out of memory" in said
+    assert "left out: 0 simulated already" in said and "mlp" in said
+    assert "measured" not in said and "GPU-hours" not in said
     assert not root.exists()
     assert grow(root, "n=4") == 0
     before = sorted(root.rglob("*"))

@@ -432,6 +432,19 @@ def test_no_header_is_the_name_of_a_column_of_the_code(nights):
     assert "out_of_memory" not in page.said() and "some_new_figure" not in page.said()
 
 
+def test_errors_on_labels_that_the_model_s_own_trace_simulated_are_not_figures(nights):
+    own = learned("first", error=0.0)
+    own["figures"] = {"current": None, "candidate": {**own["figures"]["candidate"], "own_labels": True}}
+    nights.night([nights.run_row(source="simulated")], own, learned("kept", target="drama", error=0.125))
+    _, page = written(nights)
+    section = page.text[page.text.index("Estimators over the cycles") :]
+    assert "– / not informative" in section and "– / 0" not in section
+    assert "drama by hybrid: mean absolute error" in page.said(), "whose labels are another's"
+    assert "memory by hybrid: mean absolute error" not in page.said()
+    assert "memory by hybrid: accuracy" not in page.said()
+    assert "own labels" not in page.said()
+
+
 def test_a_grids_row_names_lie_inside_the_picture_in_a_wide_font():
     """DejaVu Sans, which a page falls back to where there is no system font, has digits of 7.64 pixels at 12."""
     names = ("16384–32767", "8192–16383")

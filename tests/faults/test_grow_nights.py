@@ -57,7 +57,7 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
     assert night("device.bandwidth_gb_s=700", "dry_run=true") == 0
     again = drift["remeasure"] - second.done("choose")["remeasured"]
     assert next_plan["remeasured"] == min(again, 6)
-    assert (f"measured again first, as stale: {min(again, 6)}" in capsys.readouterr().out) == (again > 0)
+    assert (f"simulated again first, as stale: {min(again, 6)}" in capsys.readouterr().out) == (again > 0)
 
     assert night("device.bandwidth_gb_s=300") == 1
     sick = cycles(root)[2]

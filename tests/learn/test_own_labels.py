@@ -121,3 +121,4 @@ def test_a_promotion_on_labels_of_the_trace_says_not_informative(traced, tmp_pat
     data = shutil.copytree(traced, tmp_path / "data", ignore=shutil.ignore_patterns("models"))
     first = refit(data, "memory", "trace", cycle="one")
     assert "not informative" in first.why and "100%" not in first.why
+    assert first.to_mapping()["figures"]["candidate"]["own_labels"] is True

@@ -1,0 +1,33 @@
+"""What a growth cycle calls its runs, and whether what it advises can be pasted into a shell."""
+
+import subprocess
+
+import pytest
+
+from conf.errors import UsageError
+from farm.choosing.plan_summary import Summary
+from farm.growth.settings import _spaces
+
+SUMMARY = Summary(
+    policy="coverage", runs=6, families={"mlp": 6}, pool=40, measured=3, repeated=1, bins_gained={}, gained={},
+    gpu_hours=0.25, from_past=0.0, out_of_memory=1.0, ways={"fast": 6}, notes=(),
+)  # fmt: skip
+
+
+def test_a_plan_of_simulated_runs_speaks_of_no_measurement_and_no_gpu_hours():
+    said = "\n".join(SUMMARY.lines("simulated"))
+    assert "3 simulated already" in said and "0.25 hours of simulated runs" in said
+    assert "measured" not in said and "GPU" not in said
+
+
+def test_a_plan_of_measured_runs_speaks_of_gpu_hours():
+    said = "\n".join(SUMMARY.lines("measured"))
+    assert "3 measured already" in said and "0.25 GPU-hours" in said
+
+
+def test_the_advice_on_spaces_can_be_pasted_into_a_shell():
+    with pytest.raises(UsageError) as caught:
+        _spaces(["mlp"], 5)
+    advice = str(caught.value).partition(" as in ")[2].rpartition(", got")[0]
+    done = subprocess.run(["bash", "-c", f"printf '%s\\n' {advice}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["space={precision:[fp32,bf16]}"]

@@ -1,0 +1,119 @@
+"""The README: its output is made by its commands, which are the demo's, and agrees with today's simulator."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from featurize.device_spec import load_device
+from featurize.simulate import simulate
+from featurize.trace import trace_config
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUN_ID = re.compile(r"\bcnn-[0-9a-f]{8}-(\d{6})\b")
+PAGE = """# A page
+
+<!-- run: echo "a'; echo foo"; echo 20261121T172637Z-78894296; echo secret; echo secret; echo seven words
+hide: ^secret
+rewrite: seven => 7
+-->
+old
+<!-- /run -->
+
+```python
+print("from Python", 6 * 7)
+```
+
+<!-- run: the python above -->
+<!-- /run -->
+
+<!-- run: pwd; touch here -->
+<!-- /run -->
+
+<!-- run: ls -->
+<!-- /run -->
+"""
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("generate_readme", ROOT / "infra" / "generate_readme.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_blocks_are_replaced_by_what_their_commands_print(generate):
+    page = generate.regenerated(PAGE)
+    printed = ["a'; echo foo", "YYYYMMDDThhmmssZ-xxxxxxxx", "[...]", "7 words"]
+    assert "".join(f"    {line}\n" for line in printed) in page and "\nold\n" not in page
+    assert "\n    from Python 42\n" in page
+    assert "$ ls\n    here\n" in page, "commands run one after the other in one folder"
+    assert generate.regenerated(page) == page
+
+
+def test_a_command_that_fails_and_a_block_that_is_not_closed_are_errors(generate):
+    with pytest.raises(SystemExit, match=r"exit code 3:\nwhy"):
+        generate.regenerated("<!-- run: echo why; exit 3 -->\n<!-- /run -->\n")
+    with pytest.raises(SystemExit, match="1 blocks begin with <!-- run: and 0 end"):
+        generate.blocks_of("<!-- run: ls -->\n")
+    with pytest.raises(SystemExit, match="there is no fenced code"):
+        generate.blocks_of("<!-- run: the sql above -->\n<!-- /run -->\n")
+    with pytest.raises(SystemExit, match="unknown option: colour: red"):
+        generate.blocks_of("<!-- run: ls\ncolour: red\n-->\n<!-- /run -->\n")
+
+
+def test_check_writes_nothing_and_shows_what_has_changed(generate, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "README.md"
+    page.write_text("<!-- run: echo new -->\n\n    $ echo new\n    old\n\n<!-- /run -->\n")
+    before = page.read_text()
+    monkeypatch.setattr(generate, "TARGET", page)
+    monkeypatch.setattr(sys, "argv", ["generate_readme.py", "--check"])
+    assert generate.main() == 1 and page.read_text() == before
+    said = capsys.readouterr().err
+    assert "make readme" in said and "-    old" in said and "+    new" in said
+    monkeypatch.setattr(sys, "argv", ["generate_readme.py"])
+    assert generate.main() == 0
+    monkeypatch.setattr(sys, "argv", ["generate_readme.py", "--check"])
+    assert generate.main() == 0
+
+
+def test_each_block_of_the_readme_shows_its_command_and_output(generate):
+    shown = list(generate.shown_commands(README))
+    assert len(shown) >= 5
+    for block, command in shown:
+        assert RUN_ID.sub("NEWEST_RUN", command) == block.command
+    assert all(len(block.body.strip().splitlines()) > 1 for block in generate.blocks_of(README))
+
+
+def test_the_readme_shows_the_commands_of_the_demo(generate):
+    script = (ROOT / "infra" / "demo.sh").read_text(encoding="utf-8")
+    demo = [line.removeprefix("run ") for line in script.splitlines() if line.startswith("run python")]
+    demo = [command.replace('"run=$run_id"', "run=NEWEST_RUN") for command in demo]
+    assert demo == [block.command for block in generate.blocks_of(README) if block.code is None]
+    (query,) = re.findall(r'^sql="(.*?)"$', script, re.M | re.S)
+    assert query in README
+
+
+def test_the_readme_s_simulated_figures_are_those_of_this_code():
+    """The run beside the estimate, simulated again: stale figures need `make readme`."""
+    from farm.sampling import sample
+    from farm.space import default_space, parse_space
+
+    (index,) = {int(number) for number in re.findall(rf"run={RUN_ID.pattern}", README)}
+    device = load_device("A100-SXM4-40GB")
+    config = sample(parse_space("cnn", default_space("cnn")), 0, index)
+    step = simulate(trace_config(config, device=device), device, config)
+    cells = {
+        row[0]: row[2]
+        for line in README.splitlines()
+        if len(row := [cell.strip() for cell in line.strip().strip("│").split("│")]) == 6
+    }
+    assert cells["peak memory"] == f"{step.peak_memory_mib:,.0f} MiB", "make readme"
+    assert cells["smact (SM activity)"] == f"{step.smact:.3f}", "make readme"
+    assert cells["step time"] == f"{step.step_time_ms:,.3f} ms", "make readme"

@@ -1,0 +1,156 @@
+"""Which loop an estimate's figures speak of: named on each line, and the run's own where a run stands beside it."""
+
+import json
+
+import pytest
+from learn_rows import make_configs, write_runs
+from torch import nn
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.families import mlp
+from featurize.simulate import simulate
+from featurize.trace import trace_config
+from learn import estimate
+from learn.artifacts import default_artifact
+from learn.cases import Case
+from learn.estimation.loops import LOOPS, PIPELINE, RESIDENT
+from learn.fit import FitSettings, fit
+from learn.step_store import features_of
+from learn.traced import describe_device
+
+DEVICE = describe_device("A100-SXM4-40GB")
+CONFIGS = make_configs(6, seed=3)
+CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
+UTILIZATION = ("smact", "smocc", "drama", "step_time_ms")
+TARGETS = ("smact", "smocc", "drama", "step_time")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A data folder whose runs carry the simulator's own figures."""
+    folder = tmp_path_factory.mktemp("loops") / "a'; echo foo"
+    write_runs(folder, CONFIGS, statuses=["ok"] * len(CONFIGS), labels=simulated_labels(CONFIGS))
+    return folder
+
+
+def simulated_labels(configs):
+    steps = [simulate(trace_config(config, device=DEVICE), DEVICE, config) for config in configs]
+    return {name: [getattr(step, name) for step in steps] for name in ("peak_memory_mib", *UTILIZATION)}
+
+
+def command(*argv):
+    from learn.estimate import TEXT, entry
+
+    return cli.run("estimate", entry, list(argv), text=TEXT)
+
+
+def test_every_figure_names_its_loop():
+    done = estimate(CONFIG)
+    assert set(done.loops) == set(done.answered_by) == {"memory", *TARGETS}
+    assert set(done.loops.values()) <= set(LOOPS)
+    # Published runs wait for their input; the trace prices the GPU's own work.
+    assert done.loops["smact"] == done.loops["smocc"] == PIPELINE
+    assert done.loops["drama"] == done.loops["step_time"] == RESIDENT
+    assert json.loads(json.dumps(done.to_mapping()))["loops"] == done.loops
+    said = "smact, smocc of the loop pipeline, drama, step_time of the loop resident; loop=pipeline or loop=resident"
+    assert any(text.startswith(said) for text in done.warnings)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
+def test_of_the_farm_s_loop_an_estimate_is_what_the_simulator_says(config):
+    step = simulate(trace_config(config, device=DEVICE), DEVICE, config)
+    done = estimate(config, loop=RESIDENT)
+    assert {done.loops[target] for target in TARGETS} == {RESIDENT}
+    for name in UTILIZATION:
+        assert getattr(done, name) == pytest.approx(getattr(step, name))
+    assert done.peak_memory_mib == pytest.approx(estimate(config).peak_memory_mib)
+    assert not any("asks for one loop" in text for text in done.warnings)
+
+
+def test_of_a_plain_loop_every_figure_waits_for_the_input():
+    done = estimate(CONFIG, loop=PIPELINE)
+    looped = Case(CONFIG, DEVICE.name, training_loop=True)
+    traced = features_of(looped).values
+    assert set(done.loops.values()) == {PIPELINE}
+    assert done.smact == pytest.approx(float(default_artifact("smact").estimator.predict([looped]).point[0]))
+    assert done.step_time_ms == pytest.approx(traced["job_step_time_ms"])
+    assert done.drama == pytest.approx(traced["job_roofline_drama"])
+    assert done.step_time_ms > estimate(CONFIG, loop=RESIDENT).step_time_ms
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_module_is_asked_about_either_loop(loop):
+    done = estimate(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)), (32, 64), loop=loop)
+    assert {done.loops[target] for target in TARGETS} == {loop}
+    other = estimate(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)), (32, 64), loop=RESIDENT)
+    assert (done.step_time_ms > other.step_time_ms) == (loop == PIPELINE)
+
+
+def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
+    configs = make_configs(60, families=("mlp",))
+    write_runs(tmp_path / "d", configs, statuses=["ok"] * 60)
+    fit(FitSettings(target="smact", estimator="lightgbm", data=str(tmp_path / "d")))
+    own = estimate(configs[0], data=tmp_path / "d", loop=RESIDENT)
+    assert own.answered_by["smact"].startswith("lightgbm ") and own.answered_by["smocc"] == "trace"
+    assert any("loop=pipeline asks it" in text and text.startswith("smocc: ") for text in own.warnings)
+    plain = estimate(configs[0], data=tmp_path / "d", loop=PIPELINE)
+    assert plain.answered_by["smact"] == plain.answered_by["smocc"] == "hybrid (default)"
+    assert any("loop=resident asks it" in text and text.startswith("smact: ") for text in plain.warnings)
+
+
+def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, capsys):
+    assert command("run=job-000001", "format=json", f"data={data}") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["run"]["loop"] == RESIDENT and {shown["loops"][target] for target in TARGETS} == {RESIDENT}
+    for name in UTILIZATION:
+        assert shown[name] == pytest.approx(shown["run"][name])
+    said = " ".join(shown["warnings"])
+    assert "smact, smocc, drama, step_time: the trace also simulated this run" in said
+
+
+def test_the_table_names_the_loop_on_each_line_and_explains_it(data, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert command("run=job-000001", f"data={data}") == 0
+    shown = capsys.readouterr().out
+    (line,) = (line for line in shown.splitlines() if "smact" in line and "│" in line)
+    assert RESIDENT in line and "same trace" in line
+    (line,) = (line for line in shown.splitlines() if "99 % bound" in line)
+    assert "loop" not in line
+    assert "resident: one batch stays on the GPU" in shown
+
+
+def test_a_run_that_other_code_simulated_shows_its_difference(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    labels = {name: [0.9 * value for value in values] for name, values in simulated_labels(CONFIGS[:1]).items()}
+    write_runs(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
+    assert command("run=job-000000", f"data={tmp_path / 'd'}") == 0
+    shown = capsys.readouterr().out
+    (line,) = (line for line in shown.splitlines() if "step time" in line and "│" in line)
+    assert "+11.1%" in line and "by construction" not in shown
+
+
+def test_figures_of_different_loops_are_not_subtracted(data, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert command("run=job-000001", "loop=pipeline", f"data={data}") == 0
+    shown = capsys.readouterr().out
+    (line,) = (line for line in shown.splitlines() if "smact" in line and "│" in line)
+    assert "other loop" in line and PIPELINE in line
+    (line,) = (line for line in shown.splitlines() if "peak memory" in line and "│" in line)
+    assert "other loop" not in line and "%" in line  # which hardly knows of loops
+
+
+def test_an_imported_run_is_of_a_plain_loop(tmp_path, capsys):
+    write_runs(tmp_path / "d", CONFIGS[:1], statuses=["ok"], source="imported")
+    assert command("run=job-000000", "format=json", f"data={tmp_path / 'd'}") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["run"]["loop"] == PIPELINE and {shown["loops"][target] for target in TARGETS} == {PIPELINE}
+
+
+def test_a_loop_that_is_none_and_one_for_the_fast_path_are_refused():
+    with pytest.raises(UsageError, match="unknown loop 'endless'; known: pipeline, resident"):
+        estimate(CONFIG, loop="endless")
+    with pytest.raises(UsageError, match=r"method=fast .*leave loop out"):
+        estimate(CONFIG, method="fast", loop=RESIDENT)
+    done = estimate(CONFIG, method="fast")
+    assert set(done.loops) == set(done.answered_by)
