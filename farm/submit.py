@@ -9,6 +9,7 @@ from collections import Counter
 
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
+from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.sampling import sample_range
 from farm.settings import SubmitSettings, device_key
@@ -31,6 +32,7 @@ def entry(cfg) -> int:
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(_configs(settings, 0, 1))
+    require_models([settings.space])
     if not settings.detach:
         settings.cluster.check_address()
     log, metrics = service_settings(OmegaConf.to_container(cfg, resolve=True))
