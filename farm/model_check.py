@@ -23,7 +23,7 @@ from featurize.own_code import code_fields, config_of_user, data_refusal
 from featurize.row_config import printable
 from featurize.trial import TrialConfig, config_from_mapping
 
-PATIENCE_S = 120.0  # for all models of a submission; those that are not checked by then are queued
+PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
 _TRIED_ON = 3  # configs that a model is tried on
 _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # of a problem

@@ -168,9 +168,9 @@ def test_submitting_a_model_that_always_fails_exits_with_1_and_says_why(tmp_path
     assert cli.run("submit", submit_module.entry, command) == 1
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if line.startswith("error: ")]
-    assert "all 2 trials that ran failed (crashed 2)" in line and "no luck at all" in line
+    assert "all 2 trials that ran failed (invalid 2)" in line and "no luck at all" in line
     assert "2 of 2 runs are in" in said.out
     with contextlib.closing(connect(tmp_path / "data")) as connection:
-        assert connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall() == [("crashed", 2)]
+        assert connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall() == [("invalid", 2)]
     with Queue.open(tmp_path / "data" / "queue.sqlite") as queue:
-        assert queue.counts().by_status == {"crashed": 2}
+        assert queue.counts().by_status == {"invalid": 2}
