@@ -1,7 +1,7 @@
 """Refuses a submission whose models do not exist: a factory that is mistyped, a module that cannot be imported here.
 
-Start reading at `require_models`, which asks a child process (`python -m farm.model_check`): only it imports torch, model
-libraries and the user's own modules. Models of the family's own search space are known to exist.
+Start reading at `require_models`, which asks a child process (`python -m farm.model_check`). Only the child imports
+torch, libraries and the user's own modules. Models of the family's own search space are known to exist.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 
 
 def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | None]:
-    """Each model's problem, None where it has none or was not reached in time; "" where importing it ended the child."""
+    """Return each model's problem; None: it has none, or was not reached in time; "": importing it ended the child."""
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,

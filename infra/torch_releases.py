@@ -24,7 +24,7 @@ _DIFFERENCES_SHOWN = 5
 def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
     """Return whether the release gives the golden figures, and what a person should read of it."""
     python = folder / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-compile"]
     constraints = ["--constraint", ROOT / "constraints.txt"]
     for command in ([sys.executable, "-m", "venv", folder], [*pip, *options, f"torch=={version}"],
                     [*pip, *constraints, *_NEEDED]):  # fmt: skip

@@ -1,8 +1,8 @@
-"""Figures of one small traced step of each family, and of a convolution: what they must be under every release of torch.
+"""Figures of a small traced step of each family, and of convolutions: what they must be under every release of torch.
 
 Start reading at `differences`. `golden_traces.json` beside this file holds the figures; `python -m
 tests.featurize.golden_traces` compares the torch of the Python that runs it, which needs NumPy and PyYAML beside torch.
-`write=true` writes the figures anew, for a change that is meant. Needs no test runner, so that any environment can run it.
+`write=true` writes the figures anew, for a change that is meant. No test runner is needed: any environment can run it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from golden_traces import expected, figures_of, golden, release
 
 from featurize.families import family_names
-from golden_traces import expected, figures_of, golden, release
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = golden()["cases"]
