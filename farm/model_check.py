@@ -43,7 +43,7 @@ def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> N
     answers = _ask(models, patience_s)
     for model, problem in zip(models, answers, strict=True):
         if problem is not None:
-            problems.setdefault(problem or f"importing {model['name']} ends the process")
+            problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise UsageError("; ".join(list(problems)[:_SHOWN]) + more)
@@ -54,31 +54,37 @@ def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> N
 
 def _models_of(space: Space) -> Iterator[dict[str, Any]]:
     """`name`, as it stands in the space, and `configs` that have the model, as mappings."""
-    dimension = next((one for one in space.dimensions if one.name == _FIELD), None)
-    known = {value for one in own_space(space.family).dimensions if one.name == _FIELD for value in _values(one)}
-    for value in dict.fromkeys(() if dimension is None else _values(dimension)):
-        if not isinstance(value, str) or (value in known and _is_own(space) and _library_is_here(space.family, value)):
+    values = [value for value in _models(space) if isinstance(value, str)]
+    if not values:
+        return
+    known = set(_models(own_space(space.family))) if _has_own_arguments(space) else set()
+    libraries = {_library(space.family, value) for value in values}
+    missing = {library for library in libraries if version_of(library) is None}
+    for value in values:
+        if value in known and _library(space.family, value) not in missing:
             continue
         configs = [config.to_mapping() for config in _configs_with(space, value)]
         if configs:  # else sampling says what is wrong
             yield {"name": value, "configs": configs}
 
 
-def _values(dimension: Any) -> tuple[Any, ...]:
+def _models(space: Space) -> tuple[Any, ...]:
+    """The values of the space's key `model`, each once; none of a family that has no such key."""
+    dimension = next((one for one in space.dimensions if one.name == _FIELD), None)
     if isinstance(dimension, Constant):
         return (dimension.fixed,)
-    return dimension.choices if isinstance(dimension, Choice) else ()
+    return tuple(dict.fromkeys(dimension.choices)) if isinstance(dimension, Choice) else ()
 
 
-def _is_own(space: Space) -> bool:
-    """Whether the model's arguments are those of the family's own space."""
+def _has_own_arguments(space: Space) -> bool:
+    """Whether the models' arguments are those of the family's own space."""
     own = {one.name: one for one in own_space(space.family).dimensions}
     return all(one == own.get(one.name) for one in space.dimensions if one.name in ("arguments", "image_size"))
 
 
-def _library_is_here(family: str, name: str) -> bool:
-    library = name.split(":")[0].split(".")[0] if code_fields(family) else family
-    return version_of(library) is not None
+def _library(family: str, model: str) -> str:
+    """The package that the model is of: a family of a library's models has the library's name."""
+    return model.partition(":")[0].partition(".")[0].strip() if code_fields(family) else family
 
 
 def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:

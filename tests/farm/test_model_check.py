@@ -118,7 +118,7 @@ def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and said.out == ""
     for part in ("'checked_exits:build float32[4]' raises SystemExit", "near names: factory",
-                 "importing checked_leaves:build float32[4] ends the process"):  # fmt: skip
+                 "importing 'checked_leaves:build float32[4]' ends the process"):  # fmt: skip
         assert part in said.err
     assert "never_called" not in said.err and not (here / "data").exists()
     assert "checked_nets" not in sys.modules, "the command itself imports nothing of the user's"
