@@ -11,13 +11,14 @@ TORCH_OPTIONS ?=
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-faults test-gpu bench bench-gpu collect-gpu docs readme readme-check lint clean
+.PHONY: help venv demo test test-faults test-gpu test-torch bench bench-gpu collect-gpu docs readme readme-check lint clean
 
 help:
 	@echo "make demo         set up, then do the main job small (a few minutes)"
 	@echo "make test         set up, then run the tests"
 	@echo "make test-faults  kill trials, workers and dispatchers in the middle of jobs (slow)"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
+	@echo "make test-torch   trace golden steps under other releases of torch; VERSIONS='2.12.1 2.15.0', some GB each"
 	@echo "make bench        print the project's figures as ratios; PUBLISHED=FOLDER adds the estimators' table,"
 	@echo "                  FULL=true takes compaction, soak and selection at full size (hours)"
 	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
@@ -51,6 +52,10 @@ test-faults: venv
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu -rs
+
+# Needs no environment of ours: each release gets its own, which is deleted afterwards.
+test-torch:
+	@TORCH_OPTIONS='$(TORCH_OPTIONS)' $(PYTHON) infra/torch_releases.py $(VERSIONS)
 
 bench: venv
 	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED)) $(if $(FULL),full=$(FULL))

@@ -19,6 +19,7 @@ from farm.executors import Completion, Executor, InlineExecutor
 from farm.jobs import MIXED_FAMILY, Doubt, Queue, Task
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
+from farm.outcomes import JobOutcomes
 from farm.process_marker import session_marker
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings, RayExecutor
@@ -58,6 +59,7 @@ class Dispatcher:
     only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
 
     `trust`: modules whose code a task may name although this user did not submit it (`farm.submitted_code`).
+    `outcomes` counts the runs that land.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Dispatcher:
         job_id: str | None = None,
         shares: int = 1,
         trust: Sequence[str] = (),
+        outcomes: JobOutcomes | None = None,
     ):
+        self._outcomes = outcomes or JobOutcomes()
         self._code = SubmittedCode(trust)
         self._job_id = job_id
         self._shares = shares
@@ -248,6 +252,7 @@ class Dispatcher:
         run = result.run
         self._queue.finish(task, run["status"], self._clock(), error=run.get("error"), doubt=doubt_of(run))
         self._progress.landed(run)
+        self._outcomes.landed(run)
         self._service.samples(run, result.telemetry)
         self._service.events.emit(
             "landed",

@@ -20,6 +20,7 @@ from farm.growth.plan import make_plan
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
+from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
@@ -39,6 +40,7 @@ def entry(cfg) -> int:
     if "arch" in values:  # as farm.submit has it
         raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
     settings = GrowSettings.from_values(values)
+    require_models(settings.spaces)
     if settings.dry_run:
         return _dry_run(settings)
     settings.cluster.check_address()

@@ -13,6 +13,7 @@ from conf.bars import StepBar
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
 from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
+from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.queue_copy import queue_to_read
 from farm.sampling import sample_range
@@ -37,6 +38,7 @@ def entry(cfg) -> int:
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(_configs(settings, 0, 1))
+    require_models([settings.space])
     if not settings.detach:
         settings.cluster.check_address()
     log, metrics = service_settings(OmegaConf.to_container(cfg, resolve=True))

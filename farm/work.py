@@ -16,6 +16,7 @@ from farm.jobs import Job, Queue
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
 from farm.monitoring.health import PATIENCE_S
 from farm.monitoring.service import Service, service_settings
+from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
 from farm.ray_executor import ClusterSettings
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
@@ -27,7 +28,7 @@ _LOOK_AGAIN_S = 2.0
 
 
 def entry(cfg) -> int:
-    """Work off the whole queue; 130 when interrupted."""
+    """Work off the whole queue; 130 when interrupted, 1 where every trial of a job failed."""
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(cfg, resolve=True)
@@ -55,8 +56,12 @@ def work(
     After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for so long.
     Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
     `wait` it stands by until that one has ended. `trust` as in `Dispatcher`.
+
+    Returns 1 where every trial that it ran of some job failed, and says the commonest reason; out of memory is no
+    failure. Of `job_id` earlier trials count where it ran none.
     """
     service = service or Service()
+    outcomes = JobOutcomes()
     with contextlib.ExitStack() as held:
         stop = held.enter_context(TimedStop(seconds).installed())
         try:
@@ -70,7 +75,7 @@ def work(
         try:
             if lock is not None:
                 held.enter_context(_held(lock, service))
-                _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust)
+                _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust, outcomes)
         except ClusterLost as lost:
             service.events.emit("left", how="the cluster was lost")
             print(f"error: {lost_words(lost)}", file=sys.stderr)
@@ -86,7 +91,17 @@ def work(
     service.events.emit("left", how="nothing is queued")
     if job_id is not None:
         _summary(folder, queue, job_id)
-    return 0
+    failures = outcomes.failed()
+    if job_id is not None and not outcomes.ran(job_id) and (earlier := failed_before(queue, job_id)) is not None:
+        failures.append(earlier)
+    _report_failures(failures, service)
+    return EXIT_ALL_FAILED if failures else 0
+
+
+def _report_failures(failures: Sequence[FailedJob], service: Service) -> None:
+    for failure in failures:
+        service.events.emit("job_failed", job=failure.job_id, message=str(failure))
+        print(f"error: {failure}", file=sys.stderr)
 
 
 def run_job(
@@ -176,7 +191,7 @@ def _announce_stop() -> None:
     print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
-def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust) -> None:
+def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust, outcomes) -> None:
     """Mend what a killed dispatcher left, then device after device; compact whenever nothing is left."""
     _mend(folder, queue, service)
     mended = {job.job_id for job in queue.jobs()}
@@ -188,12 +203,13 @@ def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust
             if jobs - mended:  # a job may be new to a queue that was lost, and not to the warehouse
                 _mend(folder, queue, service)
                 mended = jobs
-            _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust)
+            _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust, outcomes)
             compacted = False
         elif wait:
             if not compacted:
                 _compact(folder, service)
                 compacted = True
+                _report_failures(outcomes.take_failed(), service)
             service.pulse.beat("waiting")
             time.sleep(_LOOK_AGAIN_S)
         else:
@@ -209,7 +225,7 @@ def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
         print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
 
 
-def _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust) -> None:
+def _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust, outcomes) -> None:
     choice = device_from_key(key)
     jobs = [job for job in queue.jobs() if job.device == key and queue.pending(job.job_id)]
     _be_patient(service, cluster, jobs)
@@ -217,7 +233,10 @@ def _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust
     label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     with Progress(label, lambda: _totals(queue, names), quiet=service.quiet) as progress:
         executor = make_executor(choice, cluster)
-        Dispatcher(folder, queue, executor, key, progress, service=service, trust=trust).run(stop, lock)
+        dispatcher = Dispatcher(
+            folder, queue, executor, key, progress, service=service, trust=trust, outcomes=outcomes
+        )  # fmt: skip
+        dispatcher.run(stop, lock)
 
 
 def _be_patient(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:

@@ -255,6 +255,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     import importlib
 
     from featurize.vision import mending
+    from learn.estimation.near_names import near_modules, near_names
 
     module_name, colon, attribute = str(text).partition(":")
     if not (module_name and colon and attribute):
@@ -266,11 +267,13 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
         module = mending(lambda: importlib.import_module(module_name))
         found = mending(lambda: functools.reduce(lambda owner, part: getattr(owner, part, None), [module, *names]))
     except ImportError as error:
-        raise UsageError(f"model={text}: cannot import {module_name}: {error}") from error
+        near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
+        raise UsageError(f"model={text}: cannot import {module_name}: {error}{near}") from error
     except Exception as error:  # a user's module may raise anything while it is imported
         raise UsageError(f"model={text}: {module_name} fails on import: {type(error).__name__}: {error}") from error
     if found is None:
-        raise UsageError(f"model={text}: {module_name} has no attribute {attribute!r}")
+        near = near_names(attribute, dir(module))
+        raise UsageError(f"model={text}: {module_name} has no attribute {attribute!r}{near}")
     if not callable(found):
         raise UsageError(f"model={text}: {attribute} is {type(found).__name__}, neither a module nor a factory")
     if hasattr(found, "parameters") and not isinstance(found, type):  # a module that is there already

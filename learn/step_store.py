@@ -199,6 +199,12 @@ def recall(cases: Sequence[Case], data=None) -> None:
         _recalled(wanted, data)
 
 
+def stored_features(case: Case) -> Mapping[str, float] | None:
+    """Return the case's features where they are at hand (`recall` reads what is stored); None: they are not."""
+    record = _memory.get(case.key)
+    return None if record is None or record.error is not None else record.values
+
+
 def _at_hand(case: Case) -> bool:
     found = _memory.get(case.key)
     return found is not None and not (found.passing and refusal(case.config) is None)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
+# Target -> the stored feature of a step that is the trace's own figure.
+_STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
+    name: f"job_roofline_{name}" for name in ("smact", "smocc", "drama")
+}
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
 MIB = 2**20
@@ -136,6 +140,8 @@ def answer(
         with remembered(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
             in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, lent))
             _ask_fitted(found, case, in_a_plain_loop, estimator, data, loop)
+    if failure is not None and estimator in (None, "trace"):
+        _ask_stored(found, case)
     if failure is not None and "peak_memory_mib" not in found.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure
@@ -148,6 +154,20 @@ def _recall(case: Case, data) -> None:
 
     if case.config is not None:
         recall([case, replace(case, training_loop=True)], data)
+
+
+def _ask_stored(found: _Found, case: Case) -> None:
+    """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
+    from learn.step_store import stored_features
+    from learn.targets import get_target
+
+    if (features := stored_features(case)) is None:
+        return
+    for target in TARGETS:
+        column = get_target(target).column
+        if column not in found.values:
+            found.values[column], found.by[target] = features[_STORED[target]], "trace"
+    found.notes.append("figures of the trace are those stored in the data folder, since it cannot be repeated here")
 
 
 def _case(job: Workload, device: DeviceSpec) -> Case:
@@ -328,7 +348,8 @@ def _assembled(
             notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
     else:
         missing = [target for target in TARGETS if target not in by]
-        notes.append(f"{', '.join(missing)}: not known, since {failure}")
+        what = f"{', '.join(missing)}: not known" if missing else "not traced"
+        notes.append(f"{what}, since {failure}")
         values["parameters"] = _parameters(job)
     by_trace = by["memory"] == "trace"
     upper = values.get("upper_mib")

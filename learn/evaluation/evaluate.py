@@ -110,10 +110,12 @@ def evaluate(
     train_rows, test_rows = rows.subset(train), rows.subset(test)
 
     folds = []
+    unanswered: list[str] = []  # of the training rows, each of which is asked once: why
     for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed)):
         progress(f"cross-validation {k + 1}/{CV_FOLDS}")
         fitted = make_estimator(estimator, seed).fit(train_rows.subset(inside))
-        held, _ = answered(fitted, train_rows.subset(outside))
+        held, without = answered(fitted, train_rows.subset(outside))
+        unanswered += without
         if len(held):
             folds.append(measure(fitted, held, bins)[0])
     progress("held-out test")
@@ -124,6 +126,9 @@ def evaluate(
     if not len(test_rows):
         raise UsageError(f"estimator={estimator} has no answer for any of the {asked} held-out rows: {reasons}")
     notes = [f"{len(refused)} of {asked} rows have no answer and are in no figure: {reasons}"] if refused else []
+    if unanswered:
+        reasons = "; ".join(dict.fromkeys(unanswered))
+        notes.append(f"{len(unanswered)} of {len(train_rows)} training rows have no answer: {reasons}")
     return judged(fitted, train_rows, test_rows, bins, notes, folds)
 
 

@@ -173,21 +173,22 @@ def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_
         f"import pathlib, torch\npathlib.Path({str(mark)!r}).touch()\ndef build():\n    return torch.nn.Linear(4, 4)\n"
     )
 
-    def farm(module, user, *arguments):
+    def farm(module, user, *arguments, code=0):
         paths = [str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])]
         state = str(tmp_path / user)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XDG_STATE_HOME": state}
         command = [sys.executable, "-m", module, *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        return done.stderr
 
     data, copied = tmp_path / "data", tmp_path / "copy"
     farm("farm.submit", "one", "+arch=zoo", "n=1", "arch.space.model=marking:build", "arch.space.inputs='float32[4]'",
          "device=simulated", f"data={data}", "detach=true")  # fmt: skip
     mark.unlink(missing_ok=True)  # the submission itself looked at it
     shutil.copytree(data, copied)
-    farm("farm.work", "another", f"data={copied}", "cluster=inline")
+    said = farm("farm.work", "another", f"data={copied}", "cluster=inline", code=1)  # no trial of the job may run
+    assert "the only trial that ran failed (invalid 1)" in said and "trust=[marking]" in said
     assert not mark.exists()
     farm("farm.work", "one", f"data={data}", "cluster=inline")
     assert mark.exists()

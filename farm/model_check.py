@@ -1,0 +1,191 @@
+"""Refuses a submission whose models do not exist: a factory that is mistyped, a module that cannot be imported here.
+
+Start reading at `require_models`, which asks a child process (`python -m farm.model_check`). Only the child imports
+torch, libraries and the user's own modules. Models of the family's own search space are known to exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from conf.errors import UsageError
+from conf.identity import version_of
+from conf.plain_text import shown
+from farm.space import Choice, Constant, Space, own_space
+from featurize.families import get_family
+from featurize.own_code import code_fields, config_of_user, data_refusal
+from featurize.row_config import printable
+from featurize.trial import TrialConfig, config_from_mapping
+
+PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
+_TRIED_ON = 3  # configs that a model is tried on
+_SHOWN = 3  # problems in a message
+_CHARACTERS = 400  # of a problem
+_FIELD = "model"
+
+
+def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> None:
+    """Raise `UsageError` that names each model of the spaces that does not exist, with near names.
+
+    A library's model of plain arguments is built without memory; of other code only the module is imported and the
+    factory looked up.
+    """
+    models = [model for space in spaces for model in _models_of(space)]
+    if not models:
+        return
+    problems: dict[str, None] = {}
+    answers = _ask(models, patience_s)
+    for model, problem in zip(models, answers, strict=True):
+        if problem is not None:
+            problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UsageError("; ".join(list(problems)[:_SHOWN]) + more)
+
+
+# ---- in the command: which models there are to check
+
+
+def _models_of(space: Space) -> Iterator[dict[str, Any]]:
+    """`name`, as it stands in the space, and `configs` that have the model, as mappings."""
+    values = [value for value in _models(space) if isinstance(value, str)]
+    if not values:
+        return
+    known = set(_models(own_space(space.family))) if _has_own_arguments(space) else set()
+    libraries = {_library(space.family, value) for value in values}
+    missing = {library for library in libraries if version_of(library) is None}
+    for value in values:
+        if value in known and _library(space.family, value) not in missing:
+            continue
+        configs = [config.to_mapping() for config in _configs_with(space, value)]
+        if configs:  # else sampling says what is wrong
+            yield {"name": value, "configs": configs}
+
+
+def _models(space: Space) -> tuple[Any, ...]:
+    """The values of the space's key `model`, each once; none of a family that has no such key."""
+    dimension = next((one for one in space.dimensions if one.name == _FIELD), None)
+    if isinstance(dimension, Constant):
+        return (dimension.fixed,)
+    return tuple(dict.fromkeys(dimension.choices)) if isinstance(dimension, Choice) else ()
+
+
+def _has_own_arguments(space: Space) -> bool:
+    """Whether the models' arguments are those of the family's own space."""
+    own = {one.name: one for one in own_space(space.family).dimensions}
+    return all(one == own.get(one.name) for one in space.dimensions if one.name in ("arguments", "image_size"))
+
+
+def _library(family: str, model: str) -> str:
+    """The package that the model is of: a family of a library's models has the library's name."""
+    return model.partition(":")[0].partition(".")[0].strip() if code_fields(family) else family
+
+
+def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
+    """A few configs of the space that have this model, spread over the other dimensions."""
+    family = get_family(space.family)
+    for at in range(_TRIED_ON):
+        point = space.values([(at + 0.5) / _TRIED_ON] * len(space.varied))
+        values = family.repair({**point, _FIELD: model}, lambda _name: 0.5)
+        with contextlib.suppress(UsageError):
+            yield config_from_mapping({"family": space.family, **values})
+
+
+# ---- the child process
+
+
+def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | None]:
+    """Return each model's problem; None: it has none, or was not reached in time; "": importing it ended the child."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    asked = "".join(json.dumps(model) + "\n" for model in models).encode()
+    try:
+        output, _ = process.communicate(asked, timeout=patience_s)
+        answers = _read(output)
+        ended = len(answers) < len(models)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        answers, ended = _read(output), False
+        print(
+            f"the models' check took more than {patience_s:g} s: {len(models) - len(answers)} of {len(models)} models "
+            "are queued unchecked", file=sys.stderr,
+        )  # fmt: skip
+    if ended:
+        answers.append("")
+    return [*answers, *[None] * (len(models) - len(answers))]
+
+
+def _read(output: bytes) -> list[str | None]:
+    """The problems of the whole lines that the child wrote."""
+    return [json.loads(line) for line in output.decode(errors="replace").split("\n")[:-1]]
+
+
+def problem_of(model: Mapping[str, Any]) -> str | None:
+    """Return why none of the model's configs can be had, or None. Imports what they name."""
+    problems = []
+    for mapping in model["configs"]:
+        config = config_of_user(mapping)
+        try:
+            _try(config)
+            return None
+        except UsageError as error:
+            problems.append(str(error).removeprefix(f"{config.family}: "))
+    return printable(problems[0], _CHARACTERS)
+
+
+def _try(config: TrialConfig) -> None:
+    """Raise `UsageError` where the config's model is not there."""
+    import torch
+
+    named = [getattr(config, name) for name in code_fields(config.family)]
+    if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
+        from learn.estimate import load_factory
+
+        for name in named:
+            load_factory(name)
+        return
+    try:
+        if (timm_name := _name_in_timm(config)) is not None:
+            get_family("timm").defaults(timm_name)
+        with torch.device("meta"):
+            get_family(config.family).build(config)
+    except UsageError:
+        raise
+    except Exception as error:  # a library may raise anything for a name that it does not know
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise UsageError(f"{getattr(config, _FIELD)} makes no model: {type(error).__name__}: {first}") from error
+
+
+def _name_in_timm(config: TrialConfig) -> str | None:
+    """The name that `timm:create_model` is given: timm itself would not say which ones are near."""
+    if not getattr(config, _FIELD).startswith("timm:"):
+        return None
+    return json.loads(config.arguments).get("model_name")
+
+
+def main() -> None:
+    """Read models, a JSON object a line, and answer each with its problem or null."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a module prints while it is imported must not spoil the answers
+    for line in sys.stdin:
+        model = json.loads(line)
+        try:
+            problem = problem_of(model)
+        except (SystemExit, KeyboardInterrupt) as error:
+            problem = f"importing {shown(model['name'])} raises {type(error).__name__}"
+        answers.write(json.dumps(problem) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What became of the trials that a command ran, job by job: a job of which every trial failed ends the command with 1.
+
+Start reading at `JobOutcomes`. Out of memory is a measured outcome and no failure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from conf.plain_text import one_line
+from farm.jobs import Queue
+
+EXIT_ALL_FAILED = 1
+MEASURED = ("ok", "oom")  # statuses of trials that measured something
+_REASONS_KEPT = 1000  # different ones of a job
+_CHARACTERS = 300  # of a reason that is shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedJob:
+    """A job of which no trial measured anything.
+
+    trials  of the job that ended, by status; reason: the commonest, `count` trials have it (`of` trials were looked at)
+    """
+
+    job_id: str
+    by_status: Mapping[str, int]
+    reason: str
+    count: int
+    of: int
+
+    def __str__(self) -> str:
+        trials = sum(self.by_status.values())
+        statuses = ", ".join(f"{status} {count:,}" for status, count in self.by_status.items())
+        which = "the only trial" if trials == 1 else f"all {trials:,} trials"
+        reason = "the reason" if trials == 1 else f"the commonest reason, {self.count:,} of {self.of:,} times"
+        return f"{self.job_id}: {which} that ran failed ({statuses}); {reason}: {self.reason}"
+
+
+@dataclass
+class _Tally:
+    """Of one job. `examples`: what makes two reasons the same -> the first of them."""
+
+    by_status: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    measured: bool = False
+
+    def add(self, status: str, error: str | None) -> None:
+        self.by_status[status] += 1
+        self.measured = self.measured or status in MEASURED
+        if self.measured:  # nobody will ask for reasons
+            self.reasons.clear()
+            self.examples.clear()
+            return
+        reason = reason_of(error)
+        key = re.sub(r"\d+", "0", reason)  # sizes and addresses differ from trial to trial
+        if key in self.reasons or len(self.reasons) < _REASONS_KEPT:
+            self.reasons[key] += 1
+            self.examples.setdefault(key, reason)
+
+    def failure(self, job_id: str) -> FailedJob | None:
+        if self.measured or not self.by_status:
+            return None
+        ((key, count),) = self.reasons.most_common(1)
+        return FailedJob(
+            job_id=job_id, by_status=dict(self.by_status), reason=self.examples[key], count=count,
+            of=sum(self.by_status.values()),
+        )  # fmt: skip
+
+
+class JobOutcomes:
+    """Counts the runs that land, by job. Memory does not grow with the number of runs."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[str, _Tally] = {}
+
+    def landed(self, run: Mapping[str, Any]) -> None:
+        """Count a task's final run."""
+        self._tallies.setdefault(run["job_id"], _Tally()).add(run["status"], run.get("error"))
+
+    def ran(self, job_id: str) -> bool:
+        """Whether a run of the job has landed."""
+        return job_id in self._tallies
+
+    def failed(self) -> list[FailedJob]:
+        """Return the jobs of which every run that was counted failed, in the order in which their first runs landed."""
+        failures = [tally.failure(job_id) for job_id, tally in self._tallies.items()]
+        return [failure for failure in failures if failure is not None]
+
+    def take_failed(self) -> list[FailedJob]:
+        """Return what `failed` does, and begin to count anew: for a dispatcher that stays when nothing is queued."""
+        failures = self.failed()
+        self._tallies.clear()
+        return failures
+
+
+def failed_before(queue: Queue, job_id: str) -> FailedJob | None:
+    """Return the failure of a job whose every ended trial failed, by what the queue knows of it; else None."""
+    by_status = {status: count for status, count in queue.counts(job_id).by_status.items() if count}
+    if not by_status or any(status in MEASURED for status in by_status):
+        return None
+    tally = _Tally()
+    for error in queue.errors(job_id, _REASONS_KEPT):
+        if error.status is not None:
+            tally.add(error.status, error.error)
+    failure = tally.failure(job_id)
+    if failure is None:  # the runs were found in the warehouse, and the queue has no errors of them
+        trials = sum(by_status.values())
+        reason = "see the column error of the view runs"
+        return FailedJob(job_id=job_id, by_status=by_status, reason=reason, count=trials, of=trials)
+    return dataclasses.replace(failure, by_status=by_status)
+
+
+def reason_of(error: str | None) -> str:
+    """Return the line of a run's error that says what happened: of a traceback, the first line of its exception."""
+    lines = [line for line in (error or "").splitlines() if line.strip()]
+    if not lines:
+        return "no reason was given"
+    frames = [place for place, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    line = next((line for line in after if not line.startswith(" ")), lines[-1])
+    line = one_line(re.sub(r"^(?:\w+\.)+(?=\w+(?:: |$))", "", line.strip()))  # without the exception's module
+    return line if len(line) <= _CHARACTERS else f"{line[: _CHARACTERS - 3]}..."

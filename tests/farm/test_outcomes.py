@@ -1,0 +1,176 @@
+"""A job of which every trial fails ends its command with 1 and the commonest reason; out of memory is no failure."""
+
+import contextlib
+
+import pytest
+from test_dispatch import Clock, ScriptedExecutor, result_of, submit
+
+from conf import cli
+from farm import submit as submit_module
+from farm import work as work_module
+from farm.jobs import Queue
+from farm.monitoring.events import Events
+from farm.monitoring.service import Service
+from farm.outcomes import JobOutcomes, reason_of
+from farm.ray_executor import ClusterSettings
+from farm.work import work
+from warehouse import connect
+from workers.worker import RunResult
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/x/trial.py", line 3, in run
+    raise conf.errors.UsageError(text)
+    ^^^^^^^^^^^^^^
+featurize.trace.TraceError: the model cannot be traced: it fails
+  a second line of the message: with a colon
+"""
+
+NO_LUCK = ("ValueError: no luck with 3",)
+
+
+class Executor(ScriptedExecutor):
+    """`statuses`: job id -> the status of each of its trials in turn, the last one again and again."""
+
+    def __init__(self, statuses, errors):
+        super().__init__(Clock())
+        self._statuses = {job_id: list(those) for job_id, those in statuses.items()}
+        self._errors = errors
+
+    def wait(self, timeout_s):
+        return [self._ended(completion) for completion in super().wait(timeout_s)]
+
+    def _ended(self, completion):
+        task = completion.task
+        those = self._statuses[task.job_id]
+        status = those.pop(0) if len(those) > 1 else those[0]
+        error = None if status == "ok" else self._errors[task.task_index % len(self._errors)]
+        run = {**result_of(task, "ok").run, "status": status, "error": error}
+        return type(completion)(
+            worker=completion.worker, task=task, result=RunResult(run=run, telemetry=completion.result.telemetry)
+        )
+
+
+@pytest.fixture
+def run(folder, queue, monkeypatch):
+    """`farm.work` of this folder with scripted trials; its exit code."""
+
+    def run(statuses, errors=NO_LUCK, **options):
+        monkeypatch.setattr(work_module, "make_executor", lambda *_: Executor(statuses, errors))
+        return work(folder, queue, ClusterSettings(kind="inline"), **options)
+
+    return run
+
+
+def test_a_job_of_which_every_trial_fails_is_one_line_with_the_commonest_reason_and_1(queue, run, capsys):
+    submit(queue, 5, "mlp-00000001")
+    errors = ("TypeError: rare", TRACEBACK, TRACEBACK)
+    assert run({"mlp-00000001": ["crashed", "timeout", "invalid", "crashed"]}, errors) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert said == [
+        "error: mlp-00000001: all 5 trials that ran failed (crashed 3, timeout 1, invalid 1); the commonest reason, "
+        "3 of 5 times: TraceError: the model cannot be traced: it fails"
+    ]
+
+
+@pytest.mark.parametrize("status", ["ok", "oom"])
+def test_one_trial_that_measured_something_is_enough(queue, run, capsys, status):
+    submit(queue, 3)
+    assert run({"mlp-00000001": ["crashed", status, "crashed"]}) == 0
+    assert "error" not in capsys.readouterr().err
+
+
+def test_one_failed_job_among_others_counts(queue, run, capsys):
+    submit(queue, 2, "mlp-00000001")
+    submit(queue, 1, "mlp-00000002")
+    assert run({"mlp-00000001": ["ok"], "mlp-00000002": ["crashed"]}) == 1
+    said = capsys.readouterr().err
+    assert "mlp-00000002: the only trial that ran failed (crashed 1); the reason: ValueError: no luck with 3" in said
+    assert "error: mlp-00000001" not in said
+
+
+def test_what_ran_before_does_not_excuse_what_runs_now(queue, run, capsys):
+    submit(queue, 2)
+    assert run({"mlp-00000001": ["ok"]}, job_id="mlp-00000001") == 0
+    submit(queue, 5)
+    assert run({"mlp-00000001": ["crashed"]}, job_id="mlp-00000001") == 1
+    assert "all 3 trials that ran failed" in capsys.readouterr().err
+    assert run({}, job_id="mlp-00000001") == 0, "nothing ran, and of all trials some had measured something"
+
+
+def test_a_job_that_had_failed_already_fails_again_where_it_is_the_one_asked_for(queue, run, capsys):
+    submit(queue, 2)
+    assert run({"mlp-00000001": ["crashed"]}, ("ValueError: size 3", "ValueError: size 4")) == 1
+    first = capsys.readouterr().err.splitlines()[-1]
+    assert "2 of 2 times: ValueError: size" in first, "sizes do not make two reasons of one"
+    assert run({}, job_id="mlp-00000001") == 1
+    assert "all 2 trials that ran failed (crashed 2); the commonest reason, 2 of 2 times" in capsys.readouterr().err
+    assert run({}) == 0, "another job's failure was reported when it ran"
+
+
+def test_the_log_of_events_has_the_failure(queue, run):
+    submit(queue, 1)
+    written = []
+    assert run({"mlp-00000001": ["crashed"]}, service=Service(events=Events([written.append]))) == 1
+    (event,) = [event for event in written if event["event"] == "job_failed"]
+    assert event["job"] == "mlp-00000001" and "ValueError" in event["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TRACEBACK, "TraceError: the model cannot be traced: it fails"),
+        (TRACEBACK[20:], "TraceError: the model cannot be traced: it fails"),
+        ('Traceback (most recent call last):\n  File "x", line 1, in y\n    z\nKeyError\n', "KeyError"),
+        ("the trial died of SIGSEGV", "the trial died of SIGSEGV"),
+        ("see the log:\nit is full", "it is full"),
+        ("\x1b[31mred: alert", "\\x1b[31mred: alert"),
+        ("", "no reason was given"),
+        (None, "no reason was given"),
+        ("x" * 5000, "x" * 297 + "..."),
+    ],
+)
+def test_the_reason_of_an_error_is_the_line_that_says_what_happened(error, reason):
+    assert reason_of(error) == reason
+
+
+def test_reasons_are_kept_of_jobs_alone_that_measured_nothing_and_not_without_end():
+    outcomes = JobOutcomes()
+    for index in range(3000):
+        reason = "".join(chr(97 + int(digit)) for digit in str(index))
+        outcomes.landed({"job_id": "a", "status": "crashed", "error": reason})
+    outcomes.landed({"job_id": "a", "status": "crashed", "error": "a"})
+    (failure,) = outcomes.failed()
+    assert (failure.reason, failure.count, failure.by_status) == ("a", 2, {"crashed": 3001})
+    assert len(outcomes._tallies["a"].reasons) <= 1000
+    outcomes.landed({"job_id": "a", "status": "oom", "error": "out"})
+    assert outcomes.failed() == [] and not outcomes._tallies["a"].reasons
+
+
+MODULE = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, x):
+        raise RuntimeError("no luck at all")
+"""
+
+
+def test_submitting_a_model_that_always_fails_exits_with_1_and_says_why(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "a'; echo foo"
+    package.mkdir()
+    (package / "always_failing.py").write_text(MODULE)
+    monkeypatch.chdir(package)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    command = ["+arch=zoo", "n=2", "arch.space.model=always_failing:Net", "arch.space.inputs='float32[4]'",
+               "cluster=inline", "device=simulated", f"data={tmp_path / 'data'}"]  # fmt: skip
+    assert cli.run("submit", submit_module.entry, command) == 1
+    said = capsys.readouterr()
+    (line,) = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert "all 2 trials that ran failed (invalid 2)" in line and "no luck at all" in line
+    assert "2 of 2 runs are in" in said.out
+    with contextlib.closing(connect(tmp_path / "data")) as connection:
+        assert connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall() == [("invalid", 2)]
+    with Queue.open(tmp_path / "data" / "queue.sqlite") as queue:
+        assert queue.counts().by_status == {"invalid": 2}

@@ -1,0 +1,114 @@
+"""Rows of models that cannot be imported here cost themselves alone: nights, fits, benchmarks and estimates go on.
+
+Each command says in one line how many such rows there are; features that were stored where the module was are used.
+"""
+
+import json
+import re
+import sys
+
+import pyarrow as pa
+import pytest
+
+from conf import cli
+from farm import grow as grow_module
+from featurize.families import zoo
+from featurize.own_code import config_of_user
+from learn import benchmark as benchmark_module
+from learn import estimate as estimate_module
+from learn import fit as fit_module
+from learn import step_store
+from learn.cases import Case
+from learn.step_store import prepare
+from tests.learn.learn_rows import make_configs, runs_of, write_batch
+from warehouse.folder import DataFolder
+from warehouse.writer import RunWriter
+
+ROWS = 5
+NETS = "from torch import nn\ndef build(): return nn.Linear(4, 2)\n"
+MODULE = "own_models_elsewhere"
+
+
+def own(batch_size):
+    return {"family": "zoo", "model": f"{MODULE}:build", "inputs": "float32[4]", "batch_size": batch_size}
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """60 ordinary rows, and five of a model whose module is not here."""
+    monkeypatch.setattr(step_store, "_memory", {})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = DataFolder.resolve(tmp_path / "a'; echo data").create()
+    write_batch(folder, make_configs(60))
+    writer = RunWriter(folder)
+    labelled = runs_of(make_configs(ROWS), job="own", statuses=["ok"] * ROWS)
+    for index, run in enumerate(labelled):
+        config = json.dumps(own(2**index))
+        writer.write(
+            run | {"family": "zoo", "config": config, "config_hash": f"own-{index}"},
+            pa.table({"t_ms": pa.array([], pa.float64())}),
+        )
+    return folder
+
+
+def run(name, module, data, capsys, *arguments):
+    """Exit code, and both outputs in one line each."""
+    code = cli.run(name, module.entry, [*arguments, f"data={json.dumps(str(data.root))}"])
+    said = capsys.readouterr()
+    return code, " ".join(said.out.split()), said.err
+
+
+@pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
+def test_a_fit_takes_the_other_rows(data, capsys, trust):
+    code, out, err = run("fit", fit_module, data, capsys, "target=memory", "estimator=lightgbm", *trust)
+    assert code == 0, err
+    assert "Traceback" not in err
+    said = rf"{ROWS} of \d+ (training )?rows have no answer"  # it may run, and cannot be imported
+    if not trust:
+        said = rf"{ROWS} rows \(run own-000000, own-000001, own-000002, ...\) used only where their features are stored"
+    assert re.search(said, out) and MODULE in out, out
+
+
+@pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
+def test_a_benchmark_answers_for_the_other_families(data, tmp_path, capsys, trust):
+    written = tmp_path / "benchmark.json"
+    estimators = ("estimators=[horus,lightgbm]", "workers=0", "rows=10", f"out={written}")
+    code, out, err = run("benchmark", benchmark_module, data, capsys, *estimators, *trust)
+    assert code == 0, err
+    figures = json.loads(written.read_text())["figures"]
+    assert {(one["file"], one["estimator"]): one["answered_ok"] > 0 for one in figures} == {
+        (family, name): family != "zoo" for family in ("cnn", "mlp", "zoo") for name in ("horus", "lightgbm")
+    }
+    assert f"zoo, lightgbm: no answer for {ROWS}" in out
+
+
+NIGHT = ("families=[mlp]", "pool=30", "n=2", "device=simulated", "cluster=inline", "canaries=skip",
+         "learn.targets=[memory]", "learn.estimator=lightgbm")  # fmt: skip
+
+
+def test_a_night_is_planned_measured_and_learnt_from(data, capsys):
+    code, out, err = run("grow", grow_module, data, capsys, *NIGHT, "dry_run=true")
+    assert code == 0 and "2 of 30 candidates" in out, err
+    (line,) = [line for line in err.splitlines() if "choosing: " in line and "rows" in line]
+    assert f"{ROWS} rows" in line and MODULE in line
+    code, out, err = run("grow", grow_module, data, capsys, *NIGHT)
+    assert code == 0 and "done: 2 runs (ok 2); models: memory first" in out, err
+    assert "Traceback" not in err
+
+
+def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(data, tmp_path, capsys, monkeypatch):
+    code, _, err = run("estimate", estimate_module, data, capsys, "run=own-000000")
+    assert code == 2 and err.count("\n") == 1 and f"trust=[{MODULE}]" in err
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / f"{MODULE}.py").write_text(NETS)
+    with monkeypatch.context() as importable:
+        importable.syspath_prepend(str(there))
+        prepare([Case(config_of_user(own(1)))], data, workers=0)
+    sys.modules.pop(MODULE)
+    zoo._read.cache_clear()
+    monkeypatch.setattr(step_store, "_memory", {})
+    code, out, err = run("estimate", estimate_module, data, capsys, "run=own-000000", "format=json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in found["warnings"])

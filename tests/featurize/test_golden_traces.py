@@ -1,0 +1,49 @@
+"""The golden steps under the torch that is installed; `make test-torch` traces the same steps under other releases."""
+
+import re
+from pathlib import Path
+
+import pytest
+from golden_traces import expected, figures_of, golden, release
+
+from featurize.families import family_names
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = golden()["cases"]
+WITHOUT = {"timm"}  # its models are another library's; `zoo` has cases of torch's own modules
+DECLARED = ("README.md", "docs/comparing.md")  # which name the tested releases
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_golden_step_takes_what_it_took_under_every_tested_release(name):
+    assert figures_of(CASES[name]["config"]) == expected(CASES[name], release())
+
+
+def test_every_family_has_a_golden_step_and_there_is_a_convolution():
+    families = {case["config"]["family"] for case in CASES.values()}
+    assert set(family_names()) == families | WITHOUT
+    assert any("Conv" in case["config"].get("model", "") for case in CASES.values())
+
+
+def test_a_difference_of_a_release_says_why_and_names_known_figures():
+    for case in CASES.values():
+        for torch_release, differing in case.get("releases", {}).items():
+            assert torch_release in golden()["tested"] and differing["reason"]
+            assert set(differing) - {"reason"} <= set(case["figures"])
+
+
+def test_a_release_of_ones_own_overrides_the_figures_that_differ():
+    case = {"figures": {"operators": 3, "flops": 9}, "releases": {"2.1.0": {"operators": 4, "reason": "fused"}}}
+    assert expected(case, "2.1.0") == {"operators": 4, "flops": 9}
+    assert expected(case, "2.2.0") == {"operators": 3, "flops": 9}
+
+
+def test_the_tested_releases_are_those_that_the_project_declares():
+    tested = golden()["tested"]
+    assert tested == sorted(tested, key=lambda text: [int(part) for part in text.split(".")]) and len(tested) >= 3
+    assert f'"torch>={tested[0]}"' in (ROOT / "pyproject.toml").read_text()
+    pinned = re.search(r"^TORCH +\?= torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert pinned in tested
+    for name in DECLARED:
+        text = (ROOT / name).read_text()
+        assert all(version in text for version in tested), name
