@@ -41,6 +41,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
     columns = {get_target(name).column: figures.tolist() for name, figures in found.figures.items()}
     upper = [None] * len(configs) if found.upper_mib is None else found.upper_mib.tolist()
     by = dict.fromkeys(path.targets, NAME)
+    loops = {target: _LOOPS[target] for target in by}
     stale = () if path.teacher == step_feature_version() else (STALE,)
     memory = columns["peak_memory_mib"]
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
@@ -64,7 +65,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *_of_teacher(config, device), *stale),
             estimator="fast",
             answered_by=by,
-            loops={target: _LOOPS[target] for target in by},
+            loops=loops,
             seconds=seconds,
         )
         for i, config in enumerate(configs)
