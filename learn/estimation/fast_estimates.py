@@ -45,6 +45,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
         family: {target: {name: error[name] for name in ("median", "p90")} for target, error in of_family.items()}
         for family, of_family in path.errors.items()
     }
+    loops = {target: _LOOPS[target] for target in by}
     stale = () if path.teacher == step_feature_version() else (STALE,)
     memory = columns["peak_memory_mib"]
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
@@ -68,7 +69,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *_of_teacher(config, device), *stale),
             estimator="fast",
             answered_by=by,
-            loops={target: _LOOPS[target] for target in by},
+            loops=loops,
             seconds=seconds,
             held_out_errors=errors[config.family],
         )
