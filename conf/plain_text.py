@@ -61,6 +61,8 @@ def error_line(text: str) -> str:
     """
     lines = [line for line in text.partition(OUTPUT_STARTS)[0].splitlines() if line.strip()]
     traced = [at for at, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
+    if not traced and lines and lines[0].startswith("Traceback"):  # a shortened one
+        traced = [0]
     if traced:  # source lines and their markers are indented, the exception is not
         behind = [_IN_A_GROUP.sub("", line) for line in lines[traced[-1] + 1 :]]
         lines = [line for line in behind if not line[0].isspace()] or lines[traced[-1] :]

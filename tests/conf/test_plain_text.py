@@ -40,6 +40,7 @@ def grouped():
         (traced(chained) + OUTPUT_STARTS + "\n" + traced(plain), "TypeError: a'; echo foo"),
         ("the server died; it said:\n" + traced(plain), "RuntimeError: CUDA error: no kernel image"),
         ("Traceback (most recent call last):", "Traceback (most recent call last):"),
+        ("Traceback ...\nNotImplementedError: no kernel\nmore", "NotImplementedError: no kernel"),
         ("\n not done after trial.timeout_s=3 s\nTraceback\n", "not done after trial.timeout_s=3 s"),
         ("\x1b[31mred\u202e\nmore", "\\x1b[31mred\\u202e"),
         ("", ""),

@@ -1,6 +1,7 @@
 """A growth cycle killed at every line of its journal, and in the middle of its steps, ends as if it had not been."""
 
 import contextlib
+import signal
 
 import pytest
 from farm_process import Farm, await_, landed
@@ -84,6 +85,22 @@ def test_killed_in_the_middle_of_its_runs_under_ray(tmp_path):
         await_(lambda farm=farm, count=count: landed(root) >= count or farm._ended(), f"{count} runs")
         farm.process.kill()
         farm.wait()
+    check_whole_night(root)
+
+
+def test_ctrl_c_in_the_middle_of_its_runs_under_ray_leaves_nothing_running(tmp_path):
+    root = tmp_path / "data"
+    farm = Farm(root, *GROW).remember()
+    await_(lambda: landed(root) >= 20 or farm._ended(), "20 runs")
+    farm.process.send_signal(signal.SIGINT)
+    code, said = farm.wait()
+    assert code == 130 and "is unfinished at its step run" in said and "Traceback" not in said
+    await_(lambda: not farm.processes(), "the end of its processes", 60)
+    check_whole_night(root)
+
+
+def check_whole_night(root):
+    """The same command once more ends the only cycle: all of its plan has run, once."""
     code, said = Farm(root, *GROW).wait()
     assert code == 0, said
     found = outcome(root)
