@@ -114,21 +114,19 @@ def evaluate(
     for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed)):
         progress(f"cross-validation {k + 1}/{CV_FOLDS}")
         fitted = make_estimator(estimator, seed).fit(train_rows.subset(inside))
-        held, without = answered(fitted, train_rows.subset(outside))
-        unanswered += without
+        held, reasons_without = answered(fitted, train_rows.subset(outside))
+        unanswered += reasons_without
         if len(held):
             folds.append(measure(fitted, held, bins)[0])
     progress("held-out test")
     fitted = make_estimator(estimator, seed).fit(train_rows)
     asked = len(test_rows)
     test_rows, refused = answered(fitted, test_rows)
-    reasons = "; ".join(dict.fromkeys(refused))
+    reasons = "; ".join(dict.fromkeys([*refused, *unanswered]))
     if not len(test_rows):
         raise UsageError(f"estimator={estimator} has no answer for any of the {asked} held-out rows: {reasons}")
-    notes = [f"{len(refused)} of {asked} rows have no answer and are in no figure: {reasons}"] if refused else []
-    if unanswered:
-        reasons = "; ".join(dict.fromkeys(unanswered))
-        notes.append(f"{len(unanswered)} of {len(train_rows)} training rows have no answer: {reasons}")
+    without = len(refused) + len(unanswered)
+    notes = [f"{without} of {len(rows)} rows have no answer and are in no figure: {reasons}"] if without else []
     return judged(fitted, train_rows, test_rows, bins, notes, folds)
 
 
