@@ -290,7 +290,7 @@ def _error(gap: np.ndarray, *, relative: bool) -> dict[str, float]:
 
 def _inputs(fields: _Fields, configs: Sequence[TrialConfig], sketch: Sketch, spec: DeviceSpec) -> np.ndarray:
     of_device = np.broadcast_to(_of_device(spec), (len(configs), len(_of_device(spec))))
-    return np.hstack([sketch.values, fields.matrix(configs), of_device])
+    return np.hstack([sketch.values, sketch.replayed, fields.matrix(configs), of_device])
 
 
 @lru_cache(maxsize=256)

@@ -74,13 +74,15 @@ ATTENTION_EFFICIENCY, HOST_PER_LISTED_TENSOR = 0.5, 0.1
 class Sketch:
     """Of n configs of one family on one GPU model, all float64.
 
-    values     (n, columns) features
+    values     (n, columns) features, the same ones for every family
+    replayed   (n, columns) features of the step's replay; no columns for families without one
     totals     (n, 4) layers, parameters, output elements and FLOPs, as `featurize.layers.totals` has them
     base       target -> (n,) a rough figure in the target's unit
     least_mib  (n,) context, weights, and what the optimizer keeps: from the second step on, no job takes less
     """
 
     values: np.ndarray
+    replayed: np.ndarray
     totals: np.ndarray
     base: dict[str, np.ndarray]
     least_mib: np.ndarray
@@ -100,12 +102,14 @@ def step_sketch(configs: Sequence[TrialConfig], spec: DeviceSpec) -> Sketch:
     parameters, flops = flat.total(flat.parameters), flat.total(flat.flops)
     by_kind = [flat.total(np.where(flat.code == _CODE[kind], flat.out, 0.0)) / output for kind in _GROUPS]
     sizes = [parameters, flops, flat.batch * flops, flat.total(flat.tensors)]
+    of_replay = np.empty((len(configs), 0))
     if (replayed := replayed_mib(configs, spec)) is not None:
-        of_memory += [np.log(replayed), np.log(replayed / memory_mib)]
+        of_replay = np.log(np.stack([replayed, replayed / memory_mib], axis=1))
         memory_mib = replayed
     values = [*of_memory, *of_time, *(np.log(x + 1) for x in sizes), np.log(flat.batch), np.log(flat.lengths), *by_kind]
     return Sketch(
         values=np.stack(values, axis=1),
+        replayed=of_replay,
         totals=np.stack([flat.lengths, parameters, output, flops], axis=1),
         base={"memory": memory_mib, **rough},
         least_mib=spec.context_mib + 4 * parameters * (1 + flat.states) / MIB,

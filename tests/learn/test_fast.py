@@ -209,6 +209,12 @@ def test_what_it_sees_of_a_config_sums_to_the_layer_plan(family):
         assert tuple(found) == (plan.layers, plan.parameters, plan.output_elements, plan.flops)
 
 
+def test_every_family_has_the_same_features_beside_those_of_its_replay():
+    sketches = {family: step_sketch(distillation_configs(3, seed=4, families=(family,)), SPEC) for family in FAMILIES}
+    assert len({sketch.values.shape for sketch in sketches.values()}) == 1  # candidates of two families are compared
+    assert {name for name, sketch in sketches.items() if sketch.replayed.size} == {"cnn"}
+
+
 def test_what_it_was_not_distilled_on_is_told_with_the_reason(distilled):
     cases, fast = distilled
     known = next(case.config for case in cases if case.family == "cnn")
