@@ -40,9 +40,9 @@ def simulated_labels(configs):
 
 
 def command(*argv):
-    from learn.estimate import TEXT, entry
+    from learn.estimate import entry
 
-    return cli.run("estimate", entry, list(argv), text=TEXT)
+    return cli.run("estimate", entry, list(argv))
 
 
 def test_every_figure_names_its_loop():
