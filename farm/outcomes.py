@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.plain_text import one_line
+from conf.plain_text import error_line
 from farm.jobs import Queue
 
 EXIT_ALL_FAILED = 1
@@ -118,12 +118,6 @@ def failed_before(queue: Queue, job_id: str) -> FailedJob | None:
 
 
 def reason_of(error: str | None) -> str:
-    """Return the line of a run's error that says what happened: of a traceback, the first line of its exception."""
-    lines = [line for line in (error or "").splitlines() if line.strip()]
-    if not lines:
-        return "no reason was given"
-    frames = [place for place, line in enumerate(lines) if line.startswith('  File "')]
-    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
-    line = next((line for line in after if not line.startswith(" ")), lines[-1])
-    line = one_line(re.sub(r"^(?:\w+\.)+(?=\w+(?:: |$))", "", line.strip()))  # without the exception's module
+    """Return the line of a run's error that says what happened, without the module of its exception."""
+    line = re.sub(r"^(?:\w+\.)+(?=\w+(?:: |$))", "", error_line(error or "")) or "no reason was given"
     return line if len(line) <= _CHARACTERS else f"{line[: _CHARACTERS - 3]}..."

@@ -122,7 +122,7 @@ def test_the_log_of_events_has_the_failure(queue, run):
         (TRACEBACK[20:], "TraceError: the model cannot be traced: it fails"),
         ('Traceback (most recent call last):\n  File "x", line 1, in y\n    z\nKeyError\n', "KeyError"),
         ("the trial died of SIGSEGV", "the trial died of SIGSEGV"),
-        ("see the log:\nit is full", "it is full"),
+        ("it is full\nsee the log", "it is full"),
         ("\x1b[31mred: alert", "\\x1b[31mred: alert"),
         ("", "no reason was given"),
         (None, "no reason was given"),
