@@ -519,6 +519,7 @@ def test_what_only_the_trace_knows_is_missing_where_it_fails_and_the_rest_is_ans
     def failing(*_args, **_settings):
         raise TraceError("the model cannot be traced: it fails", "aten::odd", "layers.3", NotImplementedError("meta"))
 
+    monkeypatch.setattr(step_store, "_memory", dict(step_store._memory))  # a failure is remembered
     monkeypatch.setattr("featurize.trace.trace_step", failing)
     done = estimate(CONFIG, data=data)
     assert done.answered_by["memory"].startswith("lightgbm ") and done.upper_mib > 0 and done.step_time_ms is None
