@@ -48,7 +48,7 @@ test: venv
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu"
 
 test-faults: venv
-	$(BIN)/python -m pytest -m slow tests/faults
+	$(BIN)/python -m pytest -m slow
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu -rs

@@ -38,7 +38,7 @@ class FailedJob:
         trials = sum(self.by_status.values())
         statuses = ", ".join(f"{status} {count:,}" for status, count in self.by_status.items())
         which = "the only trial" if trials == 1 else f"all {trials:,} trials"
-        reason = "the reason" if trials == 1 else f"the commonest reason, {self.count:,} of {self.of:,} times"
+        reason = "reason" if trials == 1 else f"most common reason ({self.count:,} of {self.of:,})"
         return f"{self.job_id}: {which} that ran failed ({statuses}); {reason}: {self.reason}"
 
 
@@ -88,16 +88,22 @@ class JobOutcomes:
         """Whether a run of the job has landed."""
         return job_id in self._tallies
 
-    def failed(self) -> list[FailedJob]:
-        """Return the jobs of which every run that was counted failed, in the order in which their first runs landed."""
+    def failed(self, queue: Queue) -> list[FailedJob]:
+        """Return the jobs of which no trial measured anything, neither one that was counted nor an earlier one that the
+        queue knows of, in the order in which their first runs landed."""
         failures = [tally.failure(job_id) for job_id, tally in self._tallies.items()]
-        return [failure for failure in failures if failure is not None]
+        return [failure for failure in failures if failure is not None and not _has_measured(queue, failure.job_id)]
 
-    def take_failed(self) -> list[FailedJob]:
+    def take_failed(self, queue: Queue) -> list[FailedJob]:
         """Return what `failed` does, and begin to count anew: for a dispatcher that stays when nothing is queued."""
-        failures = self.failed()
+        failures = self.failed(queue)
         self._tallies.clear()
         return failures
+
+
+def _has_measured(queue: Queue, job_id: str) -> bool:
+    by_status = queue.counts(job_id).by_status
+    return any(by_status.get(status) for status in MEASURED)
 
 
 def failed_before(queue: Queue, job_id: str) -> FailedJob | None:
@@ -119,5 +125,5 @@ def failed_before(queue: Queue, job_id: str) -> FailedJob | None:
 
 def reason_of(error: str | None) -> str:
     """Return the line of a run's error that says what happened, without the module of its exception."""
-    line = re.sub(r"^(?:\w+\.)+(?=\w+(?:: |$))", "", error_line(error or "")) or "no reason was given"
+    line = re.sub(r"^(?:\w+\.)+(?=[A-Z]\w*(?:: |$))", "", error_line(error or "")) or "no reason was given"
     return line if len(line) <= _CHARACTERS else f"{line[: _CHARACTERS - 3]}..."

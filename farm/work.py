@@ -57,8 +57,8 @@ def work(
     Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
     `wait` it stands by until that one has ended. `trust` as in `Dispatcher`.
 
-    Returns 1 where every trial that it ran of some job failed, and says the commonest reason; out of memory is no
-    failure. Of `job_id` earlier trials count where it ran none.
+    Returns 1 where every trial of `job_id` failed, or without it every trial of some job that it ran, and prints the
+    most common reason. Earlier trials count; out of memory is no failure.
     """
     service = service or Service()
     outcomes = JobOutcomes()
@@ -91,11 +91,11 @@ def work(
     service.events.emit("left", how="nothing is queued")
     if job_id is not None:
         _summary(folder, queue, job_id)
-    failures = outcomes.failed()
+    failures = outcomes.failed(queue)
     if job_id is not None and not outcomes.ran(job_id) and (earlier := failed_before(queue, job_id)) is not None:
         failures.append(earlier)
     _report_failures(failures, service)
-    return EXIT_ALL_FAILED if failures else 0
+    return EXIT_ALL_FAILED if any(job_id in (None, failure.job_id) for failure in failures) else 0
 
 
 def _report_failures(failures: Sequence[FailedJob], service: Service) -> None:
@@ -209,7 +209,7 @@ def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust
             if not compacted:
                 _compact(folder, service)
                 compacted = True
-                _report_failures(outcomes.take_failed(), service)
+                _report_failures(outcomes.take_failed(queue), service)
             service.pulse.beat("waiting")
             time.sleep(_LOOK_AGAIN_S)
         else:

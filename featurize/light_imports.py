@@ -1,4 +1,4 @@
-"""Keeps torch's compiler out of a command that compiles nothing: its import takes longer than most estimates.
+"""Keeps torch's compiler out of a process that compiles nothing: its import takes longer than most estimates.
 
 Start reading at `without_compiler`.
 """
@@ -18,8 +18,8 @@ def without_compiler() -> None:
     """Let torch run without its compiler until something asks for more of it than to leave functions alone.
 
     torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to ask whether it can
-    compile. For the process of a command only: functions that were marked meanwhile stay unmarked. Does nothing where
-    the compiler is imported already.
+    compile. For processes of our own only (a command, a simulated trial server, a Ray task): functions that were marked
+    meanwhile stay unmarked. Does nothing where the compiler is imported already.
     """
     _stand_in("torch._dynamo", {"disable": _as_it_is, "graph_break": _nothing, "is_compiling": lambda: False})
     _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # asked for by torchvision

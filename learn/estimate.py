@@ -154,7 +154,7 @@ def many(
         if estimator is not None:
             raise UsageError("method=fast is an estimator of its own; leave estimator= out")
         if require_loop(loop) is not None:
-            raise UsageError("each figure of method=fast is of the loop that it was taught; leave loop= out")
+            raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
         return fast_estimates(configs, device)
     found = []
     for done, config in enumerate(configs):

@@ -27,6 +27,9 @@ class BoundedServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = (
+        2 * CONNECTIONS
+    )  # a client that finds the queue full tries again only after a second, then three
 
     def __init__(
         self,

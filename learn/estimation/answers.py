@@ -167,6 +167,7 @@ def _ask_stored(found: _Found, case: Case) -> None:
         column = get_target(target).column
         if column not in found.values:
             found.values[column], found.by[target] = features[_STORED[target]], "trace"
+            found.loops[target] = loop_named(case.training_loop)
     found.notes.append("figures of the trace are those stored in the data folder, since it cannot be repeated here")
 
 
@@ -279,7 +280,9 @@ def _of_loop(
         known = loops_of_sources(artifact.meta["rows"]["source"])
         if loop in known:
             return artifact, passed_over
-        passed_over += [f"{target}: {words} was fitted on the {name} loop only; loop={name} asks it" for name in known]
+        passed_over += [
+            f"{target}: {words} was fitted on the {name} loop only; pass loop={name} to use it" for name in known
+        ]
     return None, passed_over
 
 
@@ -391,8 +394,11 @@ def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
     of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
     if not all(of_loop.values()):
         return []
-    said = ", ".join(f"{', '.join(targets)} of the loop {loop}" for loop, targets in of_loop.items())
-    return [f"{said}; loop={PIPELINE} or loop={RESIDENT} asks for one loop"]
+    parts = " and ".join(
+        f"{', '.join(targets)} {'is' if len(targets) == 1 else 'are'} for the {loop} loop"
+        for loop, targets in of_loop.items()
+    )
+    return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
 
 
 def times(count: int) -> str:

@@ -91,7 +91,7 @@ def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
             f"{value:.3f}" if ratio else f"{value:.1%}" for value in map(errors[target].get, ("median", "p90"))
         )
         parts.append(f"{target.replace('_', ' ')} {median} ({p90})")
-    return f"off method=full on held-out configurations, median (90th percentile): {', '.join(parts)}"
+    return f"error against method=full on held-out configurations, median (90th percentile): {', '.join(parts)}"
 
 
 def print_json(title: str, done: Estimate, past: PastRun | None) -> None:

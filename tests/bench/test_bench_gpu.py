@@ -110,6 +110,7 @@ def test_arguments_are_checked(capsys):
         bench_gpu.BenchSettings(n=0)
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_where_it_was(tmp_path):
     settings = {
         "families": ["mlp"],

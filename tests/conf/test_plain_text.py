@@ -43,6 +43,7 @@ def grouped():
         ("Traceback ...\nNotImplementedError: no kernel\nmore", "NotImplementedError: no kernel"),
         ("\n not done after trial.timeout_s=3 s\nTraceback\n", "not done after trial.timeout_s=3 s"),
         ("\x1b[31mred\u202e\nmore", "\\x1b[31mred\\u202e"),
+        ('zoo: cannot open\n  File "/x" is missing', "zoo: cannot open"),
         ("", ""),
     ],
 )  # fmt: skip

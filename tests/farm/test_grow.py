@@ -493,6 +493,7 @@ def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, caps
         assert new[0].outcome == "done" and old.said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_machine_that_measures_otherwise_ends_the_night_before_it_begins(root):
     """The simulated GPU stands for a real one whose memory has become slow."""
     watched = [argument for argument in SMALL if argument != "canaries=skip"]

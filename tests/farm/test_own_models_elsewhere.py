@@ -112,3 +112,4 @@ def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(data, tmp_
     assert code == 0, err
     found = json.loads(out)
     assert found["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in found["warnings"])
+    assert set(found["loops"].values()) == {"resident"} and found["loops"].keys() == found["answered_by"].keys()

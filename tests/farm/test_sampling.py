@@ -251,8 +251,9 @@ def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
     space = Space.from_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{name}.yaml")))
     limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)
     module = families.get_family(name)
-    configs = list(sample_range(space, 0, 0, 100, policy, limits))
-    assert len(set(configs)) > 90  # of timm, whose space has two dimensions, some come twice
+    n = 25 if name in ("timm", "zoo") else 200  # of libraries' models every plan is a trace
+    configs = list(sample_range(space, 0, 0, n, policy, limits))
+    assert len(set(configs)) > 0.9 * n  # of timm, whose space has two dimensions, some come twice
     for config in configs:
         plan = module.layers(config)
         assert totals(plan).parameters <= 200_000_000

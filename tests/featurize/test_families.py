@@ -141,7 +141,7 @@ def test_default_space_holds_training_settings_constant_and_reaches_every_topolo
 
 @over_families
 def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
-    for config in sample_range(space_of(family), 3, 0, 30):
+    for config in sample_range(space_of(family), 3, 0, 8 if family in ("timm", "zoo") else 30):
         assert totals(get_family(family).layers(config)).parameters == numel(on_meta(config)), config
 
 

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from small_configs import assert_ratios_hold, small_config
+from small_configs import small_config
 from torch import nn
 
-from featurize.device_spec import device_names, load_device
+from featurize.device_spec import load_device
 from featurize.families import family_names
-from featurize.kernels import BANDWIDTH_EFFICIENCY, FP32_EFFICIENCY, KINDS, TENSOR_EFFICIENCY
-from featurize.roofline import BOUNDS, features, price, python_loader_ms
+from featurize.kernels import BANDWIDTH_EFFICIENCY, FP32_EFFICIENCY, TENSOR_EFFICIENCY
+from featurize.roofline import features, price, python_loader_ms
 from featurize.trace import Operator, StepTrace, trace_config, trace_step
 from featurize.training import Training
 
@@ -216,26 +216,6 @@ def test_empty_tensors_have_a_price():
     hollow = operator("aten::relu", ((0,),), ((0,),), 0, 0)
     cost = price(trace_of(empty, hollow), A100)
     assert {line.bound for line in cost.operators} == {"launch"}
-
-
-@pytest.mark.parametrize("index", range(3))
-@pytest.mark.parametrize("family", family_names())
-def test_figures_stay_in_their_ranges_on_every_device(family, index):
-    config = small_config(family, index)
-    for name in device_names():
-        spec = load_device(name)
-        trace = trace_config(config, device=spec)
-        cost = price(trace, spec, config)
-        assert_ratios_hold(cost, spec, RATIOS)
-        assert len(cost.operators) == len(trace.operators)
-        for line in cost.operators:
-            assert line.seconds > 0 and 0 <= line.sm_share <= 1 and 0 <= line.occupancy <= 1
-            assert line.bound in BOUNDS and line.kind in KINDS
-        assert cost.busy_ms >= sum(line.seconds for line in cost.operators) * 1e3
-        found = features(cost)
-        assert all(math.isfinite(value) for value in found.values())
-        for group in ("time_", "bound_"):
-            assert sum(v for k, v in found.items() if k.startswith(group)) == pytest.approx(1)
 
 
 def test_features_have_the_same_names_for_every_model():

@@ -53,8 +53,8 @@ def test_every_figure_names_its_loop():
     assert done.loops["smact"] == done.loops["smocc"] == PIPELINE
     assert done.loops["drama"] == done.loops["step_time"] == RESIDENT
     assert json.loads(json.dumps(done.to_mapping()))["loops"] == done.loops
-    said = "smact, smocc of the loop pipeline, drama, step_time of the loop resident; loop=pipeline or loop=resident"
-    assert any(text.startswith(said) for text in done.warnings)
+    note = "smact, smocc are for the pipeline loop and drama, step_time are for the resident loop; pass loop=pipeline"
+    assert any(text.startswith(note) for text in done.warnings)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
@@ -65,7 +65,7 @@ def test_of_the_farm_s_loop_an_estimate_is_what_the_simulator_says(config):
     for name in UTILIZATION:
         assert getattr(done, name) == pytest.approx(getattr(step, name))
     assert done.peak_memory_mib == pytest.approx(estimate(config).peak_memory_mib)
-    assert not any("asks for one loop" in text for text in done.warnings)
+    assert not any("to get all for one" in text for text in done.warnings)
 
 
 def test_of_a_plain_loop_every_figure_waits_for_the_input():
@@ -93,10 +93,10 @@ def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
     fit(FitSettings(target="smact", estimator="lightgbm", data=str(tmp_path / "d")))
     own = estimate(configs[0], data=tmp_path / "d", loop=RESIDENT)
     assert own.answered_by["smact"].startswith("lightgbm ") and own.answered_by["smocc"] == "trace"
-    assert any("loop=pipeline asks it" in text and text.startswith("smocc: ") for text in own.warnings)
+    assert any("pass loop=pipeline to use it" in text and text.startswith("smocc: ") for text in own.warnings)
     plain = estimate(configs[0], data=tmp_path / "d", loop=PIPELINE)
     assert plain.answered_by["smact"] == plain.answered_by["smocc"] == "hybrid (default)"
-    assert any("loop=resident asks it" in text and text.startswith("smact: ") for text in plain.warnings)
+    assert any("pass loop=resident to use it" in text and text.startswith("smact: ") for text in plain.warnings)
 
 
 def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, capsys):

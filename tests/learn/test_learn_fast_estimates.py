@@ -343,7 +343,7 @@ def test_the_command_answers_a_config_and_a_past_run_fast(tmp_path, capsys):
     assert "fast (default)" in said and "consists of" not in said
     errors = estimate(CONFIG, method="fast").held_out_errors
     assert f"memory {errors['memory']['median']:.1%} ({errors['memory']['p90']:.1%}), smact " in said
-    assert "off method=full on held-out configurations" in said
+    assert "error against method=full on held-out configurations" in said
 
     (config,) = make_configs(1, families=("mlp",))
     (run_id,) = write_runs(tmp_path / "d", [config], statuses=["ok"], device="NVIDIA H200-SXM-141GB")

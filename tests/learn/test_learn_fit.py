@@ -177,7 +177,7 @@ def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
     monkeypatch.setattr(report, "write_report", full)
     before = versions(data, "drama")
     with pytest.raises(OSError, match="No space"):
-        fit(FitSettings(target="drama", data=str(data)))
+        fit(FitSettings(target="drama", estimator="lightgbm", data=str(data)))
     assert versions(data, "drama") == before
     home = data / "models" / "drama"
     assert not list(home.glob(".*"))
