@@ -194,6 +194,26 @@ def _kill_group(pid: int) -> None:
             pass
 
 
+def _import_the_trace() -> None:
+    """Import what tracing a step imports, and not torch's compiler, which takes as long as torch itself."""
+    from featurize.light_imports import without_compiler
+
+    without_compiler()
+    import torch.fx.experimental.symbolic_shapes  # sympy comes with it, and with a trace's first convolution or product
+    import torch.utils._device  # noqa: F401
+    import yaml  # noqa: F401  devices are described in it
+
+    import featurize.meta_results
+    import featurize.modules
+    import featurize.own_code
+    import featurize.recorder
+    import featurize.releases
+    import featurize.simulate
+    import featurize.trace  # noqa: F401
+    import workers.devices.simulated
+    import workers.trial  # noqa: F401
+
+
 def _imports_the_compiler(config: dict[str, Any]) -> bool:
     """Whether the trace itself imports torch's compiler: libraries do, and checkpointing reads its settings."""
     return config.get("family") == "zoo" or bool(config.get("activation_checkpointing"))
@@ -211,10 +231,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
     from workers.environment import TRACES_ONLY
 
-    if os.environ.get(TRACES_ONLY):  # the compiler's import takes as long as torch's own
-        from featurize.light_imports import without_compiler
-
-        without_compiler()
+    if os.environ.get(TRACES_ONLY):
+        _import_the_trace()
     from featurize.training import preload
 
     preload()

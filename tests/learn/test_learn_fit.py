@@ -49,7 +49,7 @@ def run(*argv):
 
 
 def test_command_prints_the_figures_and_the_artifacts_path(data, capsys):
-    assert run("target=smact", f"data={json.dumps(str(data))}") == 0
+    assert run("target=smact", "estimator=lightgbm", f"data={json.dumps(str(data))}") == 0
     said = capsys.readouterr().out
     for word in (
         "accuracy",

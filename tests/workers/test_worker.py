@@ -75,6 +75,15 @@ class InBackground:
         return self.result
 
 
+def test_a_simulated_trial_server_forks_from_a_single_thread_too():
+    simulated = Worker(DeviceChoice(backend="simulated"), "0", "simulated-worker")
+    try:
+        hello = simulated.ready()
+        assert hello["threads"] == 1 and hello["torch_version"]
+    finally:
+        simulated.close()
+
+
 def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(worker):
     hello = worker.ready()
     assert hello["threads"] == 1
