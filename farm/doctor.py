@@ -27,6 +27,7 @@ from workers.telemetry.sampler import SENSORS, TelemetrySettings, make_sensors
 
 FORMATS = ("table", "json")
 _BYTES_PER_MIB = 1024**2
+TESTED_TORCH = ("2.12.1", "2.15.0")  # the oldest and the newest release that the golden traces were made under
 _LISTEN_S = 1.5  # how long a sensor is listened to, at most: an exporter that renews its values each second shows
 _SLOW_EXPORTER_S = 0.5  # a window of 1 s holds no reading of such a one, or hardly one
 _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file every 100 ms"
@@ -341,7 +342,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         (
             "torch",
             torch["version"] is not None,
-            f"{torch['version']}, {build}" if torch["version"] else "not installed",
+            f"{torch['version']}, {build}{_untested(torch['version'])}" if torch["version"] else "not installed",
         ),
         ("ray", ray["importable"], ray["version"] or "not installed"),
         *(
@@ -375,6 +376,15 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         ("machine", host),
         ("data folder", _data_rows(report["data"])),
     ]
+
+
+def _untested(torch_version: str) -> str:
+    """Return the note on a release of torch outside those that were tested; empty within them."""
+    oldest, newest, release = (
+        tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:2])
+        for text in (*TESTED_TORCH, torch_version)
+    )
+    return "" if oldest <= release <= newest else f"; not tested: {TESTED_TORCH[0]} to {TESTED_TORCH[1]} are"
 
 
 def _telemetry_rows(name: str, source: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
