@@ -150,17 +150,18 @@ class Night:
         return job_id
 
     def _work_off(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int = 1) -> str:
-        """Queue the configs as this job and run it: `all`, or why it ended before that, `asked` or `time`.
+        """Queue the configs as this job and run it: `all`, or why the night ends there, `asked` or `time`.
 
-        Raises `Left` after Ctrl-C.
+        Raises `Left` after Ctrl-C. A signal counts also where all trials have run: closing the workers takes seconds.
         """
         stop = self.stop()
         self.submit(job_id, configs)
-        if run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares):
-            return "all"
+        worked_off = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares)
         if stop.interrupted:
             raise Left
-        return "asked" if stop.asked else "time"
+        if stop.asked:
+            return "asked"
+        return "all" if worked_off else "time"
 
     def _choose(self) -> dict[str, Any]:
         plan = self._plan(self.earlier(), "choosing")

@@ -17,6 +17,7 @@ import pytest
 import warehouse
 from conf.cli import run
 from conf.errors import UsageError
+from farm.executors import InlineExecutor
 from farm.grow import entry
 from farm.growth.notify import notify
 from farm.growth.stop import NightStop
@@ -242,6 +243,24 @@ def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root,
     (cycle,) = cycles(root)
     assert (cycle.outcome, cycle.done("run")["runs"], len(cycle.steps["run"].attempts)) == ("done", 6, 2)
     assert set(before) < set(runs(root, "run_id, finished_at"))
+
+
+@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGINT, ""), (signal.SIGTERM, "cut short")])
+def test_a_signal_while_the_workers_close_ends_the_night_although_all_trials_ran(root, monkeypatch, number, outcome):
+    close, timers = InlineExecutor.close, []
+
+    def interrupted(executor):
+        os.kill(os.getpid(), number)
+        timers.append(signal.getitimer(signal.ITIMER_REAL))  # what closes must not be interrupted
+        close(executor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InlineExecutor, "close", interrupted)
+        assert grow(root, "n=1", "learn.targets=[memory]") == 130
+    (cycle,) = cycles(root)
+    assert cycle.outcome == outcome and timers == [(0.0, 0.0)]
+    assert len(runs(root)) == 1 and (cycle.done("run") is None) == cycle.open
+    assert cycle.open or cycle.done("learn")["results"] == []
 
 
 def test_ctrl_c_does_not_wait_for_a_long_trial(root):
