@@ -22,6 +22,7 @@ from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
 from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
+from farm.outcomes import EXIT_ALL_FAILED
 from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
 from warehouse.lock_file import open_lock
@@ -102,6 +103,9 @@ def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
     message = message_of(night.folder, cycle)
     for line in _lines(cycle, message["report"]):
         print(line)
+    if failure := (cycle.done("run") or {}).get("failed"):
+        print(f"error: {failure}", file=sys.stderr)
+        code = code or EXIT_ALL_FAILED
     _hand_on(message, settings, night.service)
     return code
 

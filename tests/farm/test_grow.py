@@ -1,6 +1,7 @@
 """`farm.grow` as its user meets it: what a night leaves, killed at every step or not, and what the next one does."""
 
 import contextlib
+import dataclasses
 import errno
 import http.server
 import json
@@ -17,6 +18,7 @@ import pytest
 import warehouse
 from conf.cli import run
 from conf.errors import UsageError
+from farm import dispatch
 from farm.executors import InlineExecutor
 from farm.grow import entry
 from farm.growth.notify import notify
@@ -396,6 +398,25 @@ def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
     assert none.done("run")["runs"] == none.done("choose")["runs"] == 0
     assert list(none.done("choose")["next_index"].values()) == [8]  # the next night looks at others
     assert "Nothing was left to run" in (root / "reports" / "latest.html").read_text()
+
+
+def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp_path, capsys, monkeypatch):
+    accepted, statuses = dispatch.accepted, ["crashed", "timeout"]
+
+    def failing(completion, task):
+        completion = accepted(completion, task)
+        run = {**completion.result.run, "status": statuses.pop(), "error": "ValueError: boom"}
+        return dataclasses.replace(completion, result=dataclasses.replace(completion.result, run=run))
+
+    monkeypatch.setattr(dispatch, "accepted", failing)
+    keep, told = told_in(tmp_path / "note")
+    assert grow(root, "n=2", keep) == 1
+    (cycle,) = cycles(root)
+    assert cycle.outcome == "done" and cycle.done("report") is not None
+    words = "all 2 trials that ran failed (crashed 1, timeout 1); the commonest reason, 2 of 2 times: ValueError: boom"
+    error = capsys.readouterr().err
+    assert words in error and words in cycle.said and words in told()["said"]
+    assert error.count("error: ") == 1
 
 
 @contextlib.contextmanager
