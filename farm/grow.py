@@ -41,14 +41,16 @@ def entry(cfg) -> int:
     if "arch" in values:  # as farm.submit has it
         raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
     settings = GrowSettings.from_values(values)
-    require_models(settings.spaces)
     if settings.dry_run:
         return _dry_run(settings)
     settings.cluster.check_address()
     log, metrics = service_settings(values)
     folder = DataFolder.resolve(settings.data)
-    with _no_night_told(folder, settings):
-        machine_of(settings.device, settings.cluster)  # a device that is not there, before anything is written
+    with _terminating(), _no_night_told(folder, settings):  # what is not there, before anything is written
+        machine_of(settings.device, settings.cluster)
+        begins = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
+        if begins:
+            require_models(settings.spaces)
     folder.create()
     with contextlib.ExitStack() as held:
         try:
@@ -59,10 +61,12 @@ def entry(cfg) -> int:
         held.enter_context(_terminating())
         service = held.enter_context(Service.open(folder, log, metrics))
         queue = held.enter_context(Queue.open(folder.queue))
-        return _grow(folder, queue, settings, values, service)
+        return _grow(folder, queue, settings, values, service, models_checked=begins)
 
 
-def _grow(folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapping[str, Any], service) -> int:
+def _grow(
+    folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapping[str, Any], service, models_checked: bool
+) -> int:
     journal = Journal.open(folder)
     begun = None
     with _Told(service.quiet) as told:
@@ -77,6 +81,8 @@ def _grow(folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapp
                 said += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
                 said += _budget(settings)
             else:
+                if not models_checked:  # the unfinished cycle is given up, or ended meanwhile
+                    require_models(settings.spaces)
                 machine, said = machine_of(settings.device, settings.cluster, cycles)
                 night = Night.begin(folder, queue, journal, settings, machine, service, told, told.say)
                 said += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
@@ -159,6 +165,7 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
 def _dry_run(settings: GrowSettings) -> int:
     from farm.growth.watch import stale_first
 
+    require_models(settings.spaces)
     machine, said = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
     there = folder.format_marker.exists()

@@ -512,6 +512,33 @@ def test_a_gpu_that_is_missing_tonight_is_told(root, tmp_path, monkeypatch):
     assert not root.exists()
 
 
+@pytest.fixture
+def no_model_exists(monkeypatch):
+    def refuse(_spaces):
+        raise UsageError("nets has no attribute 'fatcory'; near names: factory")
+
+    monkeypatch.setattr("farm.grow.require_models", refuse)
+
+
+@pytest.mark.usefixtures("no_model_exists")
+def test_a_model_that_does_not_exist_tonight_is_told(root, tmp_path):
+    keep, told = told_in(tmp_path / "note")
+    assert grow(root, "n=2", keep) == 2
+    assert (told()["outcome"], told()["cycle"]) == ("failed", None) and "near names: factory" in told()["said"]
+    assert not root.exists()
+
+
+@pytest.mark.usefixtures("no_model_exists")
+@pytest.mark.parametrize(("settings", "code"), [({"n": 2}, 0), ({"n": 2, "limits": {"max_flops": 3}}, 2)])
+def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, monkeypatch, settings, code):
+    """An unfinished cycle goes on; one of unknown settings is given up, and the new one is refused."""
+    monkeypatch.setattr("farm.grow._see_through", lambda *_: 0)
+    Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
+    keep, told = told_in(tmp_path / "note")
+    assert grow(root, "n=1", keep) == code
+    assert len(cycles(root)) == 1 and (code == 0 or "near names: factory" in told()["said"])
+
+
 @pytest.mark.parametrize(
     ("settings", "goes_on"),
     [
