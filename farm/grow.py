@@ -22,6 +22,7 @@ from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
 from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
+from farm.outcomes import EXIT_ALL_FAILED
 from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
 from warehouse.lock_file import open_lock
@@ -40,14 +41,16 @@ def entry(cfg) -> int:
     if "arch" in values:  # as farm.submit has it
         raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
     settings = GrowSettings.from_values(values)
-    require_models(settings.spaces)
     if settings.dry_run:
         return _dry_run(settings)
     settings.cluster.check_address()
     log, metrics = service_settings(values)
     folder = DataFolder.resolve(settings.data)
-    with _no_night_told(folder, settings):
-        machine_of(settings.device, settings.cluster)  # a device that is not there, before anything is written
+    with _terminating(), _no_night_told(folder, settings):  # what is not there, before anything is written
+        machine_of(settings.device, settings.cluster)
+        begins = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
+        if begins:
+            require_models(settings.spaces)
     folder.create()
     with contextlib.ExitStack() as held:
         try:
@@ -58,10 +61,12 @@ def entry(cfg) -> int:
         held.enter_context(_terminating())
         service = held.enter_context(Service.open(folder, log, metrics))
         queue = held.enter_context(Queue.open(folder.queue))
-        return _grow(folder, queue, settings, values, service)
+        return _grow(folder, queue, settings, values, service, models_checked=begins)
 
 
-def _grow(folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapping[str, Any], service) -> int:
+def _grow(
+    folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapping[str, Any], service, models_checked: bool
+) -> int:
     journal = Journal.open(folder)
     begun = None
     with _Told(service.quiet) as told:
@@ -76,6 +81,8 @@ def _grow(folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapp
                 said += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
                 said += _budget(settings)
             else:
+                if not models_checked:  # the unfinished cycle is given up, or ended meanwhile
+                    require_models(settings.spaces)
                 machine, said = machine_of(settings.device, settings.cluster, cycles)
                 night = Night.begin(folder, queue, journal, settings, machine, service, told, told.say)
                 said += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
@@ -102,6 +109,9 @@ def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
     message = message_of(night.folder, cycle)
     for line in _lines(cycle, message["report"]):
         print(line)
+    if failure := (cycle.done("run") or {}).get("failed"):
+        print(f"error: {failure}", file=sys.stderr)
+        code = code or EXIT_ALL_FAILED
     _hand_on(message, settings, night.service)
     return code
 
@@ -155,6 +165,7 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
 def _dry_run(settings: GrowSettings) -> int:
     from farm.growth.watch import stale_first
 
+    require_models(settings.spaces)
     machine, said = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
     there = folder.format_marker.exists()

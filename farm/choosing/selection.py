@@ -15,6 +15,7 @@ import numpy as np
 
 from conf.errors import UsageError, unknown_name
 from farm.choosing.known_runs import Known
+from farm.choosing.networks import Networks
 from farm.sampling import NO_LIMITS, Limits, sample_range
 from farm.space import Space
 from featurize.trial import TrialConfig, config_hash
@@ -157,24 +158,28 @@ def choose(
     active    drawn at random, the likelier the less the known rows tell of them and the rarer their bins
               (`farm.choosing.active.worth`); while fewer than 20 rows are known, as `coverage`
 
-    Candidates whose `config_hash` is in `known.measured` are left out, and copies within the pool. The same arguments
-    give the same choice. Raises `UsageError` for an unknown policy, for n < 1 and where nothing new is left.
+    Candidates whose `config_hash` is in `known.measured` are left out, copies within the pool, and those whose network
+    cannot be built; a note counts the last. The same arguments give the same choice. Raises `UsageError` for an unknown
+    policy, for n < 1 and where nothing new is left.
     """
     if policy not in POLICIES:
         raise unknown_name("policy", policy, POLICIES)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UsageError(f"n must be an integer >= 1, got {n!r}")
-    fresh, measured, repeated, looked = _fresh(pool, known, None if policy in _LOOKING else n)
-    if not fresh:
-        raise UsageError(
-            f"all {len(pool):,} candidates are measured already; take more of them, or widen the search space"
-        )
-    next_index = dict(pool.next_index) if policy in _LOOKING else _after(pool, looked)
-    asked = [pool.configs[i] for i in fresh]
-    outlook = estimator.look([*asked, *known.configs], progress)
+    at_most = None if policy in _LOOKING else n
+    fresh = _fresh(pool, known, at_most)
+    try:
+        outlook = _look(estimator, fresh, pool, known, progress)
+    except UsageError:
+        fresh = _fresh(pool, known, at_most, Networks())  # only now: trying each costs time
+        if not fresh.unbuildable:
+            raise
+        outlook = _look(estimator, fresh, pool, known, progress)
+    next_index = dict(pool.next_index) if policy in _LOOKING else _after(pool, fresh.looked)
+    asked = [pool.configs[i] for i in fresh.places]
     new, old = np.arange(len(asked)), len(asked) + np.arange(len(known.configs))
     figures = _with_labels(outlook, known, old)
-    notes: list[str] = []
+    notes = [f"left out: {fresh.cannot_be_built()}"] if fresh.unbuildable else []
     doubts: dict = {}
     if policy == "active":
         doubts = _doubts(outlook, known, new, old, seed)
@@ -192,13 +197,13 @@ def choose(
         places = fill(cells, old, new, n, seed)
     else:
         places = new[:n]
-    chosen = _told(pool, fresh, places, cells, old, figures, doubts, distances)
+    chosen = _told(pool, fresh.places, places, cells, old, figures, doubts, distances)
     return Choice(
         policy=policy,
         chosen=chosen,
         pool=len(pool),
-        measured=measured,
-        repeated=repeated,
+        measured=fresh.measured,
+        repeated=fresh.repeated,
         next_index=next_index,
         gained=_gained(cells, old, places),
         ways=dict(sorted(Counter(outlook.ways[places].tolist()).items())),
@@ -206,13 +211,35 @@ def choose(
     )
 
 
-def _fresh(pool: Pool, known: Known, at_most: int | None) -> tuple[list[int], int, int, int]:
-    """(places, measured already, copies, looked at) of the candidates not measured yet, until there are `at_most`."""
+@dataclass(frozen=True)
+class _Fresh:
+    """Places of the candidates that are new, and how many of those looked at are not.
+
+    measured, repeated, unbuildable  measured already; copies; candidates whose network cannot be built, by the reason
+    """
+
+    places: list[int]
+    measured: int
+    repeated: int
+    unbuildable: Counter[str]
+    looked: int
+
+    def cannot_be_built(self) -> str:
+        """Return how many candidates cannot be built, with the commonest reason, in one line."""
+        ((reason, _),) = self.unbuildable.most_common(1)
+        count, others = self.unbuildable.total(), len(self.unbuildable) - 1
+        more = f"; and {others:,} other reason{'s' if others > 1 else ''}" if others else ""
+        return f"{count:,} candidate{'s' if count > 1 else ''} whose model cannot be built: {reason}{more}"
+
+
+def _fresh(pool: Pool, known: Known, at_most: int | None, networks: Networks | None = None) -> _Fresh:
+    """The candidates not measured yet, until there are `at_most`. `networks`: leave out also what cannot be built."""
     seen: set[str] = set()
-    fresh: list[int] = []
+    places: list[int] = []
+    unbuildable: Counter[str] = Counter()
     measured = repeated = looked = 0
     for place, name in enumerate(pool.hashes):
-        if at_most is not None and len(fresh) == at_most:
+        if at_most is not None and len(places) == at_most:
             break
         looked += 1
         if name in known.measured:
@@ -221,8 +248,21 @@ def _fresh(pool: Pool, known: Known, at_most: int | None) -> tuple[list[int], in
             repeated += 1
         else:
             seen.add(name)
-            fresh.append(place)
-    return fresh, measured, repeated, looked
+            problem = None if networks is None else networks.problem(pool.configs[place])
+            if problem is None:
+                places.append(place)
+            else:
+                unbuildable[problem] += 1
+    return _Fresh(places, measured, repeated, unbuildable, looked)
+
+
+def _look(estimator: Estimator, fresh: _Fresh, pool: Pool, known: Known, progress) -> Outlook:
+    """The outlook on the fresh candidates, then the known rows. Raises `UsageError` where no candidate is fresh."""
+    if fresh.places:
+        return estimator.look([*(pool.configs[i] for i in fresh.places), *known.configs], progress)
+    if fresh.unbuildable:
+        raise UsageError(f"nothing is left of {len(pool):,} candidates: {fresh.cannot_be_built()}")
+    raise UsageError(f"all {len(pool):,} candidates are measured already; take more of them, or widen the search space")
 
 
 def _after(pool: Pool, looked: int) -> dict[str, int]:

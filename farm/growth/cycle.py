@@ -25,6 +25,7 @@ from farm.growth.stop import NightStop
 from farm.jobs import Queue
 from farm.journal import Cycle, Journal
 from farm.monitoring.service import Service
+from farm.outcomes import failed_before
 from farm.work import run_job
 from warehouse.folder import DataFolder
 
@@ -78,7 +79,7 @@ class Night:
         asked = ran["ended"] == "asked"
         self._step("learn", lambda: self._learn(skip=asked))
         if asked:
-            return self._close("cut short", f"asked to leave; {ran['runs']} runs are landed")
+            return self._close("cut short", f"asked to leave; {ran['runs']} runs are landed{self._all_failed()}")
         return self._close("done", self._said())
 
     def _close(self, outcome: str, said: str) -> Cycle:
@@ -150,17 +151,18 @@ class Night:
         return job_id
 
     def _work_off(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int = 1) -> str:
-        """Queue the configs as this job and run it: `all`, or why it ended before that, `asked` or `time`.
+        """Queue the configs as this job and run it: `all`, or why the night ends there, `asked` or `time`.
 
-        Raises `Left` after Ctrl-C.
+        Raises `Left` after Ctrl-C. A signal counts also where all trials have run: closing the workers takes seconds.
         """
         stop = self.stop()
         self.submit(job_id, configs)
-        if run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares):
-            return "all"
+        worked_off = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares)
         if stop.interrupted:
             raise Left
-        return "asked" if stop.asked else "time"
+        if stop.asked:
+            return "asked"
+        return "all" if worked_off else "time"
 
     def _choose(self) -> dict[str, Any]:
         plan = self._plan(self.earlier(), "choosing")
@@ -178,11 +180,14 @@ class Night:
         ended = self._work_off(job_id, configs) if configs else "all"
         if ended != "all":
             self.queue.cancel(job_id, time.time())
+        failure = failed_before(self.queue, job_id) if configs else None
+        if failure is not None:
+            self.service.events.emit("job_failed", job=job_id, message=str(failure))
         figures = job_figures(self.folder, job_id)
         left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
         return {
             "job_id": job_id, **figures, "ended": ended, "next_index": left,
-            "wall_s": round(time.monotonic() - began, 3),
+            "wall_s": round(time.monotonic() - began, 3), "failed": None if failure is None else str(failure),
         }  # fmt: skip
 
     def _learn(self, skip: bool) -> dict[str, Any]:
@@ -274,7 +279,13 @@ class Night:
         again = self.cycle.done("choose")["remeasured"]
         stale = f", up to {again} of them of stale rows" if again else ""
         time_up = "; the time was up before all had run" if ran["ended"] == "time" else ""
-        return f"{ran['runs']} runs ({statuses}){stale}{time_up}; models: {decisions or 'none fitted'}"
+        runs_line = f"{ran['runs']} runs ({statuses}){stale}{time_up}"
+        return f"{runs_line}; models: {decisions or 'none fitted'}{self._all_failed()}"
+
+    def _all_failed(self) -> str:
+        """The reason where no trial of the night measured anything, to be added to its sentence; else nothing."""
+        failure = (self.cycle.done("run") or {}).get("failed")
+        return f"; {failure}" if failure else ""
 
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:

@@ -26,6 +26,7 @@ class NightStop(TimedStop):
         super().__init__(seconds)
         self.interrupted = False  # by Ctrl-C: the cycle stays open
         self._cycle = cycle
+        self._disarmed = False  # nothing runs any more that a timer may interrupt
 
     def install(self) -> None:
         super().install()
@@ -34,6 +35,7 @@ class NightStop(TimedStop):
     @contextlib.contextmanager
     def installed(self) -> Iterator[NightStop]:
         before = signal.getsignal(signal.SIGALRM)
+        self._disarmed = False
         with super().installed():
             try:
                 yield self
@@ -42,6 +44,7 @@ class NightStop(TimedStop):
                 signal.signal(signal.SIGALRM, before)
 
     def disarm(self) -> None:
+        self._disarmed = True
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -53,7 +56,8 @@ class NightStop(TimedStop):
             f"\nleaving within seconds; the same command goes on with cycle {self._cycle}. Ctrl-C again leaves at once",
             file=sys.stderr,
         )
-        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        if not self._disarmed:
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
     def _on_alarm(self, *_: object) -> None:
         raise KeyboardInterrupt

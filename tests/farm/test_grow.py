@@ -1,6 +1,7 @@
 """`farm.grow` as its user meets it: what a night leaves, killed at every step or not, and what the next one does."""
 
 import contextlib
+import dataclasses
 import errno
 import http.server
 import json
@@ -17,6 +18,8 @@ import pytest
 import warehouse
 from conf.cli import run
 from conf.errors import UsageError
+from farm import dispatch
+from farm.executors import InlineExecutor
 from farm.grow import entry
 from farm.growth.notify import notify
 from farm.growth.stop import NightStop
@@ -244,6 +247,24 @@ def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root,
     assert set(before) < set(runs(root, "run_id, finished_at"))
 
 
+@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGINT, ""), (signal.SIGTERM, "cut short")])
+def test_a_signal_while_the_workers_close_ends_the_night_although_all_trials_ran(root, monkeypatch, number, outcome):
+    close, timers = InlineExecutor.close, []
+
+    def interrupted(executor):
+        os.kill(os.getpid(), number)
+        timers.append(signal.getitimer(signal.ITIMER_REAL))  # what closes must not be interrupted
+        close(executor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InlineExecutor, "close", interrupted)
+        assert grow(root, "n=1", "learn.targets=[memory]") == 130
+    (cycle,) = cycles(root)
+    assert cycle.outcome == outcome and timers == [(0.0, 0.0)]
+    assert len(runs(root)) == 1 and (cycle.done("run") is None) == cycle.open
+    assert cycle.open or cycle.done("learn")["results"] == []
+
+
 def test_ctrl_c_does_not_wait_for_a_long_trial(root):
     """A trial of ten minutes is given back: its task has no attempt, and none of the farm's processes is left."""
     long = ("device=cpu", "window=fixed", "window.seconds=600", "trial.timeout_s=1000")
@@ -379,6 +400,25 @@ def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
     assert "Nothing was left to run" in (root / "reports" / "latest.html").read_text()
 
 
+def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp_path, capsys, monkeypatch):
+    accepted, statuses = dispatch.accepted, ["crashed", "timeout"]
+
+    def failing(completion, task):
+        completion = accepted(completion, task)
+        run = {**completion.result.run, "status": statuses.pop(), "error": "ValueError: boom"}
+        return dataclasses.replace(completion, result=dataclasses.replace(completion.result, run=run))
+
+    monkeypatch.setattr(dispatch, "accepted", failing)
+    keep, told = told_in(tmp_path / "note")
+    assert grow(root, "n=2", keep) == 1
+    (cycle,) = cycles(root)
+    assert cycle.outcome == "done" and cycle.done("report") is not None
+    words = "all 2 trials that ran failed (crashed 1, timeout 1); the commonest reason, 2 of 2 times: ValueError: boom"
+    error = capsys.readouterr().err
+    assert words in error and words in cycle.said and words in told()["said"]
+    assert error.count("error: ") == 1
+
+
 @contextlib.contextmanager
 def listener(status=200):
     got = []
@@ -470,6 +510,33 @@ def test_a_gpu_that_is_missing_tonight_is_told(root, tmp_path, monkeypatch):
         assert grow(root, "n=2", keep) == 2
     assert (told()["outcome"], told()["said"], told()["cycle"]) == ("failed", "device=cuda: no GPU answers", None)
     assert not root.exists()
+
+
+@pytest.fixture
+def no_model_exists(monkeypatch):
+    def refuse(_spaces):
+        raise UsageError("nets has no attribute 'fatcory'; near names: factory")
+
+    monkeypatch.setattr("farm.grow.require_models", refuse)
+
+
+@pytest.mark.usefixtures("no_model_exists")
+def test_a_model_that_does_not_exist_tonight_is_told(root, tmp_path):
+    keep, told = told_in(tmp_path / "note")
+    assert grow(root, "n=2", keep) == 2
+    assert (told()["outcome"], told()["cycle"]) == ("failed", None) and "near names: factory" in told()["said"]
+    assert not root.exists()
+
+
+@pytest.mark.usefixtures("no_model_exists")
+@pytest.mark.parametrize(("settings", "code"), [({"n": 2}, 0), ({"n": 2, "limits": {"max_flops": 3}}, 2)])
+def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, monkeypatch, settings, code):
+    """An unfinished cycle goes on; one of unknown settings is given up, and the new one is refused."""
+    monkeypatch.setattr("farm.grow._see_through", lambda *_: 0)
+    Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
+    keep, told = told_in(tmp_path / "note")
+    assert grow(root, "n=1", keep) == code
+    assert len(cycles(root)) == 1 and (code == 0 or "near names: factory" in told()["said"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Choosing what to measure next: what a night gets, and what it never gets again."""
 
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -122,6 +123,54 @@ def test_two_families_share_a_night(pool):
     assert choice.next_index == {"mlp": 20, "cnn": 10}
     with pytest.raises(UsageError, match="same family"):
         joined([pool, pool])
+
+
+NETS = """
+from torch import nn
+
+def good(width=4): return nn.Linear(4, width)
+def bad(width=4): raise RuntimeError("boom")
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path, monkeypatch):
+    """Candidates of models of one's own: `own_models("good", "bad")`."""
+    (tmp_path / "selection_test_nets.py").write_text(NETS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def of(*factories):
+        models = [f"selection_test_nets:{name}" for name in factories]
+        values = {"model": models, "inputs": "float32[4]", "batch_size": {"low": 1, "high": 64}}
+        return candidates(parse_space("zoo", values), "stratified", 0, 0, 12)
+
+    yield of
+    get_family("zoo")._read.cache_clear()
+    sys.modules.pop("selection_test_nets", None)
+
+
+@pytest.mark.parametrize("policy", ["stratified", "coverage", "active"])
+def test_what_cannot_be_built_costs_its_own_candidates_and_is_counted(pool, own_models, policy):
+    both = joined(
+        [Pool(pool.configs[:12], pool.hashes[:12], pool.indices[:12], {"mlp": 12}), own_models("good", "bad")]
+    )
+    choice = choose(policy, both, Known.nothing(), 15, FORECASTER)
+    assert len(choice.chosen) == 15
+    models = Counter(getattr(one.config, "model", "mlp") for one in choice.chosen)
+    assert set(models) == {"mlp", "selection_test_nets:good"}
+    (note,) = [note for note in choice.notes if "cannot be built" in note]
+    assert note.endswith("whose model cannot be built: zoo: selection_test_nets:bad does not run on float32[4]: "
+                         "RuntimeError: boom")  # fmt: skip
+    if policy != "stratified":
+        assert note.startswith("left out: 6 candidates whose")
+    else:  # its sequence goes on behind those that it left out
+        taken = [one.index for one in choice.chosen if one.config.family == "zoo"]
+        assert choice.next_index["zoo"] > max(taken) > len(taken)
+
+
+def test_where_no_candidate_can_be_built_the_reason_is_told(own_models):
+    with pytest.raises(UsageError, match=r"nothing is left of 12 candidates: .* RuntimeError: boom$"):
+        choose("stratified", own_models("bad"), Known.nothing(), 3, FORECASTER)
 
 
 def test_coverage_fills_the_bins_that_have_few_rows(pool):
