@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -102,20 +103,22 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 
 def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | None]:
     """Return each model's problem; None: it has none, or was not reached in time; "": importing it ended the child."""
-    process = subprocess.Popen(
+    asked = "".join(json.dumps(model) + "\n" for model in models).encode()
+    with subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    asked = "".join(json.dumps(model) + "\n" for model in models).encode()
-    try:
-        output, _ = process.communicate(asked, timeout=patience_s)
-        answers = _read(output)
-        ended = len(answers) < len(models)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        answers, ended = _read(output), False
+    ) as process:  # fmt: skip
+        try:
+            output, in_time = process.communicate(asked, timeout=patience_s)[0], True
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            output, in_time = process.communicate()[0], False
+        except BaseException:  # Ctrl-C: the child has a session of its own, so the terminal does not reach it
+            _kill(process)
+            raise
+    answers = _read(output)
+    ended = in_time and len(answers) < len(models)
+    if not in_time:
         print(
             f"the models' check took more than {patience_s:g} s: {len(models) - len(answers)} of {len(models)} models "
             "are queued unchecked", file=sys.stderr,
@@ -123,6 +126,13 @@ def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | N
     if ended:
         answers.append("")
     return [*answers, *[None] * (len(models) - len(answers))]
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End the child and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _read(output: bytes) -> list[str | None]:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -127,6 +129,21 @@ def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
 def test_models_that_take_too_long_to_check_are_queued_unchecked(here, capsys):
     require_models([zoo("checked_nets.small:fatcory")], patience_s=0.01)
     assert "took more than 0.01 s: 1 of 1 models are queued unchecked" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_child_that_checks_models(here, monkeypatch):
+    children = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self, *_, **__):
+            children.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        require_models([zoo("checked_nets.small:factory")])
+    (child,) = children
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_a_night_of_a_mistyped_model_does_not_begin(here, capsys, monkeypatch):
