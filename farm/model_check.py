@@ -1,7 +1,8 @@
 """Refuses a submission whose models do not exist: a factory that is mistyped, a module that cannot be imported here.
 
 Start reading at `require_models`, which asks a child process (`python -m farm.model_check`). Only the child imports
-torch, libraries and the user's own modules. Models of the family's own search space are known to exist.
+torch, libraries and the user's own modules. Models of the family's own search space are checked only where their
+library is not installed, or where the space changes their `arguments` or `image_size`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from featurize.families import get_family
 from featurize.own_code import code_fields, config_of_user, data_refusal
 from featurize.row_config import printable
 from featurize.trial import TrialConfig, config_from_mapping
+from workers.server_client import PYTHON_VARIABLE
 
 PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
 _TRIED_ON = 3  # configs that a model is tried on
@@ -38,10 +40,32 @@ def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> N
     factory looked up.
     """
     models = [model for space in spaces for model in _models_of(space)]
-    if not models:
-        return
+    if models:
+        _refuse(models, _ask(models, patience_s))
+
+
+def require_models_in_any(
+    spaces: Iterable[Space], environments: Sequence[Mapping[str, str]], patience_s: float = PATIENCE_S
+) -> None:
+    """Raise `UsageError` that names each model of the spaces that exists in none of the environments.
+
+    An environment is the variables of its trial servers, as `farm.dispatch.ClusterSettings` has them. A model that one
+    of them alone lacks is no mistake: a comparison shows it.
+    """
+    models = [model for space in spaces for model in _models_of(space)]
+    answers: Sequence[str | None] = []
+    for variables in environments:
+        if not models:
+            return
+        answers = _ask(models, patience_s, variables)
+        missing = [(model, problem) for model, problem in zip(models, answers, strict=True) if problem is not None]
+        models, answers = [model for model, _ in missing], [problem for _, problem in missing]
+    if environments:
+        _refuse(models, answers)
+
+
+def _refuse(models: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> None:
     problems: dict[str, None] = {}
-    answers = _ask(models, patience_s)
     for model, problem in zip(models, answers, strict=True):
         if problem is not None:
             problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
@@ -101,11 +125,17 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 # ---- the child process
 
 
-def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | None]:
-    """Return each model's problem; None: it has none, or was not reached in time; "": importing it ended the child."""
+def _ask(
+    models: Sequence[Mapping[str, Any]], patience_s: float, variables: Mapping[str, str] | None = None
+) -> list[str | None]:
+    """Return each model's problem; None: it has none, or was not reached in time; "": importing it ended the child.
+
+    `variables` are those of an environment to ask, instead of this one.
+    """
+    variables = variables or {}
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
     with subprocess.Popen(
-        [sys.executable, "-m", __name__],
+        [variables.get(PYTHON_VARIABLE, sys.executable), "-m", "farm.model_check"], env={**os.environ, **variables},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
     ) as process:  # fmt: skip
         try:
@@ -159,8 +189,10 @@ def _try(config: TrialConfig) -> None:
 
     named = [getattr(config, name) for name in code_fields(config.family)]
     if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
-        from learn.estimate import load_factory
-
+        try:
+            from learn.estimate import load_factory
+        except ImportError:  # an environment that is compared need not have all that estimates import
+            return
         for name in named:
             load_factory(name)
         return
