@@ -162,8 +162,9 @@ def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> C
         raise UsageError(f"which configurations shall the environments run? add n=200 and one of {families}")
     device, said = choose_device(settings.submission.device)
     settings.submission.cluster.check_address()
-    environments = [trial_environment(side, code) for side in sides if isinstance(side, Environment)]
-    require_models_in_any([settings.submission.space], environments)
+    environments = [side for side in sides if isinstance(side, Environment)]
+    pythons = [(str(side.python), trial_environment(side, code)) for side in environments]
+    require_models_in_any([settings.submission.space], pythons)
     print(said)
     return dataclasses.replace(settings, submission=dataclasses.replace(settings.submission, device=device))
 

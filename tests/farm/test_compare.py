@@ -395,7 +395,7 @@ def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is
     for name, answer in (("old", problem), ("new", problem), ("has it", None)):
         script(tmp_path / name / "bin" / "python", "#!/bin/sh\nif [ \"$1\" = -c ]; then "
                f"""echo 'PROBE{{"torch_version": "{name}"}}'; exit; fi\n"""
-               f"while read -r model; do cat <<'ANSWER'\n{json.dumps(answer)}\nANSWER\ndone\n")  # fmt: skip
+               f"echo null; while read -r model; do cat <<'ANSWER'\n{json.dumps(answer)}\nANSWER\ndone\n")  # fmt: skip
     monkeypatch.setattr(run_module, "_run_set", lambda *_: (_ for _ in ()).throw(run_module.Interrupted))
     home = tmp_path / "a'; echo home"
     job = [
@@ -410,6 +410,10 @@ def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is
     assert f"error: {problem}\n" in capsys.readouterr().err and not home.exists()
     assert compare(f"before={sides['old']}", f"after='{sides['has it']}'", *job, data=home) == 130
     assert home.exists() and problem not in capsys.readouterr().err
+    probed = """#!/bin/sh\nif [ "$1" = -c ]; then echo 'PROBE{"torch_version": "new"}'; fi\n"""
+    script(tmp_path / "new" / "bin" / "python", probed)
+    assert compare(f"before={sides['old']}", f"after={sides['new']}", *job, data=home) == 130
+    assert "cannot check models; 1 of 1 is queued unchecked" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
