@@ -26,8 +26,22 @@ class Submission:
         self._ranges: list[tuple[int, int]] = []  # of indices, first and last
 
     def adds(self, indices: Sequence[int]) -> None:
-        """Note tasks that this submission, and no other, adds. Call before their transaction ends."""
+        """Note those of the indices that the job does not hold: this submission adds them.
+
+        Call in the transaction that adds them, before it does.
+        """
         first, last = min(indices), max(indices)
+        held = self._file.all(
+            "SELECT task_index FROM tasks WHERE task_index BETWEEN ? AND ? "
+            "AND job_seq = (SELECT seq FROM jobs WHERE job_id = ?)", (first, last, self._job_id),
+        )  # fmt: skip
+        if not held and len(indices) == last - first + 1:
+            self._note(first, last)
+            return
+        for index in sorted(set(indices).difference(index for (index,) in held)):
+            self._note(index, index)
+
+    def _note(self, first: int, last: int) -> None:
         if self._ranges and self._ranges[-1][1] + 1 == first:
             first = self._ranges.pop()[0]
         self._ranges.append((first, last))

@@ -147,6 +147,7 @@ class Queue:
                 # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
                 (runs,) = self._file.one("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                 state = "queued" if runs else "cancelled"
+                submission.adds([index for index, _ in chunk])
                 new = self._file.many(
                     "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                     [(seq, index, state) for index, _ in chunk],
@@ -156,8 +157,6 @@ class Queue:
                     [(seq, index, text) for index, text in chunk],
                 )
                 self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
-                if new == len(chunk):
-                    submission.adds([index for index, _ in chunk])
             added += new
             existing += len(chunk) - new
         return added, existing

@@ -1,7 +1,8 @@
 """Refuses a submission whose models do not exist: a factory that is mistyped, a module that cannot be imported here.
 
 Start reading at `require_models`, which asks a child process (`python -m farm.model_check`). Only the child imports
-torch, libraries and the user's own modules. Models of the family's own search space are known to exist.
+torch, libraries and the user's own modules. Models of the family's own search space are checked only where their
+library is not installed, or where the space changes their `arguments` or `image_size`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,18 +18,22 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.identity import version_of
-from conf.plain_text import shown
+from conf.plain_text import one_line, shown
 from farm.space import Choice, Constant, Space, own_space
 from featurize.families import get_family
+from featurize.light_imports import without_compiler
 from featurize.own_code import code_fields, config_of_user, data_refusal
 from featurize.row_config import printable
 from featurize.trial import TrialConfig, config_from_mapping
 
 PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
+_QUIET_S = 1.0  # from then on a check says that it runs
 _TRIED_ON = 3  # configs that a model is tried on
 _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # of a problem
 _FIELD = "model"
+
+Environment = tuple[str, Mapping[str, str]]  # a Python, and variables to set for it
 
 
 def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> None:
@@ -37,10 +43,32 @@ def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> N
     factory looked up.
     """
     models = [model for space in spaces for model in _models_of(space)]
-    if not models:
-        return
+    if models:
+        _refuse(models, _ask(models, patience_s))
+
+
+def require_models_in_any(
+    spaces: Iterable[Space], environments: Iterable[Environment], patience_s: float = PATIENCE_S
+) -> None:
+    """Raise `UsageError` that names each model of the spaces that exists in none of the environments.
+
+    An environment is a Python and variables to set for it. A model that one of them alone lacks is no mistake: a
+    comparison shows it.
+    """
+    models = [model for space in spaces for model in _models_of(space)]
+    answers: Sequence[str | None] = []
+    for environment in environments:
+        if not models:
+            return
+        answers = _ask(models, patience_s, environment)
+        missing = [(model, problem) for model, problem in zip(models, answers, strict=True) if problem is not None]
+        models, answers = [model for model, _ in missing], [problem for _, problem in missing]
+    if answers:
+        _refuse(models, answers)
+
+
+def _refuse(models: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> None:
     problems: dict[str, None] = {}
-    answers = _ask(models, patience_s)
     for model, problem in zip(models, answers, strict=True):
         if problem is not None:
             problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
@@ -100,33 +128,55 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 # ---- the child process
 
 
-def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | None]:
+def _ask(
+    models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment = (sys.executable, {})
+) -> list[str | None]:
     """Return each model's problem; None: it has none, or was not reached in time; "": importing it ended the child."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    python, variables = environment
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
-    try:
-        output, _ = process.communicate(asked, timeout=patience_s)
-        answers = _read(output)
-        ended = len(answers) < len(models)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        answers, ended = _read(output), False
-        print(
-            f"the models' check took more than {patience_s:g} s: {len(models) - len(answers)} of {len(models)} models "
-            "are queued unchecked", file=sys.stderr,
-        )  # fmt: skip
+    with subprocess.Popen(
+        [python, "-m", "farm.model_check"], env={**os.environ, **variables},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, in_time = _answer(process, asked, patience_s), True
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            output, in_time = process.communicate()[0], False
+        except BaseException:  # Ctrl-C: the child has a session of its own, so the terminal does not reach it
+            _kill(process)
+            raise
+    started, answers = bool(output), _read(output)[1:]
+    ended = in_time and started and len(answers) < len(models)
+    unchecked = len(models) - len(answers)
+    which = f"{unchecked} of {len(models)} {'is' if unchecked == 1 else 'are'} queued unchecked"
+    if not in_time:
+        print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
+    elif not started:  # it is no model's fault; the trials say what is missing
+        print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
     if ended:
         answers.append("")
     return [*answers, *[None] * (len(models) - len(answers))]
 
 
+def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes:
+    """What the child writes until it ends. A check that takes a while says so on a terminal."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(asked, timeout=min(_QUIET_S, patience_s))[0]
+    if sys.stderr.isatty():
+        print("checking that the models exist; this imports what they name", file=sys.stderr)
+    return process.communicate(timeout=max(0.0, patience_s - _QUIET_S))[0]
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End the child and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def _read(output: bytes) -> list[str | None]:
-    """The problems of the whole lines that the child wrote."""
+    """The whole lines that the child wrote: null when it starts, then each model's problem."""
     return [json.loads(line) for line in output.decode(errors="replace").split("\n")[:-1]]
 
 
@@ -149,8 +199,10 @@ def _try(config: TrialConfig) -> None:
 
     named = [getattr(config, name) for name in code_fields(config.family)]
     if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
-        from learn.estimate import load_factory
-
+        try:
+            from learn.estimate import load_factory
+        except ImportError:  # an environment that is compared need not have all that estimates import
+            return
         for name in named:
             load_factory(name)
         return
@@ -174,9 +226,12 @@ def _name_in_timm(config: TrialConfig) -> str | None:
 
 
 def main() -> None:
-    """Read models, a JSON object a line, and answer each with its problem or null."""
+    """Write null, read models, a JSON object a line, and answer each with its problem or null."""
+    without_compiler()  # a model is looked up or built without memory, and not compiled
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a module prints while it is imported must not spoil the answers
+    answers.write("null\n")
+    answers.flush()
     for line in sys.stdin:
         model = json.loads(line)
         try:

@@ -18,6 +18,7 @@ from farm.comparison.operators import Operators, compare_operators, traced
 from farm.comparison.pairs import Comparison, RunSet, compare_runs
 from farm.comparison.sides import Environment, Recorded, Side, code_folder, side_of, trial_environment
 from farm.jobs import Queue
+from farm.model_check import require_models_in_any
 from farm.monitoring.service import Service
 from farm.settings import SubmitSettings
 from farm.submit import submit
@@ -121,7 +122,7 @@ def run_comparison(
     with code_folder() as code:
         sides = _sides(settings, code)
         if any(isinstance(side, Environment) for side in sides):
-            settings = _ready(settings)
+            settings = _ready(settings, sides, code)
             home.create()
         run_sets = tuple(_run_set(side, settings, home, code) for side in sides)
         comparison = compare_runs(*run_sets, settings.tolerance)
@@ -154,13 +155,16 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     return before, after
 
 
-def _ready(settings: CompareSettings) -> CompareSettings:
-    """With the device chosen. `UsageError` where it is not said what environments shall run."""
+def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> CompareSettings:
+    """With the device chosen. `UsageError` where it is not said what environments shall run, or none can have it."""
     if settings.submission is None:
         families = ", ".join(f"+arch={name}" for name in family_names())
         raise UsageError(f"which configurations shall the environments run? add n=200 and one of {families}")
     device, said = choose_device(settings.submission.device)
     settings.submission.cluster.check_address()
+    environments = [side for side in sides if isinstance(side, Environment)]
+    pythons = [(str(side.python), trial_environment(side, code)) for side in environments]
+    require_models_in_any([settings.submission.space], pythons)
     print(said)
     return dataclasses.replace(settings, submission=dataclasses.replace(settings.submission, device=device))
 

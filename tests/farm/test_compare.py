@@ -13,6 +13,7 @@ import pytest
 from conf import cli
 from conf.errors import UsageError
 from farm import compare as compare_module
+from farm.comparison import run as run_module
 from farm.comparison.operators import compare_operators, traced
 from farm.comparison.pairs import RunSet, compare_runs
 from farm.comparison.sides import Environment, Recorded, code_folder, side_of
@@ -386,6 +387,33 @@ def test_environments_need_to_be_told_what_to_run(tmp_path, capsys):
     assert compare(f"before={tmp_path / 'env'}", f"after={folder.root}", data=tmp_path / "home") == 2
     assert "add n=200 and one of +arch=" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
+
+
+def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is_not(tmp_path, capsys, monkeypatch):
+    """The environments' own Pythons are asked. Here they are shells, which answer at once."""
+    problem = "lib.nets has no attribute 'fatcory'; near names: factory"
+    for name, answer in (("old", problem), ("new", problem), ("has it", None)):
+        script(tmp_path / name / "bin" / "python", "#!/bin/sh\nif [ \"$1\" = -c ]; then "
+               f"""echo 'PROBE{{"torch_version": "{name}"}}'; exit; fi\n"""
+               f"echo null; while read -r model; do cat <<'ANSWER'\n{json.dumps(answer)}\nANSWER\ndone\n")  # fmt: skip
+    monkeypatch.setattr(run_module, "_run_set", lambda *_: (_ for _ in ()).throw(run_module.Interrupted))
+    home = tmp_path / "a'; echo home"
+    job = [
+        "+arch=zoo",
+        "arch.space.model=lib.nets:fatcory",
+        "arch.space.inputs='float32[4]'",
+        "n=2",
+        "device=simulated",
+    ]
+    sides = {name: str(tmp_path / name) for name in ("old", "new", "has it")}
+    assert compare(f"before={sides['old']}", f"after={sides['new']}", *job, data=home) == 2
+    assert f"error: {problem}\n" in capsys.readouterr().err and not home.exists()
+    assert compare(f"before={sides['old']}", f"after='{sides['has it']}'", *job, data=home) == 130
+    assert home.exists() and problem not in capsys.readouterr().err
+    probed = """#!/bin/sh\nif [ "$1" = -c ]; then echo 'PROBE{"torch_version": "new"}'; fi\n"""
+    script(tmp_path / "new" / "bin" / "python", probed)
+    assert compare(f"before={sides['old']}", f"after={sides['new']}", *job, data=home) == 130
+    assert "cannot check models; 1 of 1 is queued unchecked" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

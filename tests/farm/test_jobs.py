@@ -142,6 +142,15 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
     assert queue.counts("cnn-1").queued == 6000
 
 
+@pytest.mark.parametrize("held", [slice(500), slice(700, None, 3)], ids=["the first", "every third"])
+def test_ctrl_c_takes_out_no_more_and_no_less_than_was_added_among_tasks_that_were_there(queue, held):
+    assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0).existing == 0
+    before = contents(queue)
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(a_job(n=9000), until(KeyboardInterrupt(), 8000), 1000.0)
+    assert contents(queue) == before
+
+
 def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
     def worked_on():
         yield from configs(4000)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -26,6 +28,13 @@ def never_called(): raise RuntimeError("factories of one's own are looked up and
 number = 3
 """
 
+LEAVES = """
+import os, sys, torch
+torch.optim.SGD([torch.zeros(1)])
+assert "torch._dynamo.eval_frame" not in sys.modules, "the check waits for torch's compiler"
+os._exit(0)
+"""
+
 
 def installed(*libraries):
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
@@ -40,7 +49,7 @@ def here(tmp_path, monkeypatch):
     (folder / "checked_nets" / "__init__.py").touch()
     (folder / "checked_nets" / "small.py").write_text(NETS)
     (folder / "checked_fails.py").write_text("import no_such_package_at_all\n")
-    (folder / "checked_leaves.py").write_text("import os\nos._exit(0)\n")
+    (folder / "checked_leaves.py").write_text(LEAVES)
     (folder / "checked_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -126,7 +135,30 @@ def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
 
 def test_models_that_take_too_long_to_check_are_queued_unchecked(here, capsys):
     require_models([zoo("checked_nets.small:fatcory")], patience_s=0.01)
-    assert "took more than 0.01 s: 1 of 1 models are queued unchecked" in capsys.readouterr().err
+    assert "checking the models took more than 0.01 s; 1 of 1 is queued unchecked\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_check_that_takes_a_while_says_so_on_a_terminal(here, capsys, monkeypatch, terminal):
+    monkeypatch.setattr(model_check, "_QUIET_S", 0.005)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    require_models([zoo("checked_nets.small:factory")], patience_s=0.01)
+    assert ("checking that the models exist" in capsys.readouterr().err) == terminal
+
+
+def test_ctrl_c_ends_the_child_that_checks_models(here, monkeypatch):
+    children = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self, *_, **__):
+            children.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        require_models([zoo("checked_nets.small:factory")])
+    (child,) = children
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_a_night_of_a_mistyped_model_does_not_begin(here, capsys, monkeypatch):

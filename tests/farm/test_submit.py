@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -215,6 +216,7 @@ def test_ctrl_c_while_trials_are_queued_leaves_nothing_and_the_same_command_queu
     deadline = time.monotonic() + 120
     while not queued(data):
         assert process.poll() is None and time.monotonic() < deadline
+        threading.Event().wait(0.02)  # the processor is the submission's
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130 and "its trials are taken out again" in error and "Traceback" not in error
