@@ -59,6 +59,6 @@ def exit_code(work: Callable[[], object]) -> int:
         print_error(error)
         return EXIT_USAGE
     except KeyboardInterrupt:
-        print("stopped; the same command goes on where it was", file=sys.stderr)
+        print("stopped; run the same command again to continue", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0

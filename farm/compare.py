@@ -30,7 +30,7 @@ def entry(cfg: DictConfig) -> int:
             with StepBar("compare") as bar:
                 result = run_comparison(settings, bar.update)
         except Interrupted:
-            print("left; the same command goes on where it was", file=sys.stderr)
+            print("left; run the same command again to continue", file=sys.stderr)
             return EXIT_INTERRUPTED
         page = write_comparison(DataFolder.resolve(settings.data), result, settings.report)
     print(as_json(result) if settings.format == "json" else "\n".join([*lines(result), f"page: {page}"]))

@@ -82,11 +82,11 @@ def work(
             return EXIT_CLUSTER_LOST
         except KeyboardInterrupt:
             service.events.emit("left", how="stopped")
-            print("stopped; the same command goes on where it was", file=sys.stderr)
+            print("stopped; run the same command again to continue", file=sys.stderr)
             return EXIT_INTERRUPTED
     if stop.requested:
         service.events.emit("left", how="finished what ran")
-        print("left; the same command goes on where it was", file=sys.stderr)
+        print("left; run the same command again to continue", file=sys.stderr)
         return EXIT_INTERRUPTED
     service.events.emit("left", how="nothing is queued")
     if job_id is not None:

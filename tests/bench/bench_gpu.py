@@ -118,7 +118,7 @@ def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
     }  # fmt: skip
     for line in gpu_figures.lines(found):
         say(line)
-    say("all rounds are done" if done else "the time is up; the same command goes on where it was")
+    say("all rounds are done" if done else "the time is up; run the same command again to continue")
     if settings.out is not None:
         Path(settings.out).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     return found

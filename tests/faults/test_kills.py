@@ -113,7 +113,7 @@ def test_ctrl_c_once_finishes_what_runs_and_the_same_command_goes_on(data):
     farm.process.send_signal(signal.SIGINT)
     code, said = farm.wait()
     assert code == 130, said
-    assert "goes on where it was" in said
+    assert "run the same command again to continue" in said
     assert not farm.processes()
     assert finish(data, farm) == {"ok": TASKS}
 

@@ -43,7 +43,7 @@ def check_ending(farm, words):
     assert code == EXIT_CLUSTER_LOST, said
     assert "Traceback" not in said
     (line,) = [line for line in said.splitlines() if line.startswith("error:")]
-    assert words in line and "the same command goes on where it was" in line
+    assert words in line and "run the same command again to continue" in line
     assert rows(
         farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased' OR (state = 'queued' AND attempt > 0)"
     ) == [(0,)], "given back, and it has cost no attempt"
