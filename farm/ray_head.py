@@ -20,9 +20,11 @@ import psutil
 from conf.cli import EXIT_TEMPORARY
 from conf.errors import UsageError
 from conf.identity import alive, identity
+from workers.containment import children_of
 
 EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command goes on
 _LOOK_EVERY_S = 0.2
+_LOOK_AT_START_S = 0.02  # Ray reaps its children: one that dies before we saw it was never there
 _REFUSED_FOR_S = 5.0  # nobody listens at a joined cluster's address any more
 _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
 _PATIENCE_S = 20.0  # for the main thread to leave by itself, once Ray is lost
@@ -40,6 +42,11 @@ class ClusterLost(UsageError):
 class Head(Protocol):
     """What a Ray stands on."""
 
+    @property
+    def starting(self) -> bool:
+        """Whether it is not complete yet, so that it is looked at more often."""
+        ...
+
     def lost(self) -> str | None:
         """Return what has ended, as a sentence; None while everything runs. Used from one thread."""
         ...
@@ -51,11 +58,15 @@ class OwnHead:
     _NAMES = ("gcs_server", "raylet")
 
     def __init__(self) -> None:
-        self._before = {child.pid for child in psutil.Process().children()}
+        self._before = set(children_of(os.getpid()))
         self._markers: dict[str, str] = {}  # name -> identity
 
+    @property
+    def starting(self) -> bool:
+        return len(self._markers) < len(self._NAMES)
+
     def lost(self) -> str | None:
-        if len(self._markers) < len(self._NAMES):
+        if self.starting:
             self._look()
         for name, marker in self._markers.items():
             if not alive(marker):
@@ -63,17 +74,18 @@ class OwnHead:
         return None
 
     def _look(self) -> None:
-        for child in psutil.Process().children():
+        for pid in children_of(os.getpid()):
             try:
-                name = child.name()
-                if child.pid not in self._before and name in self._NAMES:
-                    self._markers.setdefault(name, identity(child.pid))
+                if pid not in self._before and (name := psutil.Process(pid).name()) in self._NAMES:
+                    self._markers.setdefault(name, identity(pid))
             except (psutil.Error, ProcessLookupError):
                 continue
 
 
 class JoinedHead:
     """The GCS of a cluster that was joined: whoever listens at its address."""
+
+    starting = False
 
     def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic):
         self._address = (host, port)
@@ -163,7 +175,7 @@ class HeadWatch:
 
     def _run(self) -> None:
         while self._reason is None:
-            if self._stopped.wait(_LOOK_EVERY_S):
+            if self._stopped.wait(_LOOK_AT_START_S if self._head.starting else _LOOK_EVERY_S):
                 return
             self._reason = self._head.lost()
         if not self._noticed.wait(self._patience_s) and not self._stopped.is_set():

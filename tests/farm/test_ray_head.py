@@ -21,6 +21,7 @@ class Scripted:
     """A head that runs until `reason` is given."""
 
     reason = None
+    starting = False
 
     def lost(self):
         return self.reason
