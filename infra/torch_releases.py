@@ -30,8 +30,8 @@ def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
                     [*pip, *constraints, *_NEEDED]):  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-            return False, f"cannot be installed: {said[-1] if said else f'exit code {done.returncode}'}"
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+            return False, f"cannot be installed: {errors[-1] if errors else f'exit code {done.returncode}'}"
     done = subprocess.run(
         [python, "-W", "ignore", "-m", "tests.featurize.golden_traces"],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -46,30 +46,30 @@ class BuildSettings:
     workers: int | None = None
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         named = isinstance(self.datasets, str) and Path(self.datasets).is_dir()
         if not named and not isinstance(self.datasets, bool):
-            found.append(f"datasets must be true, false or the folder of a data set, got {self.datasets!r}")
+            problems.append(f"datasets must be true, false or the folder of a data set, got {self.datasets!r}")
         for name, least in (("distil", 200), ("seed", 0), ("workers", 0)):
             value = getattr(self, name)
             if value is None and name == "workers":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                found.append(f"{name} must be an integer >= {least}, got {value!r}")
+                problems.append(f"{name} must be an integer >= {least}, got {value!r}")
         wrong = [name for name in _PATHS if not _names_a_path(getattr(self, name), needed=name == "path")]
-        found += [f"{name} must be a path, got {getattr(self, name)!r}" for name in wrong]
+        problems += [f"{name} must be a path, got {getattr(self, name)!r}" for name in wrong]
         if "path" not in wrong and not Path(self.path).exists():
-            found.append(f"path={self.path}: there is no such file or folder")
+            problems.append(f"path={self.path}: there is no such file or folder")
         if "out" not in wrong:
-            found += _problems_of_home(self.home)
-            found += [
+            problems += _problems_of_home(self.home)
+            problems += [
                 f"{name}={getattr(self, name)} is inside {self.home}, which is written anew: name another out="
                 for name in ("path", "data")
                 if name not in wrong and getattr(self, name) and _real(getattr(self, name)).is_relative_to(self.home)
                 if not (name == "path" and self.models)
             ]
-        if found:
-            raise UsageError("; ".join(found))
+        if problems:
+            raise UsageError("; ".join(problems))
 
     @property
     def models(self) -> Path | None:
@@ -190,8 +190,8 @@ def _put_in_place(building: Path, home: Path) -> None:
     """`building` becomes `home`. The models before it are moved aside, and back again where that fails."""
     aside = home.parent / building.name.replace(_prefix(home, "build"), _prefix(home, "old"), 1)
     with _held(home.parent):
-        if found := _problems_of_home(home):  # the build took its time
-            raise UsageError("; ".join(found))
+        if problems := _problems_of_home(home):  # the build took its time
+            raise UsageError("; ".join(problems))
         try:
             if home.exists():
                 _move(home, aside)
@@ -283,7 +283,7 @@ def _distilled(settings: BuildSettings, data: Path, fitted, progress):
     from learn.step_store import features_of, prepare
     from learn.targets import get_target
 
-    # What was measured ran in the usual loop, and is asked about so.
+    # What was measured ran in the pipeline loop, and is asked about so.
     cases = distillation_cases(settings.distil, settings.seed)
     prepare(
         cases, str(data), workers=settings.workers,
@@ -292,8 +292,8 @@ def _distilled(settings: BuildSettings, data: Path, fitted, progress):
     cases = [case for case in cases if features_of(case).error is None]
     taught = {}
     for target in ("memory", "smact", "smocc"):
-        said = fitted[target].predict(cases)
-        taught[target] = Taught.of(said) if get_target(target).is_memory else Taught(said.point)
+        prediction = fitted[target].predict(cases)
+        taught[target] = Taught.of(prediction) if get_target(target).is_memory else Taught(prediction.point)
     taught |= {target: Taught(figures) for target, figures in _without_input(map(features_of, cases)).items()}
     progress("distilling", 0, 1)
     return FastPath.distil(cases, taught, settings.seed)
