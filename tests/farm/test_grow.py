@@ -99,7 +99,7 @@ def test_killed_at_every_line_of_the_journal_it_ends_as_if_it_had_not_been(root,
     assert all(len(cycle.steps[name].attempts) > 1 for name in STEPS)
 
 
-@pytest.mark.parametrize("policy", ["uniform", "active"])
+@pytest.mark.parametrize("policy", ["uniform", pytest.param("active", marks=pytest.mark.slow)])
 def test_the_next_night_goes_on_and_measures_nothing_twice(root, policy):
     for _ in range(2):
         assert grow(root, "n=4", f"policy={policy}", "pool=12") == 0

@@ -140,6 +140,7 @@ def test_rows_in_doubt_are_not_fitted_on():
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_an_easy_family_does_not_speak_for_what_is_of_no_family():
     """Of 700 networks every tenth is a CNN, which are hard to tell; MLPs are not. A module may be like either."""
     rng = np.random.default_rng(3)

@@ -39,11 +39,9 @@ finally:
 
 
 USES = [
-    "import torch._dynamo.utils as part; assert part.counters is not None",
     "from torch._dynamo.utils import is_compile_supported, counters; import torch._dynamo as d; assert d.config",
     "import torch._dynamo as d; assert d.utils.counters is not None and not d.utils.is_compile_supported('meta')",
     "from torch._dynamo import config; assert config.cache_size_limit",
-    "import torch._dynamo; assert torch._dynamo.config.cache_size_limit",
     "import torch._dynamo.eval_frame; import torch._dynamo as d; assert d.eval_frame.OptimizedModule",
     "import torch._dynamo as d; assert d.is_compiling() is False and d.optimize and not d.is_compiling()",
     "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2, 2]",
