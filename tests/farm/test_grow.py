@@ -413,7 +413,7 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
     assert grow(root, "n=2", keep) == 1
     (cycle,) = cycles(root)
     assert cycle.outcome == "done" and cycle.done("report") is not None
-    words = "all 2 trials that ran failed (crashed 1, timeout 1); the commonest reason, 2 of 2 times: ValueError: boom"
+    words = "all 2 trials that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
     error = capsys.readouterr().err
     assert words in error and words in cycle.said and words in told()["said"]
     assert error.count("error: ") == 1
