@@ -206,7 +206,7 @@ class RayExecutor:
                 _temp_dir=None if self._folder is None else str(self._folder),
             )
         except Exception as error:  # of many kinds, and none is a bug of ours
-            self._head.check()
+            self._head.check_now()
             raise UsageError(
                 f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
             ) from error

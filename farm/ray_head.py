@@ -20,11 +20,9 @@ import psutil
 from conf.cli import EXIT_TEMPORARY
 from conf.errors import UsageError
 from conf.identity import alive, identity
-from workers.containment import children_of
 
 EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command goes on
 _LOOK_EVERY_S = 0.2
-_LOOK_AT_START_S = 0.02  # Ray reaps its children: one that dies before we saw it was never there
 _REFUSED_FOR_S = 5.0  # nobody listens at a joined cluster's address any more
 _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
 _PATIENCE_S = 20.0  # for the main thread to leave by itself, once Ray is lost
@@ -42,11 +40,6 @@ class ClusterLost(UsageError):
 class Head(Protocol):
     """What a Ray stands on."""
 
-    @property
-    def starting(self) -> bool:
-        """Whether it is not complete yet, so that it is looked at more often."""
-        ...
-
     def lost(self) -> str | None:
         """Return what has ended, as a sentence; None while everything runs. Used from one thread."""
         ...
@@ -58,15 +51,11 @@ class OwnHead:
     _NAMES = ("gcs_server", "raylet")
 
     def __init__(self) -> None:
-        self._before = set(children_of(os.getpid()))
+        self._before = {child.pid for child in psutil.Process().children()}
         self._markers: dict[str, str] = {}  # name -> identity
 
-    @property
-    def starting(self) -> bool:
-        return len(self._markers) < len(self._NAMES)
-
     def lost(self) -> str | None:
-        if self.starting:
+        if len(self._markers) < len(self._NAMES):
             self._look()
         for name, marker in self._markers.items():
             if not alive(marker):
@@ -74,18 +63,17 @@ class OwnHead:
         return None
 
     def _look(self) -> None:
-        for pid in children_of(os.getpid()):
+        for child in psutil.Process().children():
             try:
-                if pid not in self._before and (name := psutil.Process(pid).name()) in self._NAMES:
-                    self._markers.setdefault(name, identity(pid))
+                name = child.name()
+                if child.pid not in self._before and name in self._NAMES:
+                    self._markers.setdefault(name, identity(child.pid))
             except (psutil.Error, ProcessLookupError):
                 continue
 
 
 class JoinedHead:
     """The GCS of a cluster that was joined: whoever listens at its address."""
-
-    starting = False
 
     def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic):
         self._address = (host, port)
@@ -140,6 +128,15 @@ class HeadWatch:
             self._noticed.set()
             raise ClusterLost(self._reason)
 
+    def check_now(self) -> None:
+        """Do what `check` does, after a look of our own.
+
+        While `ray.init` waits for its GCS it holds the interpreter's lock, so the thread cannot look (Ray 2.60).
+        """
+        if self._reason is None:
+            self._reason = self._head.lost()
+        self.check()
+
     def call(self, function: Callable[[], Result]) -> Result:
         """Return what a function of Ray that asks the head gives; raises `ClusterLost` rather than wait for a dead one.
 
@@ -175,7 +172,7 @@ class HeadWatch:
 
     def _run(self) -> None:
         while self._reason is None:
-            if self._stopped.wait(_LOOK_AT_START_S if self._head.starting else _LOOK_EVERY_S):
+            if self._stopped.wait(_LOOK_EVERY_S):
                 return
             self._reason = self._head.lost()
         if not self._noticed.wait(self._patience_s) and not self._stopped.is_set():

@@ -21,7 +21,6 @@ class Scripted:
     """A head that runs until `reason` is given."""
 
     reason = None
-    starting = False
 
     def lost(self):
         return self.reason
@@ -41,6 +40,15 @@ def watch():
     watch = HeadWatch(Scripted(), leave=lambda code: None)
     yield watch
     watch.stop()
+
+
+def test_a_head_that_ended_while_the_thread_could_not_look_is_lost(watch):
+    watch.stop()
+    watch._thread.join()
+    watch.check_now()
+    watch._head.reason = "the GCS has ended"
+    with pytest.raises(ClusterLost, match="the GCS has ended"):
+        watch.check_now()
 
 
 def test_nothing_is_said_while_the_head_runs(watch):
