@@ -288,6 +288,10 @@ class _SharedFile:
         self.size = len(self._content) if status is None else status.st_size
         self.modified_s = 0.0 if status is None else status.st_mtime
         self.identity = () if status is None else identity_of(status)
+        if self._descriptor >= 0:
+            # Not in `__del__`: while that runs, a weak reference still leads here, and a thread that follows it would
+            # read from a descriptor that is closed, or is another file's by then.
+            weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def read(self, at: int, size: int) -> bytes:
         if self._content is not None:
@@ -297,10 +301,6 @@ class _SharedFile:
             parts.append(part)
             at, size = at + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
 
 
 class _NamedFile(_SharedFile):

@@ -16,6 +16,7 @@ import warehouse
 from conf.errors import UsageError
 from warehouse.compact import CompactionSettings, compact
 from warehouse.folder import COMPRESSION, KINDS
+from warehouse.folder_files import FolderFiles, files_of
 from warehouse.merged import Listing, listing_file, new_merged_name
 from warehouse.schema import RUN_SCHEMA
 from warehouse.writer import RunWriter
@@ -469,6 +470,25 @@ def test_many_queries_of_many_files_need_few_descriptors(folder):
     done = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["[(50, 100, 50, 100, 50)]", "50"] * 2 + [str(4 * 100)]
+
+
+def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monkeypatch):
+    fill(folder, range(1))
+    close, again, is_closing = os.close, [], []
+
+    def close_while_another_thread_opens(descriptor):
+        if is_closing:
+            is_closing.clear()
+            again.append(files.open(files.glob(files_of("runs"))[1]))
+        close(descriptor)
+
+    monkeypatch.setattr("warehouse.folder_files.os.close", close_while_another_thread_opens)
+    files = FolderFiles(folder)
+    _, name = files.glob(files_of("runs"))
+    content = files.open(name).read()
+    is_closing.append(True)
+    files.close()
+    assert again[0].read() == content
 
 
 def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
