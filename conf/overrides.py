@@ -24,6 +24,7 @@ from conf.keys import (
     known_keys,
     offered_groups,
 )
+from conf.plain_text import first_line
 from conf.space_overrides import replacing
 from conf.values import Kind, problems_of
 
@@ -221,8 +222,8 @@ def _composed(name: str, overrides: Sequence[Override]) -> Any:
                 try:
                     compose(name, overrides=[*chosen, *replacing([override.text()])])
                 except (HydraException, OmegaConfBaseException) as own:
-                    problems.append(f"{override.key}: {_first_line(own)}")
-            raise UsageError("; ".join(problems) or _first_line(error)) from error
+                    problems.append(f"{override.key}: {first_line(own)}")
+            raise UsageError("; ".join(problems) or first_line(error)) from error
 
 
 def _unparsed(overrides: Sequence[Override]) -> Iterator[str]:
@@ -249,10 +250,6 @@ def _resolved(cfg: Any) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise UsageError(f"{getattr(error, 'full_key', None) or 'config'}: {_first_line(error)}") from error
+        raise UsageError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from error
     except RecursionError as error:
         raise UsageError("a value refers to itself through ${...}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

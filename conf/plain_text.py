@@ -53,6 +53,11 @@ def shown(value: object) -> str:
     return text if cut == text else f"{cut} ({len(text):,} characters)"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text that says anything, or the name of its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def error_line(text: str) -> str:
     """Return the line of an error that says what happened, without the control characters that `printable` escapes.
 

@@ -222,23 +222,26 @@ def _recalled(keys: set[str], data) -> Path:
 
 def _computed(cases: list[Case], workers: int | None) -> Iterator[tuple[Case, StepRecord]]:
     """(case, record) of each, in whatever order they finish; `workers` as `prepare` has it."""
-    begun = 0 if workers and len(cases) >= 2 * BATCH else len(cases)
+    processes = len(os.sched_getaffinity(0)) if workers is None else workers
+    here = 0
     if workers is None:
-        begun = yield from _computed_here(cases, len(os.sched_getaffinity(0)))
-    else:
-        for case in cases[:begun]:
-            yield case, compute(case)
-    if begun == len(cases):
+        here = yield from _computed_here(cases, processes)
+    elif workers == 0 or len(cases) < 2 * BATCH:
+        here = yield from _computed_here(cases, 1)
+    if here == len(cases):
         return
     from learn.parallel import ray_map
 
-    parts = [cases[i : i + BATCH] for i in range(begun, len(cases), BATCH)]
-    for index, records in ray_map(_compute_all, parts, workers or len(os.sched_getaffinity(0))):
+    parts = [cases[i : i + BATCH] for i in range(here, len(cases), BATCH)]
+    for index, records in ray_map(_compute_all, parts, processes):
         yield from zip(parts[index], records, strict=True)
 
 
 def _computed_here(cases: list[Case], cores: int) -> Generator[tuple[Case, StepRecord], None, int]:
-    """Yield (case, record) until Ray's processes on `cores` would sooner be done with the rest; returns how many."""
+    """Yield (case, record) until Ray's processes on `cores` would sooner be done with the rest; returns how many.
+
+    With one core they never would.
+    """
     began_s = 0.0
     for done, case in enumerate(cases):
         if done > 1:  # the first one imports torch

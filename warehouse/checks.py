@@ -13,6 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.plain_text import first_line
 from warehouse.connection import connect
 from warehouse.counting import counting_files
 from warehouse.dataset import JOB_PREFIX
@@ -277,7 +278,7 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
                 try:
                     columns = pq.read_schema(plain(path))
                 except (pa.ArrowException, OSError) as error:
-                    problems["unreadable_file"].append(f"{name} ({str(error).splitlines()[0]})")
+                    problems["unreadable_file"].append(f"{name} ({first_line(error)})")
                     continue
                 for field in columns:
                     if field.name not in schema.names:

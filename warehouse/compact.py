@@ -32,6 +32,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli import command
+from conf.plain_text import first_line
 from warehouse.compaction import (
     Compaction,
     CompactionReport,
@@ -91,7 +92,7 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
 
     def unreadable(path: Path, error: Exception) -> None:
         if not isinstance(error, FileNotFoundError):
-            report.left_alone(path, str(error).splitlines()[0])
+            report.left_alone(path, first_line(error))
 
     for paths in _plan(work, kind, family, unreadable):
         for files, rows in read_files(paths, SCHEMAS[kind], settings.target_rows, unreadable):

@@ -21,6 +21,7 @@ from pathlib import Path
 import duckdb
 
 from conf.errors import UsageError
+from conf.plain_text import first_line
 from warehouse import views
 from warehouse.folder import DataFolder
 from warehouse.lock_file import hold_shared
@@ -146,5 +147,5 @@ def _reader_lock(folder: DataFolder) -> int | None:
 def check_readable(error: duckdb.Error, folder: DataFolder) -> UsageError | None:
     """A `UsageError` naming the damaged file, if that is what `error` is about."""
     if isinstance(error, duckdb.InvalidInputException | duckdb.IOException) and ".parquet" in str(error):
-        return UsageError(f"a file of data={folder.root} cannot be read: {str(error).splitlines()[0]}")
+        return UsageError(f"a file of data={folder.root} cannot be read: {first_line(error)}")
     return None

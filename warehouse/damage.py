@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.plain_text import one_line
+from conf.plain_text import first_line, one_line
 from warehouse.folder import KINDS, LISTING_SCHEMA, DataFolder
 from warehouse.plain_file import identity, is_out_of_descriptors, open_binary
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
@@ -191,8 +191,3 @@ def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
         if is_alike(wanted):
             return is_alike(own)
     return pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text that says anything."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import UsageError
+from conf.plain_text import first_line
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from warehouse.writer import run_problems
 
@@ -155,7 +156,7 @@ def read_part(root: Path, part: Part, kind: str, content: bytes | None = None) -
         # Without a buffer, pyarrow would read the partition's name as a column.
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes() if content is None else content)).read()
     except (pa.ArrowException, OSError) as error:
-        raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
     try:
         described = json.loads((table.schema.metadata or {}).get(_METADATA, b""))
         version = int(described["schema_version"])

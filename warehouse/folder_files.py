@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from conf.errors import UsageError
+from conf.plain_text import first_line
 from warehouse import damage
 from warehouse.counting import counting_plan
 from warehouse.damage import DamagedFile
@@ -204,7 +205,7 @@ class FolderFiles(AbstractFileSystem):
                             raise
                         if (known := identity(real)) is not None:
                             identities[real] = known
-                            damaged.append(DamagedFile(real, damage.first_line(error)))
+                            damaged.append(DamagedFile(real, first_line(error)))
                         continue
                     if content is None:
                         is_pinned = False

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.plain_text import first_line
 from warehouse.checksum import checksum_problem
 from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
@@ -36,7 +37,7 @@ def run_ids_of(path: Path) -> set[str]:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise Unreadable(str(error).splitlines()[0]) from error
+        raise Unreadable(first_line(error)) from error
 
 
 def unheld_ids(

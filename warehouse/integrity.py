@@ -17,6 +17,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.identity import OWN_SHA256, own_sha256, sha256_of
+from conf.plain_text import first_line
 from warehouse.believed import lost_line, lost_merged_files
 from warehouse.checksum import recorded_checksum
 from warehouse.damage import DamagedFile, parquet_files
@@ -175,7 +176,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        return [_Verified(path, True, f"it cannot be read: {str(error).splitlines()[0]}")]
+        return [_Verified(path, True, f"it cannot be read: {first_line(error)}")]
 
 
 def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.plain_text import one_line
+from conf.plain_text import first_line, one_line
 from warehouse import damage
 from warehouse.checksum import checksum_problem, recorded_checksum
 from warehouse.damage import DamagedFile
@@ -130,9 +130,9 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
     except FileNotFoundError as error:
         if not path.is_symlink():
             raise
-        content = damage.first_line(error)
+        content = first_line(error)
     except OSError as error:  # of the disk: it may be gone at the next look
-        content = damage.first_line(error)
+        content = first_line(error)
     if isinstance(content, Listing):
         if _lists_own_name(content):
             return content

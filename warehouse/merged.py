@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from conf.plain_text import first_line
 from warehouse.checksum import checksum_problem, recorded_checksum, write_sealed
 from warehouse.folder import COMPRESSION, LISTING_SCHEMA, DataFolder, replacing, sync, write_parquet
 from warehouse.plain_file import plain
@@ -61,7 +62,7 @@ class Listing:
                 rows=int(metadata[_ROWS]) if _ROWS in metadata else None,
             )
         except (pa.ArrowException, KeyError, TypeError) as error:
-            raise ValueError(f"it is no listing: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"it is no listing: {first_line(error)}") from error
 
     def write(self) -> None:
         """Atomically: the moment at which `merged` begins to count and `hidden` ends to."""

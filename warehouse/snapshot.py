@@ -26,6 +26,7 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.json_file import read_json
+from conf.plain_text import first_line
 from warehouse.believed import SNAPSHOT_LISTING, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.counting import counting_files
@@ -312,7 +313,7 @@ def _view_rows(building: DataFolder) -> dict[str, int]:
         except duckdb.Error as error:
             if is_disk_error(error):
                 raise
-            raise UsageError(f"the folder's files cannot be read: {str(error).splitlines()[0]}") from error
+            raise UsageError(f"the folder's files cannot be read: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -320,7 +321,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:
-        raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _parquet_files(root: Path) -> list[Path]:

@@ -13,7 +13,12 @@ from learn.fastpath.fast_tape import NONE, Tape
 _KEEPS_OUTPUT = frozenset(
     {"relu", "tanh"}
 )  # activations whose backward reads what they gave; the others' what they got
-_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # tensors of a parameter's size that the optimizer keeps
+OPTIMIZER_STATES = {
+    "adam": 2,
+    "adamw": 2,
+    "momentum": 1,
+    "sgd": 0,
+}  # tensors of a parameter's size that the optimizer keeps
 
 
 class _Step(Tape):
@@ -251,7 +256,7 @@ def cnn_program(config: cnn.Config, spec: DeviceSpec) -> tuple[Program, int]:
         if recompute:
             tape.release(entered)
     zeroed = [~slot for slot in tape.gradients if tape.sizes[slot] > SMALL_REQUEST]
-    states = _STATES[config.optimizer]
+    states = OPTIMIZER_STATES[config.optimizer]
     setup, state, end = [], [], []
     for nbytes in tape.weights:
         if (size := units(nbytes)) > SMALL_REQUEST:
@@ -326,17 +331,17 @@ def _backward(tape: _Step, number: int, block: cnn.Block, nodes: list, gradient:
     if block.kind == "residual":
         of_shortcut = nodes.pop()
         tape.keep(gradient)
-        found = tape.back(nodes, gradient)
+        input_gradient = tape.back(nodes, gradient)
         if not of_shortcut:  # the gradient goes past: it is added to
-            if found == NONE:
+            if input_gradient == NONE:
                 tape.release(gradient)
                 return NONE
-            tape.release(found)
+            tape.release(input_gradient)
             return gradient
         other = tape.back(of_shortcut, gradient)
         if other != NONE:
             tape.release(other)
-        return found
+        return input_gradient
     if block.kind == "dense":
         side = block.map_in
         growth = tape.width * batch * config.growth_rate * side**2
@@ -344,7 +349,7 @@ def _backward(tape: _Step, number: int, block: cnn.Block, nodes: list, gradient:
         for i in reversed(range(cnn.DENSE_LAYERS)):
             last = i == cnn.DENSE_LAYERS - 1
             mine = tape.keep(gradient) if last else sums.pop()
-            found = tape.back(nodes[i], mine)
+            input_gradient = tape.back(nodes[i], mine)
             if last:
                 if number:
                     sums.append(tape.new(tape.width * batch * block.inputs * side**2))
@@ -352,7 +357,7 @@ def _backward(tape: _Step, number: int, block: cnn.Block, nodes: list, gradient:
                     sums.append(NONE)
                 sums += [tape.new(growth) for _ in range(cnn.DENSE_LAYERS - 1)]
                 tape.release(gradient)
-            if found != NONE:
-                tape.release(found)
+            if input_gradient != NONE:
+                tape.release(input_gradient)
         return sums[0]
     return tape.back(nodes, gradient)

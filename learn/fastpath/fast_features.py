@@ -18,6 +18,7 @@ from featurize.families import get_family
 from featurize.features import feature_version as plan_version
 from featurize.layers import Layer
 from featurize.trial import ACTIVATIONS, TrialConfig
+from learn.fastpath.fast_cnn import OPTIMIZER_STATES
 from learn.fastpath.fast_replay import replayed_mib
 
 MIB = 2**20
@@ -53,7 +54,6 @@ _ORDER = ("other", *_KINDS)
 _CODE = {kind: code for code, kind in enumerate(_ORDER)}
 _TABLE = np.array([_KINDS.get(kind, _PLAIN) for kind in _ORDER], dtype=float).T
 _GROUPS = ("conv2d", "linear", "attention", "batchnorm2d", "layernorm", "dropout", "concat", "pad2d")
-_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights that the optimizer keeps
 _PASSES = {"adam": 18, "adamw": 20, "momentum": 8, "sgd": 3}  # over the weights, by the optimizer's kernels
 _STEPS = {"adam": 7, "adamw": 8, "momentum": 3, "sgd": 1}  # for-each operators of a step
 _LISTED = {"adam": 12, "adamw": 13, "momentum": 5, "sgd": 2}  # lists that these are given
@@ -139,7 +139,7 @@ class _Flat:
                 (
                     config.batch_size,
                     2.0 if config.precision in ("bf16", "fp16") else 4.0,
-                    _STATES[config.optimizer],
+                    OPTIMIZER_STATES[config.optimizer],
                     _PASSES[config.optimizer],
                     _STEPS[config.optimizer],
                     config.activation_checkpointing,
