@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import cache
-from pathlib import Path
 
 from featurize.families import get_family
 from featurize.layers import Layer, rough_memory_mib
@@ -104,20 +102,3 @@ def group_key(config: TrialConfig) -> str:
         if layer.kind != "dropout":
             digest.update(f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n".encode())
     return f"{config.family}-{digest.hexdigest()[:16]}"
-
-
-def feature_version() -> str:
-    """12 hex digits over the source that computes features: this module, the layer plan, the trial config and every
-    family. An artifact that was fitted under another version can't read today's features."""
-    folder = Path(__file__).parent
-    sources = [folder / name for name in ("features.py", "layers.py", "trial.py")]
-    return _version((*sources, *sorted((folder / "families").glob("*.py"))))
-
-
-@cache
-def _version(paths: tuple[Path, ...]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        # universal newlines: a checkout with other line ends computes the same features
-        digest.update(f"{path.name}\n{path.read_text(encoding='utf-8')}\n".encode())
-    return digest.hexdigest()[:12]

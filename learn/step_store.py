@@ -22,6 +22,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.own_code import NotTrusted, refusal
+from featurize.version import FEATURES_VERSION
 from learn.cases import Case
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 _RAY_START_S = 10.0  # Ray itself, and torch in its processes
 BATCH = 8  # cases a task: small enough that no worker waits long for another's
-# Of featurize, what a traced step's features do not follow from; a device's description is part of each key.
-_NO_PART = ("__init__", "allocator_history", "device_spec", "features", "layers", "light_imports", "own_code",
-            "plan_of_module", "row_config", "simulate", "space", "trial", "vision")  # fmt: skip
 _SHARE = "net_share_elements_"
 _KEPT = 100_000
 _MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
@@ -214,10 +212,21 @@ def _recalled(keys: set[str], data) -> Path:
     """Read what is stored under these keys; the folder where it is."""
     from warehouse.folder import DataFolder
 
-    kept = DataFolder.resolve(data).features / record_version()
-    for key, record in _read(kept, keys):
-        _memory[key] = record
+    features = DataFolder.resolve(data).features
+    kept = features / record_version()
+    for folder in (*_legacy_folders(features), kept):
+        for key, record in _read(folder, keys):
+            _memory[key] = record
     return kept
+
+
+def _legacy_folders(features: Path) -> list[Path]:
+    """Return the folder of today's features whose name is still a hash of source text, where there is one."""
+    from learn.legacy_records import VERSION, legacy_folder_name
+
+    if VERSION != FEATURES_VERSION or not features.is_dir():
+        return []
+    return [path for path in [features / legacy_folder_name(_libraries())] if path.is_dir()]
 
 
 def _computed(cases: list[Case], workers: int | None) -> Iterator[tuple[Case, StepRecord]]:
@@ -263,34 +272,18 @@ def _compute_all(cases: Sequence[Case]) -> list[StepRecord]:
     return [compute(case) for case in cases]
 
 
-@cache
-def step_feature_version() -> str:
-    """12 hex digits over the sources that a traced step's features follow from, families aside."""
-    import featurize
-
-    sources = sorted(Path(featurize.__file__).parent.glob("*.py"))
-    return _digest([path for path in sources if path.stem not in _NO_PART]).hexdigest()[:12]
-
-
-@cache
 def record_version() -> str:
-    """12 hex digits: as `step_feature_version`, and what else records depend on: families, torch, other libraries."""
-    import featurize.families
-    import featurize.nets
+    """Return the name of the folder of stored records: the features' version and the releases of the libraries."""
+    digest = hashlib.sha256(_libraries().encode()).hexdigest()
+    return f"{FEATURES_VERSION}-{digest[:12]}"
+
+
+@cache
+def _libraries() -> str:
+    """Return the releases of the libraries whose code a traced step's features follow from."""
     from conf.identity import version_of
 
-    folders = [Path(package.__file__).parent for package in (featurize.families, featurize.nets)]
-    digest = _digest([path for folder in folders for path in sorted(folder.glob("*.py"))])
-    libraries = " ".join(f"{name} {version_of(name)}" for name in ("torch", "timm", "torchvision", "transformers"))
-    digest.update(f"{step_feature_version()} {libraries}".encode())
-    return digest.hexdigest()[:12]
-
-
-def _digest(paths: Sequence[Path]):
-    digest = hashlib.sha256()
-    for path in paths:  # universal newlines: a checkout with other line ends computes the same features
-        digest.update(f"{path.name}\n{path.read_text(encoding='utf-8')}\n".encode())
-    return digest
+    return " ".join(f"{name} {version_of(name)}" for name in ("torch", "timm", "torchvision", "transformers"))
 
 
 # ---- on disk: parts of records, each file whole or not there; a case that two parts hold is the same in both

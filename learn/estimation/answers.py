@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
+from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
 from learn.workload import Workload
@@ -209,7 +210,7 @@ def _ask_fitted(
     each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
     answer; memory, which hardly depends on the loop, is answered by any.
     """
-    from learn.artifacts import StaleArtifact, default_artifact, features_of_estimator, find_latest, load_latest
+    from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
     from learn.estimators import LEVEL
     from learn.targets import get_target
     from warehouse.folder import DataFolder
@@ -259,7 +260,7 @@ def _ask_fitted(
         notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
         of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
         notes.append(f"{target}: fitted on {', '.join(sources)} rows{of_loop}")
-        if default and artifact.meta["feature_version"] != features_of_estimator(name):
+        if default and not is_current(artifact.meta["feature_version"]):
             notes.append(
                 f"{target}: the model that comes with the project was fitted with features "
                 f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"

@@ -14,13 +14,13 @@ from pathlib import Path
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial import TrialConfig
+from featurize.version import is_current
 from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.estimation.answers import Estimate
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.fastpath.fast import FastPath
 from learn.fastpath.fast_cnn import OPTIMIZER_STATES
 from learn.learned.familiarity import Familiarity
-from learn.step_store import step_feature_version
 from learn.targets import get_target
 
 NAME = "fast (default)"
@@ -46,7 +46,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
         for family, of_family in path.errors.items()
     }
     loops = {target: _LOOPS[target] for target in by}
-    stale = () if path.teacher == step_feature_version() else (STALE,)
+    stale = () if is_current(path.teacher) else (STALE,)
     memory = columns["peak_memory_mib"]
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
     return [

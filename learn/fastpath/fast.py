@@ -17,13 +17,13 @@ import numpy as np
 from conf.errors import UsageError, unknown_name
 from featurize.device_spec import DeviceSpec, device_features, plain_device
 from featurize.trial import TrialConfig
+from featurize.version import FEATURES_STAMP, is_current
 from learn.artifact_files import checked, read_json, stamped
 from learn.cases import Case
 from learn.estimators import from_space, to_space
 from learn.fastpath.fast_bound import Bound, Taught, calibrate
-from learn.fastpath.fast_features import Sketch, feature_version, step_sketch
+from learn.fastpath.fast_features import Sketch, step_sketch
 from learn.fastpath.fast_nets import Nets, train_nets
-from learn.step_store import step_feature_version
 from learn.targets import get_target
 
 FOLDS = 4  # of each family's cases: what networks say of the one that they were not trained on tells how far off it is
@@ -157,7 +157,7 @@ class FastPath:
             own = {name: said.rows(mine) for name, said in taught.items()}
             families[family] = _learn_family([cases[i] for i in mine], own, targets, bounded, seed)
         names = sorted({(case.spec.name) for case in cases})
-        return cls(targets, bounded, {plain_device(name): name for name in names}, families, step_feature_version())
+        return cls(targets, bounded, {plain_device(name): name for name in names}, families, FEATURES_STAMP)
 
     def answer(self, configs: Sequence[TrialConfig], device: str | DeviceSpec) -> FastAnswers:
         """Figures of each config on one GPU model, in order. Raises `UsageError` for a family or device unknown."""
@@ -212,7 +212,7 @@ class FastPath:
                 "bounds": known.bounds,
             }
         state = {
-            "features": feature_version(),
+            "features": FEATURES_STAMP,
             "teacher": self.teacher,
             "targets": list(self.targets),
             "bounded": self.bounded,
@@ -228,7 +228,7 @@ class FastPath:
         folder = Path(folder)
         state = read_json(folder / "fast.json")
         checked(folder, state, "fast.json", ours=True)
-        if state["features"] != feature_version():
+        if not is_current(state["features"]):
             raise UsageError(f"{folder}: distilled with other features than this code computes; distil it again")
         families = {
             name: _OfFamily(

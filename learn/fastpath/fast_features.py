@@ -5,24 +5,20 @@ Start reading at `step_sketch`. Sizes follow from the family's own layer plan, s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from featurize.device_spec import DeviceSpec
 from featurize.families import get_family
-from featurize.features import feature_version as plan_version
 from featurize.layers import Layer
 from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.fastpath.fast_cnn import OPTIMIZER_STATES
 from learn.fastpath.fast_replay import replayed_mib
 
 MIB = 2**20
-_SOURCES = ("fast_features.py", "fast_replay.py", "fast_blocks.py", "fast_tape.py", "fast_cnn.py")
 # Per kind of layer, for each element: of its input and of its output that the backward pass needs, what else it keeps
 # per output element (masks are bytes); its parameter tensors; its kernels forward and backward; and what these read and
 # write per element of its input and of its output, forward and backward. Products' own traffic is counted elsewhere.
@@ -369,11 +365,3 @@ def _product_s(
             better = seconds < best
             best, filled = np.where(better, seconds, best), np.where(better, share, filled)
     return best, filled
-
-
-@cache
-def feature_version() -> str:
-    """Return 12 hex digits over the source that computes features: the modules listed here and the families."""
-    folder = Path(__file__).parent
-    texts = [(folder / name).read_text(encoding="utf-8") for name in _SOURCES]  # of any line ends
-    return hashlib.sha256("\n".join([plan_version(), *texts]).encode()).hexdigest()[:12]

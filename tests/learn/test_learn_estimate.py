@@ -19,9 +19,10 @@ from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.families import get_family, mlp
 from featurize.trace import TraceError
+from featurize.version import FEATURES_STAMP
 from learn import estimate, step_store
 from learn.analytical.base import analyse
-from learn.artifacts import default_artifact, features_of_estimator, find_latest, load_latest
+from learn.artifacts import default_artifact, find_latest, load_latest
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
@@ -250,7 +251,7 @@ def graphs(tmp_path_factory):
     write_runs(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
     step_store.prepare(load_rows(folder, "memory").cases, folder, workers=0)
     path = fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(folder))).path
-    assert json.loads((path / "meta.json").read_text())["feature_version"] == step_store.step_feature_version()
+    assert json.loads((path / "meta.json").read_text())["feature_version"] == FEATURES_STAMP
     return folder
 
 
@@ -645,7 +646,7 @@ def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
     home = tmp_path / "models" / "memory"
     for version, name in (("20260101T000000Z-a", "hybrid"), ("20260102T000000Z-b", "forest")):
         meta = {
-            "target": "memory", "estimator": name, "feature_version": features_of_estimator(name),
+            "target": "memory", "estimator": name, "feature_version": FEATURES_STAMP,
             "rows": {"family": {"mlp": 40}, "device": {DEVICE: 40}, "source": {"measured": 40}},
         }  # fmt: skip
         (home / version).mkdir(parents=True)
