@@ -82,6 +82,12 @@ def load_device(name: str) -> DeviceSpec:
     return device_from_mapping(known[resolve_device(name, known)])
 
 
+def describe_device(name: str | DeviceSpec) -> DeviceSpec:
+    """The description of a GPU by a name that `load_device` takes; a description is given back as
+    it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
+    return name if isinstance(name, DeviceSpec) else load_device(name)
+
+
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 

@@ -19,6 +19,7 @@ from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import ResidualPrediction, require_rows, require_target, to_space
+from learn.step_store import StepStore
 from learn.targets import Target, get_target
 from learn.workload import Workload
 
@@ -84,8 +85,8 @@ class TrainingFreeEstimator:
         self.seed = int(seed)
         self.target: Target | None = None
 
-    def fit(self, rows: Rows) -> Self:
-        """Note the target. Devices that `conf/device` does not describe raise `UsageError`."""
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
+        """Note the target; `steps` is not read. Devices that `conf/device` does not describe raise `UsageError`."""
         from learn.traced import describe_device
 
         require_target(type(self), rows.target.name)
@@ -99,7 +100,7 @@ class TrainingFreeEstimator:
         """The target's figure for one case, in its unit. Raises `CannotEstimate`."""
         raise NotImplementedError
 
-    def predict(self, cases: Sequence[Case]) -> ResidualPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         """One point a case; a case without an answer has NaN there and its reason in `refusals`."""
         if self.target is None:
             raise RuntimeError("fit or load the estimator before predicting")

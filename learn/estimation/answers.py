@@ -22,6 +22,7 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from learn.artifacts import Artifact
+    from learn.step_store import StepStore
     from learn.traced import TracedStep
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
@@ -119,10 +120,10 @@ def answer(
     `UsageError` for what has no answer: for peak memory that is, other figures may be missing.
     """
     from learn.estimators import TRAINING_FREE, get_estimator
-    from learn.step_store import remembered
+    from learn.step_store import StepStore
     from learn.traced import CannotTrace, step_of
 
-    found = _Found()
+    found, steps = _Found(), StepStore(data)
     if loop is not None:
         job = replace(job, training_loop=loop == PIPELINE)
     fitted = estimator is not None and estimator not in TRAINING_FREE
@@ -134,35 +135,32 @@ def answer(
         traced = step_of(job, device, allocator=allocator, timeline=timeline)
     except UsageError as error:
         failure = error
-        _recall(case, data)
+        _recall(case, steps)
     if estimator in TRAINING_FREE and estimator != "trace":
         _ask(found, job, device, estimator)
     elif estimator != "trace":
-        with remembered(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
-            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, lent))
-            _ask_fitted(found, case, in_a_plain_loop, estimator, data, loop)
+        with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
+            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent))
+            _ask_fitted(found, case, steps, in_a_plain_loop, estimator, data, loop)
     if failure is not None and estimator in (None, "trace"):
-        _ask_stored(found, case)
+        _ask_stored(found, case, steps)
     if failure is not None and "peak_memory_mib" not in found.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure
     return _assembled(found, job, device, traced, failure, allocator, loop), traced
 
 
-def _recall(case: Case, data) -> None:
+def _recall(case: Case, steps: StepStore) -> None:
     """What was stored of a case that cannot be traced here: its config may name code that nobody allowed to run."""
-    from learn.step_store import recall
-
     if case.config is not None:
-        recall([case, replace(case, training_loop=True)], data)
+        steps.recall([case, replace(case, training_loop=True)])
 
 
-def _ask_stored(found: _Found, case: Case) -> None:
+def _ask_stored(found: _Found, case: Case, steps: StepStore) -> None:
     """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
-    from learn.step_store import stored_features
     from learn.targets import get_target
 
-    if (features := stored_features(case)) is None:
+    if (features := steps.features(case)) is None:
         return
     for target in TARGETS:
         column = get_target(target).column
@@ -198,6 +196,7 @@ def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> No
 def _ask_fitted(
     found: _Found,
     case: Case,
+    steps: StepStore,
     in_a_plain_loop: Callable[[], Case],
     estimator: str | None,
     data: Any,
@@ -243,7 +242,7 @@ def _ask_fitted(
         default = artifact is not own
         sources = artifact.meta["rows"]["source"]
         asked = in_a_plain_loop() if loops_of_sources(sources) == {PIPELINE} else case
-        prediction = artifact.estimator.predict([asked])
+        prediction = artifact.estimator.predict([asked], steps)
         if prediction.refusals:
             if target == "memory" and estimator is not None:
                 raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
@@ -287,9 +286,8 @@ def _of_loop(
     return None, passed_over
 
 
-def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
+def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack) -> Case:
     """The case in such a loop, its record at hand while `lent` is open."""
-    from learn.step_store import remembered
     from learn.traced import step_of
 
     if case.training_loop:
@@ -298,7 +296,7 @@ def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
     if case.module is not None:
         looped = replace(looped, module=replace(case.module, training_loop=True))
     with contextlib.suppress(UsageError):  # then whoever asks for its record hears why
-        lent.enter_context(remembered(looped, step_of(looped.workload, looped.described)))
+        lent.enter_context(steps.lent(looped, step_of(looped.workload, looped.described)))
     return looped
 
 
