@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 
+from conf.units import MIB
 from featurize.allocator_blocks import (
     ADDRESS_SHIFT,
     KEY_SHIFT,
-    MIB,
     AddressSpace,
     Piece,
     Pool,

@@ -9,7 +9,8 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MIB = 2**20
+from conf.units import MIB
+
 # A free piece's place in its pool is one integer, size first, then address: both are multiples of 512.
 KEY_SHIFT = 48
 ADDRESS_SHIFT = 9

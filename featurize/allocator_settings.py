@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 
 from conf.errors import UsageError
 
-MIB = 2**20
 MIN_BLOCK_BYTES = 512
 # Rounding by divisions of a power of two has one entry for each of 1, 2, 4, ... 32768 MiB and above.
 INTERVALS = 16

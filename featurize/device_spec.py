@@ -16,6 +16,7 @@ from conf.device_names import plain_device as plain_device
 from conf.device_names import resolve_device
 from conf.errors import UsageError
 
+DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
 
 

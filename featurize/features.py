@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 
+from conf.units import MIB
 from featurize.families import get_family
 from featurize.layers import Layer, rough_memory_mib
-from featurize.trial import ACTIVATIONS, TrialConfig
-
-MIB = 2**20
+from featurize.trial import ACTIVATIONS, OPTIMIZER_STATES, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
 # the columns of a joint table don't depend on the families in it.
@@ -22,7 +21,6 @@ KINDS = (
     "activation", "other",
 )  # fmt: skip
 _KIND_OF = {**{kind: kind for kind in KINDS}, **dict.fromkeys(ACTIVATIONS, "activation")}
-_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights that the optimizer keeps
 _LOGGED = (
     "batch_size", "parameters", "output_elements", "flops", "max_output_elements", "max_parameters",
     "batch_output_elements", "batch_flops", "batch_max_output_elements", "rough_memory_mib",
@@ -50,7 +48,7 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
     features |= _plan_features(plan, config.batch_size)
     parameters, elements = features["parameters"], features["batch_output_elements"]
     features["weights_mib"] = 4 * parameters / MIB
-    features["optimizer_state_mib"] = 4 * parameters * _STATES[config.optimizer] / MIB
+    features["optimizer_state_mib"] = 4 * parameters * OPTIMIZER_STATES[config.optimizer] / MIB
     features["batch_output_mib"] = 4 * elements / MIB
     features["rough_memory_mib"] = rough_memory_mib(plan, config.batch_size, config.optimizer)
     features["flops_per_element"] = features["flops"] / max(features["output_elements"], 1.0)

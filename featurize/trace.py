@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from conf.errors import UsageError
 from featurize.cuda_policy import as_on_cuda
-from featurize.device_spec import DeviceSpec, load_device
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.library_calls import LibraryCall
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
 from featurize.trial import TrialConfig
 
-DEFAULT_DEVICE = "A100-SXM4-40GB"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 PHASES = ("setup", "forward", "backward", "optimizer")
 BLOCK_KINDS = (

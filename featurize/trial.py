@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from conf.errors import UsageError
@@ -16,6 +17,10 @@ from conf.identity import mapping_hash as mapping_hash
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
+# Tensors of each parameter's size that the optimizer keeps.
+OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType({"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0})
+# Bits of a number as a product reads it: sign, exponent and mantissa.
+MATH_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16})
 ACTIVATIONS = (
     "relu", "leaky_relu", "prelu", "elu", "selu", "gelu", "tanh", "silu", "softplus", "mish", "identity",
 )  # fmt: skip

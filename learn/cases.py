@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from conf.errors import UsageError
+from featurize.device_spec import DEFAULT_DEVICE as DEFAULT_DEVICE
 from featurize.device_spec import DeviceSpec, describe_device
 from featurize.trial import TrialConfig, canonical_json
 from learn.workload import Workload, of_config
 from learn.workload import name_of as name_of
 
-DEFAULT_DEVICE = "A100-SXM4-40GB"
 MODULE = "module"  # family of what is no family's
 
 

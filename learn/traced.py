@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
+from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.device_spec import describe_device as describe_device
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from featurize.replay import MemoryProfile
     from featurize.simulate import SimulatedStep
     from featurize.trace import StepTrace, TraceError
-
-MIB = 2**20
 
 
 class CannotTrace(UsageError):

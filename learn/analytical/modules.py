@@ -20,8 +20,6 @@ from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, t
 from learn.analytical.base import CannotEstimate
 from learn.workload import Workload
 
-MIB = 2**20
-
 
 def meta_model(workload: Workload) -> nn.Module:
     """The workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it is.

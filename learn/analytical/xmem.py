@@ -13,12 +13,12 @@ from typing import ClassVar
 
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
+from featurize.trial import OPTIMIZER_STATES
 from learn.analytical.base import AnalyticalEstimator, CannotEstimate
 from learn.workload import Workload
 
 STEPS = 2
 PREFIX = "xmem::"  # of the marks that name a step's phases in the profile
-OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 RAM_SHARE = 0.8  # of the free memory; the rest is for what the first guess leaves out
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
+from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.version import is_current
@@ -32,7 +33,6 @@ _STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
 }
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
-MIB = 2**20
 # Where the trace meets its own limits, these may still answer: what each of them does instead.
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from conf.units import MIB as BYTES_PER_MIB
+
 UNIT = 512  # bytes: sizes and addresses count these, so that a piece is a small integer
-MIB = 2**20 // UNIT
+MIB = BYTES_PER_MIB // UNIT
 SMALL_REQUEST = MIB  # and below: the small pool, which is not replayed
 MIDDLE_REQUEST = 10 * MIB  # below: a segment of `MIDDLE_SEGMENT`
 MIDDLE_SEGMENT = 20 * MIB

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from featurize.device_spec import DeviceSpec
 from featurize.families import cnn
+from featurize.trial import OPTIMIZER_STATES
 from learn.fastpath.fast_blocks import SMALL_REQUEST, Program, units
 from learn.fastpath.fast_tape import NONE, Tape
 
 _KEEPS_OUTPUT = frozenset(
     {"relu", "tanh"}
 )  # activations whose backward reads what they gave; the others' what they got
-OPTIMIZER_STATES = {
-    "adam": 2,
-    "adamw": 2,
-    "momentum": 1,
-    "sgd": 0,
-}  # tensors of a parameter's size that the optimizer keeps
 
 
 class _Step(Tape):

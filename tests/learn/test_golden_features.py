@@ -1,5 +1,6 @@
 """Features move only with their version: golden values, artifacts of hashes, and source text that changes nothing."""
 
+import ast
 import importlib
 import json
 import os
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import golden_features
 import pytest
-from golden_features import differences, golden, same_libraries
+from golden_features import differences, golden, same_libraries, values_of
 
 from conf.errors import UsageError
-from featurize import version
+from featurize import kernel_constants, version
 from featurize.families import family_names
+from featurize.kernel_constants import KERNEL_GAP_US
 from featurize.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
 from learn.artifact_files import stamped
 from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
@@ -25,6 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 STORED = golden()
 CASES = STORED["cases"]
 HASHES = ("40c75313b7a5", "143632fa0067", "199c62bcc1e4")  # of traced steps, of trial configs, of the fast path
+# Of the fast path's sketch over the traced step: step time, memory.
+RATIOS = {
+    "cnn": (0.962, 1.0),
+    "mlp": (1.059, 0.985),
+    "transformer": (0.86, 0.972),
+    "cnn_long": (1.031, 1.0),
+    "mlp_momentum": (1.0, 0.909),
+    "transformer_adam": (0.888, 0.88),
+}
 TRACED_HERE = same_libraries(STORED)  # under other releases, what needs no trace is compared alone
 
 
@@ -42,6 +53,42 @@ def test_no_feature_moves_while_the_version_stays(name):
 def test_every_family_has_a_golden_case_and_modules_have_some():
     assert {case["config"]["family"] for case in CASES.values() if "config" in case} == set(family_names())
     assert {name for name, case in CASES.items() if "config" not in case} == set(golden_features.MODULES)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        pytest.param("featurize.roofline", "step", marks=pytest.mark.skipif(not TRACED_HERE, reason="other releases")),
+        ("learn.fastpath.fast_features", "fast"),
+    ],
+)
+def test_a_constant_of_kernels_that_differs_in_one_place_moves_golden_values(module, kind, monkeypatch):
+    monkeypatch.setattr(f"{module}.KERNEL_GAP_US", 1.01 * KERNEL_GAP_US)
+    moved = list(differences("mlp", CASES["mlp"], traced=TRACED_HERE))
+    assert moved and all(f"mlp: {kind} " in line for line in moved)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "fast" in case["values"]])
+def test_the_fast_path_s_sketch_keeps_its_ratio_to_the_traced_step(name):
+    """What the fast path starts from and what its teacher traces are of one scheme, with the same constants."""
+    case = CASES[name]
+    sketch, traced = values_of(name, case, traced=False)["fast"], case["values"]["step"]
+    time_ratio = sketch["base_step_time_00"] / (traced["job_step_time_ms"] * (1 - traced.get("job_input_share", 0.0)))
+    memory_ratio = sketch["base_memory_00"] / traced["job_memory_mib"]
+    assert (round(time_ratio, 3), round(memory_ratio, 3)) == RATIOS[name]
+
+
+def test_every_constant_of_kernels_has_one_home():
+    """Nobody else gives a name of `featurize.kernel_constants` a value, and it is read without torch."""
+    names = {name for name in vars(kernel_constants) if name.isupper()}
+    assert "KERNEL_GAP_US" in names and len(names) > 20
+    for path in [*ROOT.glob("featurize/**/*.py"), *ROOT.glob("learn/**/*.py")]:
+        if path.name == "kernel_constants.py":
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            assigned = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            assert not names & assigned, f"{path} gives {names & assigned} a value of its own"
 
 
 def test_values_that_moved_are_not_written_until_the_version_is_raised(tmp_path, monkeypatch):
