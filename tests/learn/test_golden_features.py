@@ -1,7 +1,6 @@
 """Features move only with their version: golden values, artifacts of hashes, and source text that changes nothing."""
 
 import ast
-import importlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from learn.artifact_files import stamped
 from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
 from learn.fastpath.fast import FastPath
 from learn.legacy_records import legacy_folder_name
+from learn.step_files import record_version
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = golden()
@@ -151,7 +151,7 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
         "import featurize, learn.fastpath.fast as fast\n"
         "from featurize.version import FEATURES_STAMP\n"
         "from learn.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
-        "from learn.step_store import record_version\n"
+        "from learn.step_files import record_version\n"
         "fast.FastPath.load(DEFAULT_MODELS / 'fast'), require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"
         "print(featurize.__file__, FEATURES_STAMP, record_version(), sep='\\n')\n"
     )
@@ -160,5 +160,4 @@ def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
         env={**os.environ, "PYTHONPATH": str(code)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    record_version = importlib.import_module("learn.step_store").record_version
     assert done.stdout.splitlines() == [str(code / "featurize" / "__init__.py"), FEATURES_STAMP, record_version()]
