@@ -64,7 +64,7 @@ class XMem:
     name: ClassVar[str] = "xmem"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.analytical.modules import MIB
+        from conf.units import MIB
 
         _require_memory(workload)
         static, batch, events = _profile(workload)
@@ -149,7 +149,8 @@ def _require_memory(workload: Workload) -> None:
     import psutil
     import torch
 
-    from learn.analytical.modules import MIB, LeafCalls, explained, meta_model, real_model, tensors_in, unique_bytes
+    from conf.units import MIB
+    from learn.analytical.modules import LeafCalls, explained, meta_model, real_model, tensors_in, unique_bytes
 
     model = meta_model(workload)
     weights = sum(unique_bytes(model.parameters()))
