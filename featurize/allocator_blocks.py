@@ -57,6 +57,7 @@ class Piece:
     """
 
     __slots__ = ("address", "before", "behind", "free", "key", "pool", "requested", "size")
+    key: int
 
     def __init__(
         self,
@@ -158,7 +159,8 @@ def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, 
     for head in pieces:
         if head.before is not None and head.before.free is not None:
             continue
-        blocks, piece = [], head
+        blocks: list[Block] = []
+        piece: Piece | None = head
         while piece is not None and piece.free is not None:
             live = piece.free is False
             state = "active_allocated" if live else "inactive"

@@ -111,7 +111,7 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
         major, minor = map(int, str(values.get("compute_capability", "0.0")).split("."))
     except ValueError:
         problems.append(f"compute_capability must look like '8.0', got {values['compute_capability']!r}")
-    if problems:
+    if problems or not isinstance(rates, Mapping):
         raise UsageError(f"device {label}: " + "; ".join(problems))
     values["peak_tflops"] = PeakTflops(**rates)
     values["compute_capability"] = (major, minor)

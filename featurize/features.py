@@ -11,7 +11,7 @@ import math
 from conf.units import MIB
 from featurize.families import get_family
 from featurize.layers import Layer, rough_memory_mib
-from featurize.trial import ACTIVATIONS, OPTIMIZER_STATES, TrialConfig
+from featurize.trial_config import ACTIVATIONS, OPTIMIZER_STATES, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
 # the columns of a joint table don't depend on the families in it.
@@ -45,15 +45,16 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
         elif isinstance(value, int | float):  # None and lists are no scalars: absent
             features[name] = float(value)
     plan = get_family(config.family).layers(config)
-    features |= _plan_features(plan, config.batch_size)
-    parameters, elements = features["parameters"], features["batch_output_elements"]
-    features["weights_mib"] = 4 * parameters / MIB
-    features["optimizer_state_mib"] = 4 * parameters * OPTIMIZER_STATES[config.optimizer] / MIB
-    features["batch_output_mib"] = 4 * elements / MIB
-    features["rough_memory_mib"] = rough_memory_mib(plan, config.batch_size, config.optimizer)
-    features["flops_per_element"] = features["flops"] / max(features["output_elements"], 1.0)
-    features |= {f"log_{name}": math.log1p(features[name]) for name in _LOGGED}
-    return features
+    of_plan = _plan_features(plan, config.batch_size)
+    parameters, elements = of_plan["parameters"], of_plan["batch_output_elements"]
+    of_plan["weights_mib"] = 4 * parameters / MIB
+    of_plan["optimizer_state_mib"] = 4 * parameters * OPTIMIZER_STATES[config.optimizer] / MIB
+    of_plan["batch_output_mib"] = 4 * elements / MIB
+    of_plan["rough_memory_mib"] = rough_memory_mib(plan, config.batch_size, config.optimizer)
+    of_plan["flops_per_element"] = of_plan["flops"] / max(of_plan["output_elements"], 1.0)
+    numbers = {"batch_size": float(config.batch_size), **of_plan}
+    logarithms = {f"log_{name}": math.log1p(numbers[name]) for name in _LOGGED}
+    return {**features, **of_plan, **logarithms}
 
 
 def _plan_features(plan: list[Layer], batch_size: int) -> dict[str, float]:

@@ -34,7 +34,7 @@ from featurize.kernel_constants import (
     TENSOR_WARPS_LIMIT,
     TILES,
 )
-from featurize.trace import Operator
+from featurize.step_trace import Operator
 from featurize.training import TrainingSettings
 
 KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row", "normalization", "optimizer")

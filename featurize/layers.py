@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conf.units import MIB
-from featurize.trial import OPTIMIZER_STATES
+from featurize.trial_config import OPTIMIZER_STATES
 
 
 @dataclass(frozen=True, slots=True)

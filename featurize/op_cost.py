@@ -90,7 +90,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple
 
 def _attention_forward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]], int]:
     def formula(args: Sequence, outputs: Sequence[Tensor]) -> int:
-        return sum(_attention(*args[:3], len(args) > causal_at and args[causal_at]))
+        query, key, value = args[:3]
+        return sum(_attention(query, key, value, len(args) > causal_at and args[causal_at]))
 
     return formula
 
@@ -98,7 +99,8 @@ def _attention_forward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]],
 def _attention_backward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]], int]:
     def formula(args: Sequence, outputs: Sequence[Tensor]) -> int:
         # The scores again, then the gradients of scores, values, queries and keys.
-        scores, values = _attention(*args[1:4], len(args) > causal_at and args[causal_at])
+        query, key, value = args[1:4]
+        scores, values = _attention(query, key, value, len(args) > causal_at and args[causal_at])
         return 3 * scores + 2 * values
 
     return formula

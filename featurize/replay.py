@@ -16,7 +16,7 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import CUDNN_MIB
 from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
-from featurize.trace import BLOCK_KINDS, StepTrace
+from featurize.step_trace import BLOCK_KINDS, StepTrace
 
 
 class Moment(NamedTuple):

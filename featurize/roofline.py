@@ -13,7 +13,7 @@ from typing import NamedTuple
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import HOST_PER_LISTED_TENSOR, KERNEL_GAP_US, KERNEL_LATENCY_US
 from featurize.kernels import KINDS, Pricer, kind_of
-from featurize.trace import StepTrace
+from featurize.step_trace import StepTrace
 from featurize.training import TrainingSettings
 
 LAUNCH, COMPUTE, MEMORY = BOUNDS = ("launch", "compute", "memory")
@@ -84,7 +84,7 @@ def price(
     """
     pricer = Pricer(spec, settings)
     methods = {kind: getattr(pricer, kind) for kind in KINDS}
-    records = []
+    records: list[tuple] = []
     add = records.append
     latency_s = KERNEL_LATENCY_US * 1e-6
     seconds_sum = active = warps = dram_s = math_s = fp32_s = launches = 0.0

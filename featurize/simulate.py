@@ -11,7 +11,7 @@ from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.replay import MemoryProfile, outside_mib, replay
 from featurize.roofline import price, python_loader_ms
-from featurize.trace import StepTrace
+from featurize.step_trace import StepTrace
 from featurize.training import TrainingSettings
 
 

@@ -15,9 +15,9 @@ from featurize.opgraph import VOCABULARY, category, product_dims
 from featurize.replay import MemoryProfile, outside_mib
 from featurize.roofline import features as roofline_features
 from featurize.roofline import price, python_loader_ms
-from featurize.trace import BATCH, StepTrace
+from featurize.step_trace import BATCH, StepTrace
 from featurize.training import TrainingSettings
-from featurize.trial import MATH_BITS, OPTIMIZER_STATES
+from featurize.trial_config import MATH_BITS, OPTIMIZER_STATES
 
 _CONVOLUTIONS = ("1x1", "3x3", "5x5", "wide", "depthwise", "grouped", "strided", "long")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
 from conf.errors import UsageError
@@ -239,7 +239,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     for target in TARGETS:
         rows = load_rows(str(data), target, source=sources)
         steps.prepare(rows.cases, workers=settings.workers, progress=lambda d, n: progress("tracing jobs", d, n))
-        bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+        bins = make_bins(rows.target, rows.exact.label, rows.family.tolist(), ceiling_mib=rows.ceiling_mib)
         progress(f"fitting {target}", 0, 1)
         evaluation = evaluate(name, rows, bins, settings.seed, steps=steps)
         fitted[target] = make_estimator(name, settings.seed).fit(rows, steps)
@@ -260,6 +260,8 @@ def _distil_only(settings: BuildSettings, data: Path, folder: Path, progress) ->
     from learn.artifacts import open_artifact, require_current
     from learn.step_store import StepStore
 
+    if settings.models is None:
+        raise ValueError(f"path={settings.path} holds no models")
     kept = {target: require_current(open_artifact(settings.models / target)) for target in TARGETS}
     for target, artifact in kept.items():
         artifact.check()
@@ -291,7 +293,7 @@ def _distilled(settings: BuildSettings, steps: StepStore, fitted, progress):
         cases, workers=settings.workers,
         progress=lambda d, n: progress("tracing the fast path's", d, n),
     )  # fmt: skip
-    cases = [case for case in cases if steps.record(case).error is None]
+    cases = tuple(case for case in cases if steps.record(case).error is None)
     taught = {}
     for target in ("memory", "smact", "smocc"):
         prediction = fitted[target].predict(cases, steps)
@@ -319,7 +321,9 @@ def entry(cfg) -> int:
 
     from conf.bars import start_bar
 
-    values = OmegaConf.to_container(cfg, resolve=True)
+    container = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(container, dict), "a command's settings are a mapping"
+    values: dict[str, Any] = {str(key): value for key, value in container.items()}
     values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
     settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)

@@ -46,7 +46,7 @@ class Case:
 
     @property
     def batch_size(self) -> int:
-        return (self.module or self.config).batch_size
+        return self.workload.batch_size if self.config is None else self.config.batch_size
 
     @cached_property
     def spec(self) -> DeviceSpec | None:
@@ -55,7 +55,10 @@ class Case:
 
     @cached_property
     def workload(self) -> Workload:
-        return self.module or replace(of_config(self.config), training_loop=self.training_loop)
+        if self.config is None:
+            assert self.module is not None, "a case has one of the two"
+            return self.module
+        return replace(of_config(self.config), training_loop=self.training_loop)
 
     @cached_property
     def key(self) -> str | None:

@@ -44,9 +44,20 @@ TRAINING_FREE = tuple(name for name, where in ESTIMATORS.items() if where.starts
 class Prediction(Protocol):
     """A distribution of the label for each of n cases, in the target's unit."""
 
-    warnings: tuple[str, ...]  # what a reader of the figures has to know
-    refusals: Mapping[int, str]  # row -> why there is no answer; every figure of that row is NaN
-    unfamiliar: Mapping[int, tuple[str, ...]]  # row -> why it is unlike what was fitted on; its bound is wider
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the figures has to know."""
+        ...
+
+    @property
+    def refusals(self) -> Mapping[int, str]:
+        """Row -> why there is no answer; every figure of that row is NaN."""
+        ...
+
+    @property
+    def unfamiliar(self) -> Mapping[int, tuple[str, ...]]:
+        """Row -> why it is unlike what was fitted on; its bound is wider."""
+        ...
 
     @property
     def point(self) -> np.ndarray:

@@ -12,7 +12,7 @@ import struct
 # and the libraries' releases. Only the releases differ between environments, and they come last. So the state of the
 # digest before them is kept here in place of the sources: the eight words, the bytes behind the last whole block, and
 # how many bytes there were.
-_STATE = (
+_STATE: tuple[int, ...] = (
     0xE492A4D7, 0xA63255DC, 0xDE1C10C9, 0xD86B9F05, 0x607295A3, 0x808C062C, 0xE561090E, 0x2B615602,
 )  # fmt: skip
 _REMAINDER = b' if self.reads == "last" else outputs_NLH.mean(dim=1))\n\n'

@@ -146,10 +146,8 @@ class StepStore:
     def _at_hand(self, case: Case) -> StepRecord | None:
         """A record that is still true: code that could not be run when it was computed may be allowed by now."""
         if case.key is None:
-            for module, spec, record in self._of_modules:
-                if module is case.module and spec == case.spec:
-                    return record
-            return None
+            same = (known for module, spec, known in self._of_modules if module is case.module and spec == case.spec)
+            return next(same, None)
         record = self._records.get(case.key)
         if record is not None and record.passing and case.config is not None and refusal(case.config) is None:
             return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def unique_bytes(tensors: Iterator[Tensor]) -> list[int]:
+def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
     """The size in bytes of each different tensor; ties count once."""
     return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
 
@@ -113,7 +113,7 @@ class PlainStep:
         with phase("zero_grad"):
             self.optimizer.zero_grad(set_to_none=True)
         with phase("forward"):
-            casts = contextlib.nullcontext()
+            casts: contextlib.AbstractContextManager = contextlib.nullcontext()
             if self._dtype is not None:
                 casts = torch.autocast(self._device, dtype=self._dtype)
             with casts:
@@ -154,7 +154,8 @@ class LeafCalls:
 @contextlib.contextmanager
 def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
     """Turn any error of the model's into `CannotEstimate`, naming the operator and, for `model`, the module."""
-    operators, running, handles = _Operators(), [], []
+    operators, handles = _Operators(), []
+    running: list[str] = []
 
     def leave(_module, _inputs, _output) -> None:
         running.pop()

@@ -75,6 +75,7 @@ def reserved_bytes(program: Program, capacity_bytes: int) -> int:
     in `featurize.replay.replay`.
     """
     unlimited = _place(program, _NO_LIMIT)
+    assert unlimited is not None, "without a limit everything has a place"
     capacity = capacity_bytes // UNIT
     if unlimited <= capacity or program.most_live > capacity:
         return unlimited * UNIT

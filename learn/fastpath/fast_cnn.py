@@ -277,7 +277,7 @@ def _forward(tape: _Step, number: int, block: cnn.Block, x: int) -> int:
     if block.kind == "residual":
         shortcut = tape.keep(x)
         nodes = tape.nodes
-        of_shortcut = None if nodes is None else []
+        of_shortcut: list | None = None if nodes is None else []
         if inputs != outputs or block.stride != 1:
             tape.nodes = of_shortcut
             tape.release(x)

@@ -359,7 +359,8 @@ def _product_s(
     """Seconds and filled share of the SMs of products [3, rows|columns|depth, n], by the tile that ends soonest."""
     m, n, k = sides[:, 0], sides[:, 1], sides[:, 2]
     tall, wide = np.maximum(m, n), np.minimum(m, n)
-    best = filled = None
+    best: np.ndarray | None = None
+    filled = np.empty(0)
     for (high, across, _), efficiency in zip(TILES, _EFFICIENCIES.T, strict=True):
         slice_s = 2 * high * across * sms / (rate * efficiency[on_tensor_cores.astype(int)])
         tiles = np.ceil(tall / high) * np.ceil(wide / across)
@@ -373,4 +374,5 @@ def _product_s(
         else:
             better = seconds < best
             best, filled = np.where(better, seconds, best), np.where(better, share, filled)
+    assert best is not None, "there are tiles"
     return best, filled

@@ -6,6 +6,7 @@ Start reading at `replayed_mib`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from learn.fastpath.fast_cnn import cnn_program
 
 _SMALL_SEGMENT = 2 * MIB
 # family -> what writes its program, and the MiB that its libraries take outside the allocator
-_PROGRAMS: dict[str, tuple[Callable[[TrialConfig, DeviceSpec], tuple[Program, int]], int]] = {
+_PROGRAMS: dict[str, tuple[Callable[[Any, DeviceSpec], tuple[Program, int]], int]] = {
     "cnn": (cnn_program, CUDNN_MIB),
 }
 
