@@ -7,6 +7,7 @@ Start reading at `in_place_overload`. On a GPU the engine adds in place where no
 from __future__ import annotations
 
 import functools
+import operator
 
 import torch
 from torch import Tensor
@@ -40,8 +41,11 @@ def taken_over(func, args: tuple) -> Tensor | None:
     return torch.sparse_coo_tensor(indices, values, args[0].shape, check_invariants=False)
 
 
+_use_count = operator.methodcaller("_use_count")  # which the stubs of torch leave out
+
+
 def _references(tensor: Tensor) -> tuple[int, int]:
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return _use_count(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 
+from conf.units import MIB
 from featurize.allocator_blocks import (
     ADDRESS_SHIFT,
     KEY_SHIFT,
-    MIB,
     AddressSpace,
     Piece,
     Pool,
@@ -83,9 +83,11 @@ class CachingAllocator:
         self.segment_events: list[SegmentEvent] = []
         total = total_bytes if total_bytes is not None else capacity_bytes
         fraction, share = settings.per_process_memory_fraction, settings.garbage_collection_threshold
-        limited = total is not None and fraction is not None and fraction < 1
-        self._allowed = int(fraction * total) if limited else None
-        self._collect_above = int(share * self._allowed) if limited and share is not None else None
+        self._allowed: int | None = None
+        self._collect_above: int | None = None
+        if total is not None and fraction is not None and fraction < 1:
+            self._allowed = int(fraction * total)
+            self._collect_above = None if share is None else int(share * self._allowed)
         self._capacity = UNLIMITED if capacity_bytes is None else capacity_bytes
         self._round = None if settings.size_rounding() is round_to_512 else settings.size_rounding()
         self._large_segment = settings.large_segment_size_mb * MIB
@@ -273,7 +275,7 @@ class CachingAllocator:
     def _acquire(self, pool: Pool, size: int) -> Piece:
         """A free piece for the request from new memory. Gives cached segments back where it must."""
         if self._collect_above is not None:
-            self._collect_garbage()
+            self._collect_garbage(self._collect_above)
         piece = self._grow(pool, size)
         if piece is None and self._max_split < UNLIMITED and self._release_oversize(pool, size):
             piece = self._grow(pool, size)
@@ -289,7 +291,7 @@ class CachingAllocator:
                 requested_bytes=segment,
                 reserved_bytes=self.reserved_bytes,
                 allocated_bytes=self.allocated_bytes,
-                capacity_bytes=self._capacity if self._is_allowed(segment) else self._allowed,
+                capacity_bytes=self._capacity if self._allowed is None or self._is_allowed(segment) else self._allowed,
             )
         return piece
 
@@ -343,9 +345,9 @@ class CachingAllocator:
                 self._release(piece)
         return released >= wanted
 
-    def _collect_garbage(self) -> None:
+    def _collect_garbage(self, threshold_bytes: int) -> None:
         """Give back large segments that have been free for longer than the average, until below the threshold."""
-        excess = self.reserved_bytes - self._collect_above
+        excess = self.reserved_bytes - threshold_bytes
         if excess <= 0:
             return
         pools = [self._pools[stream][1] for stream in sorted(self._pools)]

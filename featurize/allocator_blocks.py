@@ -9,7 +9,8 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MIB = 2**20
+from conf.units import MIB
+
 # A free piece's place in its pool is one integer, size first, then address: both are multiples of 512.
 KEY_SHIFT = 48
 ADDRESS_SHIFT = 9
@@ -56,6 +57,7 @@ class Piece:
     """
 
     __slots__ = ("address", "before", "behind", "free", "key", "pool", "requested", "size")
+    key: int
 
     def __init__(
         self,
@@ -157,7 +159,8 @@ def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, 
     for head in pieces:
         if head.before is not None and head.before.free is not None:
             continue
-        blocks, piece = [], head
+        blocks: list[Block] = []
+        piece: Piece | None = head
         while piece is not None and piece.free is not None:
             live = piece.free is False
             state = "active_allocated" if live else "inactive"

@@ -38,6 +38,8 @@ class ExpandableSegments:
             return None
         while piece.size < size:
             behind = piece.behind
+            if behind is None:  # `_find_space` and `_new_segment` give enough room in a row
+                raise AssertionError("a segment ends before the room that was found in it")
             if not self._map(behind, min(size - piece.size, behind.size)):
                 return None
             piece = behind  # which has swallowed the free piece before it
@@ -80,7 +82,7 @@ class ExpandableSegments:
         if piece is None:
             return -(-size // page) * page
         missing = 0
-        while size > 0:
+        while size > 0 and piece is not None:
             if piece.free is None:
                 taken = min(piece.size, -(-size // page) * page)
                 missing, size = missing + taken, size - taken
@@ -97,7 +99,8 @@ class ExpandableSegments:
             piece = pool.unmapped[address]
             if piece.before is not None and piece.before.free is not False:
                 piece = piece.before
-            room, last = 0, piece
+            room = 0
+            last: Piece | None = piece
             while room < size and last is not None and last.free is not False:
                 room += last.size
                 last = last.behind

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from featurize.allocator import CachingAllocator, OutOfMemory
 from featurize.allocator_blocks import AddressSpace, Block, Segment, SegmentEvent
@@ -40,7 +41,7 @@ class HistoryReplay:
 
 
 def replay_history(
-    entries: Iterable[Mapping[str, object]],
+    entries: Iterable[Mapping[str, Any]],
     settings: AllocatorSettings | None = None,
     *,
     capacity_bytes: int | None = None,
@@ -119,7 +120,7 @@ def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back:
     return [s.address for s in whole] != given_back
 
 
-def recorded_segments(snapshot: Iterable[Mapping[str, object]]) -> tuple[Segment, ...]:
+def recorded_segments(snapshot: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
     """`torch.cuda.memory_snapshot()` of one device in the simulator's terms, to compare with its `snapshot()`."""
     segments = []
     for segment in snapshot:
@@ -145,7 +146,7 @@ def recorded_segments(snapshot: Iterable[Mapping[str, object]]) -> tuple[Segment
 class _RecordedAddresses(AddressSpace):
     """Puts a segment where the recorded driver put its counterpart, as long as both take the same ones in order."""
 
-    def __init__(self, entries: list[Mapping[str, object]]) -> None:
+    def __init__(self, entries: list[Mapping[str, Any]]) -> None:
         super().__init__()
         self._end = BEYOND
         self._taken = [

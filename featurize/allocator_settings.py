@@ -9,10 +9,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from conf.errors import UsageError
 
-MIB = 2**20
 MIN_BLOCK_BYTES = 512
 # Rounding by divisions of a power of two has one entry for each of 1, 2, 4, ... 32768 MiB and above.
 INTERVALS = 16
@@ -88,7 +88,7 @@ class AllocatorSettings:
         The last of two equal keys counts, spaces don't. Raises `UsageError` for unknown keys, for values that PyTorch
         refuses and for some that it misreads (`12.5` or `-1` for a size), and for the backend `cudaMallocAsync`.
         """
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         wrong = []
         for item in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)):
             if not item:

@@ -27,7 +27,7 @@ class Constants:
         self._known: dict[int, tuple[weakref.ref, Tensor]] = {}
         self._sharing: dict[int, set[int]] = {}  # storage -> the known tensors that are views of it
 
-    def read(self, tensor: Tensor) -> bool | int | None:
+    def read(self, tensor: Tensor) -> bool | int | float | None:
         """The value of a tensor of one element, None if it is not known."""
         values = self._of(tensor)
         return None if values is None else values.item()

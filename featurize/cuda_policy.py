@@ -48,12 +48,14 @@ def _fused_kernels() -> Iterator[None]:
     one that training meets."""
     library = torch.library.Library("aten", "IMPL", "Meta")
     try:
+        implementations = library.m
+        assert implementations is not None, "a new library has them"
         # Not `library.impl`, which wants composite operators left composite.
-        library.m.impl("mish_backward", "Meta", lambda grad, x: torch.empty_like(x), False)
-        library.m.impl("convolution", "Meta", _convolution, False)
-        library.m.impl("convolution_backward", "Meta", _convolution_backward, False)
-        library.m.impl("_cudnn_rnn", "Meta", cudnn_rnn.forward, False)
-        library.m.impl("_cudnn_rnn_backward", "Meta", cudnn_rnn.backward, False)
+        implementations.impl("mish_backward", "Meta", lambda grad, x: torch.empty_like(x), False)
+        implementations.impl("convolution", "Meta", _convolution, False)
+        implementations.impl("convolution_backward", "Meta", _convolution_backward, False)
+        implementations.impl("_cudnn_rnn", "Meta", cudnn_rnn.forward, False)
+        implementations.impl("_cudnn_rnn_backward", "Meta", cudnn_rnn.backward, False)
         yield
     finally:
         library._destroy()

@@ -33,11 +33,11 @@ def recurrent(name: str, original: Callable, half: Callable[[object], object] | 
     """
     packed = isinstance(args[3], list | tuple)
     x, state, weights = (args[0], args[2], args[3]) if packed else args[:3]
-    batch_sizes = args[1] if packed else None
+    batch_sizes: Tensor | None = args[1] if packed else None
     has_biases, layers, dropout, train, bidirectional = args[4:9] if packed else args[3:8]
     batch_first = False if packed else args[8]
     takes = x.is_meta and (half is not None or x.dtype in (torch.float32, torch.float16, torch.float64))
-    if not takes or (packed and batch_sizes.is_meta):
+    if not takes or (batch_sizes is not None and batch_sizes.is_meta):
         return original(*args)
     if half is not None:
         x, state, weights = half(x), half(state), half(list(weights))
@@ -47,7 +47,7 @@ def recurrent(name: str, original: Callable, half: Callable[[object], object] | 
     stride = (4 if has_biases else 2) + bool(projection)
     output, hy, cy, _, _ = torch.ops.aten._cudnn_rnn(
         x, list(weights), stride, None, hx, cx, MODES[name], hidden, projection, layers, batch_first, dropout, train,
-        bidirectional, batch_sizes.tolist() if packed else [], None,
+        bidirectional, [] if batch_sizes is None else batch_sizes.tolist(), None,
     )  # fmt: skip
     return (output, hy, cy) if name == "lstm" else (output, hy)
 

@@ -16,6 +16,7 @@ from conf.device_names import plain_device as plain_device
 from conf.device_names import resolve_device
 from conf.errors import UsageError
 
+DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
 
 
@@ -82,6 +83,12 @@ def load_device(name: str) -> DeviceSpec:
     return device_from_mapping(known[resolve_device(name, known)])
 
 
+def describe_device(name: str | DeviceSpec) -> DeviceSpec:
+    """The description of a GPU by a name that `load_device` takes; a description is given back as
+    it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
+    return name if isinstance(name, DeviceSpec) else load_device(name)
+
+
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     """A description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
 
@@ -104,7 +111,7 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
         major, minor = map(int, str(values.get("compute_capability", "0.0")).split("."))
     except ValueError:
         problems.append(f"compute_capability must look like '8.0', got {values['compute_capability']!r}")
-    if problems:
+    if problems or not isinstance(rates, Mapping):
         raise UsageError(f"device {label}: " + "; ".join(problems))
     values["peak_tflops"] = PeakTflops(**rates)
     values["compute_capability"] = (major, minor)

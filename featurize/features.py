@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import cache
-from pathlib import Path
 
+from conf.units import MIB
 from featurize.families import get_family
 from featurize.layers import Layer, rough_memory_mib
-from featurize.trial import ACTIVATIONS, TrialConfig
-
-MIB = 2**20
+from featurize.trial_config import ACTIVATIONS, OPTIMIZER_STATES, TrialConfig
 
 # Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
 # the columns of a joint table don't depend on the families in it.
@@ -24,7 +21,6 @@ KINDS = (
     "activation", "other",
 )  # fmt: skip
 _KIND_OF = {**{kind: kind for kind in KINDS}, **dict.fromkeys(ACTIVATIONS, "activation")}
-_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights that the optimizer keeps
 _LOGGED = (
     "batch_size", "parameters", "output_elements", "flops", "max_output_elements", "max_parameters",
     "batch_output_elements", "batch_flops", "batch_max_output_elements", "rough_memory_mib",
@@ -49,15 +45,16 @@ def scalar_features(config: TrialConfig) -> dict[str, float | str]:
         elif isinstance(value, int | float):  # None and lists are no scalars: absent
             features[name] = float(value)
     plan = get_family(config.family).layers(config)
-    features |= _plan_features(plan, config.batch_size)
-    parameters, elements = features["parameters"], features["batch_output_elements"]
-    features["weights_mib"] = 4 * parameters / MIB
-    features["optimizer_state_mib"] = 4 * parameters * _STATES[config.optimizer] / MIB
-    features["batch_output_mib"] = 4 * elements / MIB
-    features["rough_memory_mib"] = rough_memory_mib(plan, config.batch_size, config.optimizer)
-    features["flops_per_element"] = features["flops"] / max(features["output_elements"], 1.0)
-    features |= {f"log_{name}": math.log1p(features[name]) for name in _LOGGED}
-    return features
+    of_plan = _plan_features(plan, config.batch_size)
+    parameters, elements = of_plan["parameters"], of_plan["batch_output_elements"]
+    of_plan["weights_mib"] = 4 * parameters / MIB
+    of_plan["optimizer_state_mib"] = 4 * parameters * OPTIMIZER_STATES[config.optimizer] / MIB
+    of_plan["batch_output_mib"] = 4 * elements / MIB
+    of_plan["rough_memory_mib"] = rough_memory_mib(plan, config.batch_size, config.optimizer)
+    of_plan["flops_per_element"] = of_plan["flops"] / max(of_plan["output_elements"], 1.0)
+    numbers = {"batch_size": float(config.batch_size), **of_plan}
+    logarithms = {f"log_{name}": math.log1p(numbers[name]) for name in _LOGGED}
+    return {**features, **of_plan, **logarithms}
 
 
 def _plan_features(plan: list[Layer], batch_size: int) -> dict[str, float]:
@@ -104,20 +101,3 @@ def group_key(config: TrialConfig) -> str:
         if layer.kind != "dropout":
             digest.update(f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n".encode())
     return f"{config.family}-{digest.hexdigest()[:16]}"
-
-
-def feature_version() -> str:
-    """12 hex digits over the source that computes features: this module, the layer plan, the trial config and every
-    family. An artifact that was fitted under another version can't read today's features."""
-    folder = Path(__file__).parent
-    sources = [folder / name for name in ("features.py", "layers.py", "trial.py")]
-    return _version((*sources, *sorted((folder / "families").glob("*.py"))))
-
-
-@cache
-def _version(paths: tuple[Path, ...]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        # universal newlines: a checkout with other line ends computes the same features
-        digest.update(f"{path.name}\n{path.read_text(encoding='utf-8')}\n".encode())
-    return digest.hexdigest()[:12]

@@ -1,6 +1,7 @@
 """How an operator becomes kernels on one GPU model: their time, the SMs they fill, the warps they keep resident.
 
-Start reading at `Pricer`; the constants say what is assumed of GPU kernels. `featurize.roofline` sums up a step.
+Start reading at `Pricer`; `featurize.kernel_constants` says what is assumed of them.
+`featurize.roofline` sums up a step.
 """
 
 from __future__ import annotations
@@ -10,39 +11,31 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from featurize.trace import Operator
+from featurize.kernel_constants import (
+    ATTENTION_EFFICIENCY,
+    ATTENTION_ROWS,
+    BANDWIDTH_EFFICIENCY,
+    DEPTHWISE_WIDTH,
+    DIRECT_EFFICIENCY,
+    FAST_FP32_PRODUCTS,
+    FOREACH_CHUNK,
+    FP32_EFFICIENCY,
+    FP32_WARPS_LIMIT,
+    INSTRUCTIONS_PER_ELEMENT,
+    KERNEL_LATENCY_US,
+    L2_SPEEDUP,
+    SM_BANDWIDTH_SHARES,
+    SPLIT_DEPTH,
+    SPLIT_US,
+    TENSOR_EFFICIENCY,
+    TENSOR_WARPS,
+    TENSOR_WARPS_LIMIT,
+    TILES,
+)
+from featurize.step_trace import Operator
 from featurize.training import TrainingSettings
-
-# Every constant below is of kernels, not of a model or a GPU: the rates, the SM count, the L2 cache and the warps an SM
-# holds come from the device's description. Efficiencies, latencies, warps held and instructions were fitted together,
-# once, to run means of SM activity, occupancy and FP32 pipe of MLPs and CNNs (fp32, A100), and rounded. Ratios tell
-# little of absolute time, so each was kept within a range judged plausible for such kernels; the bandwidth, the gap and
-# the tensor cores' efficiency end near the edge of theirs. Attention and depthwise kernels are first guesses: no
-# measured row has any. Block shapes are those of cuBLAS's, cuDNN's and PyTorch's usual kernels, not looked up per call.
-
-KERNEL_LATENCY_US = 2.0  # of a kernel's run in which it neither computes nor streams: block start, first loads, drain
-KERNEL_GAP_US = 2.0  # between two queued kernels, the SMs empty
-BANDWIDTH_EFFICIENCY = 0.78  # of the data sheet's, by streaming kernels
-L2_SPEEDUP = 4.0  # L2's rate over DRAM's, for tensors that the kernel before has left there
-SM_BANDWIDTH_SHARES = 2.5  # one SM draws at most this many times its fair share of the bandwidth
-
-# Output tiles of one thread block: side, side, warps; and the share of the peak that a full wave of them reaches. Small
-# tiles reread their operands more often and hide less latency. fp32 products run on the FP32 pipe.
-_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
-FP32_EFFICIENCY = (0.92, 0.92, 0.80, 0.45)
-TENSOR_EFFICIENCY = (0.70, 0.70, 0.50, 0.50)
-TENSOR_WARPS = 4  # of one block on the tensor cores
-# Registers bound what an SM holds of such blocks: 20 and 10 warps.
-FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10
-SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to this
-SPLIT_US = 1.0  # what adding up the parts takes
-ATTENTION_ROWS = 64  # queries of one head that one block takes
-ATTENTION_EFFICIENCY = 0.50
-FAST_FP32_PRODUCTS = 3  # TF32 products in one fp32 product of the memory-efficient attention kernels
-DIRECT_EFFICIENCY = 0.25  # depthwise convolutions: no matrix product to speak of, on the FP32 pipe
-DEPTHWISE_WIDTH = 8  # channels of a group up to which that holds
-INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
 
 KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row", "normalization", "optimizer")
 
@@ -60,7 +53,7 @@ _STREAMS = {
     "reduction": _Stream(4096, 8, 58),
     "row": _Stream(1, 4, 58),  # one row of a softmax or layer norm; counted in rows
     "normalization": _Stream(1, 16, 58),  # one channel of a batch norm; counted in channels
-    "optimizer": _Stream(65536, 16, 45),  # one chunk of a multi-tensor kernel
+    "optimizer": _Stream(FOREACH_CHUNK, 16, 45),  # one chunk of a multi-tensor kernel
     "layout": _Stream(1024, 8, 45),  # a transpose through shared memory
 }
 
@@ -105,7 +98,7 @@ class Pricer:
         self.sms = spec.sm_count
         self.warps_per_sm = spec.warps_per_sm
         self.bandwidth = spec.bandwidth_gb_s * 1e9
-        self.l2_bytes = spec.l2_mib * 2**20
+        self.l2_bytes = spec.l2_mib * MIB
         self.fp32 = spec.peak_tflops.fp32 * 1e12
         tensor = {math_: rate and rate * 1e12 for math_, rate in (
             ("tf32", spec.peak_tflops.tf32), ("bfloat16", spec.peak_tflops.bf16), ("float16", spec.peak_tflops.fp16),
@@ -248,7 +241,7 @@ class Pricer:
             table = self._tables[rate] = [
                 (tall, wide, warps, 2 * tall * wide * sms / (peak * efficiency))
                 for (tall, wide, warps), efficiency in zip(
-                    _TILES, TENSOR_EFFICIENCY if rate else FP32_EFFICIENCY, strict=True
+                    TILES, TENSOR_EFFICIENCY if rate else FP32_EFFICIENCY, strict=True
                 )
             ]
         best = math.inf

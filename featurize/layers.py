@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from conf.units import MIB
+from featurize.trial_config import OPTIMIZER_STATES
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -48,5 +51,5 @@ def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> 
     """A quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
     layer's output kept once. No context, no workspace, no allocator. Not an estimator: see `learn`."""
     sums = totals(plan)
-    copies = {"adam": 4, "adamw": 4, "momentum": 3, "sgd": 2}[optimizer]
-    return 4 * (copies * sums.parameters + batch_size * sums.output_elements) / 2**20
+    copies = 2 + OPTIMIZER_STATES[optimizer]  # with weights and gradients
+    return 4 * (copies * sums.parameters + batch_size * sums.output_elements) / MIB

@@ -12,14 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from conf.units import MIB
 from featurize import cudnn_rnn
 from featurize.device_spec import DeviceSpec
 
-MIB = 2**20
 CUBLAS = "cublas"
-# What a process takes more, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
-# MLPs and CNNs on one machine (A100, cuDNN 9.1).
-CUDNN_MIB = 270
 
 # cuDNN does not say which algorithm it picks, nor how much that takes, without a GPU to ask. Assumed for 2-d
 # convolutions that are not channels last: kernels for the tensor cores read and write channels-last copies, which lie

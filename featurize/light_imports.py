@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -44,7 +44,7 @@ class _StandIn(ModuleType):
 
     def __init__(self, name: str, attributes: Mapping[str, Any]) -> None:
         super().__init__(name)
-        self.__path__: Sequence[str] = ()  # so that `import NAME.PART` asks the finders
+        self.__path__ = []  # so that `import NAME.PART` asks the finders
         self.__spec__ = ModuleSpec(name, None, is_package=True)  # `find_spec` refuses a module without one
         self.__dict__.update(attributes)
         self.__dict__["_attributes"] = tuple(attributes)

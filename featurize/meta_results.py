@@ -6,6 +6,7 @@ repeats the same few hundred calls over and over.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from numbers import Number
 
 import torch
@@ -67,12 +68,14 @@ def _fits(target: Tensor, other: object) -> bool:
         return False
     if isinstance(other, Number):
         return not isinstance(other, complex)
+    if not isinstance(other, Tensor):
+        return False
     return other.dtype is target.dtype and (other.dim() == 0 or (other.is_meta and other.shape == target.shape))
 
 
 def _key(values) -> tuple:
     """What of the arguments decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
-    found = []
+    found: list[Hashable] = []
     for value in values:
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is int or kind is float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from featurize import cudnn_rnn
+from featurize.kernel_constants import FOREACH_BLOCKS, FOREACH_CHUNK
 
 # Allocate or re-describe; nothing runs on the GPU.
 NO_KERNEL = frozenset(
@@ -35,10 +36,8 @@ WRITE_ONLY = frozenset(
         "aten::_foreach_copy_", "aten::_foreach_zero_",
     }
 )  # fmt: skip
-# Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh),
-# and elements per block.
+# Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh).
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
-_FOREACH_BLOCKS, _FOREACH_CHUNK = 320, 65536
 
 
 def flops(name: str, args: Sequence, outputs: Sequence[Tensor], elements: int) -> int:
@@ -58,8 +57,8 @@ def gathered_bytes(name: str, args: Sequence, written: int) -> int:
 def foreach_launches(lists: int, sizes: Sequence[int]) -> int:
     """Kernels that one for-each operator launches over tensors of `sizes` elements, `lists` lists deep."""
     limit = _FOREACH_TENSORS[min(lists, len(_FOREACH_TENSORS)) - 1]
-    blocks = sum(-(-size // _FOREACH_CHUNK) for size in sizes)
-    return max(1, -(-len(sizes) // limit), -(-blocks // _FOREACH_BLOCKS))
+    blocks = sum(-(-size // FOREACH_CHUNK) for size in sizes)
+    return max(1, -(-len(sizes) // limit), -(-blocks // FOREACH_BLOCKS))
 
 
 def _mm(args: Sequence, outputs: Sequence[Tensor]) -> int:
@@ -91,7 +90,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple
 
 def _attention_forward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]], int]:
     def formula(args: Sequence, outputs: Sequence[Tensor]) -> int:
-        return sum(_attention(*args[:3], len(args) > causal_at and args[causal_at]))
+        query, key, value = args[:3]
+        return sum(_attention(query, key, value, len(args) > causal_at and args[causal_at]))
 
     return formula
 
@@ -99,7 +99,8 @@ def _attention_forward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]],
 def _attention_backward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]], int]:
     def formula(args: Sequence, outputs: Sequence[Tensor]) -> int:
         # The scores again, then the gradients of scores, values, queries and keys.
-        scores, values = _attention(*args[1:4], len(args) > causal_at and args[causal_at])
+        query, key, value = args[1:4]
+        scores, values = _attention(query, key, value, len(args) > causal_at and args[causal_at])
         return 3 * scores + 2 * values
 
     return formula

@@ -10,11 +10,13 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from featurize.device_spec import DeviceSpec
-from featurize.trace import BLOCK_KINDS, Operator, StepTrace
+from featurize.step_trace import BLOCK_KINDS, Operator, StepTrace
 from featurize.training import TrainingSettings
 
 FEATURE_VERSION = 1  # of the vocabulary, the columns and what they mean
@@ -118,7 +120,8 @@ class OpGraph:
         version = int(arrays["version"])
         if version != FEATURE_VERSION:
             raise ValueError(f"operator graph has features of version {version}, this code makes {FEATURE_VERSION}")
-        values = {name: np.asarray(arrays[name]) for name in cls.__dataclass_fields__ if name != "version"}
+        names = [name for name in cls.__dataclass_fields__ if name != "version"]
+        values: dict[str, Any] = {name: np.asarray(arrays[name]) for name in names}
         for name in ("node_columns", "graph_columns"):
             values[name] = tuple(map(str, values[name]))
         return cls(**values, version=version)
@@ -280,8 +283,8 @@ def _priced(trace: StepTrace, spec: DeviceSpec, settings) -> tuple[list[np.ndarr
     ]  # fmt: skip
 
 
-def _log(values: np.ndarray) -> np.ndarray:
-    return np.log2(1.0 + values)
+def _log(values: ArrayLike) -> np.ndarray:
+    return np.log2(1.0 + np.asarray(values))
 
 
 @functools.cache

@@ -79,7 +79,7 @@ def trusting(config: TrialConfig, trust: Sequence[str]) -> TrialConfig:
     if not trust:
         return config
     named = {name: getattr(config, name) for name in code_fields(config.family)}
-    granted = {name: CodeName(text) for name, text in named.items() if _within(text, trust)}
+    granted: dict[str, Any] = {name: CodeName(text) for name, text in named.items() if _within(text, trust)}
     return replace(config, **granted) if granted else config
 
 
@@ -95,7 +95,8 @@ def parse_trust(value: object) -> tuple[str, ...]:
 
 def data_refusal(config: TrialConfig) -> str | None:
     """`refusal` of the config as data would bring it, whoever named its code."""
-    return refusal(replace(config, **{name: str(getattr(config, name)) for name in code_fields(config.family)}))
+    plain: dict[str, Any] = {name: str(getattr(config, name)) for name in code_fields(config.family)}
+    return refusal(replace(config, **plain))
 
 
 def code_entries(config: TrialConfig) -> dict[str, str]:
@@ -104,13 +105,15 @@ def code_entries(config: TrialConfig) -> dict[str, str]:
     entries = {}
     for name in (getattr(config, field) for field in code_fields(config.family)):
         library = name.partition(":")[0].partition(".")[0] in _MODULES
-        entries[name] = f"{name} {config.arguments}" if library and data_refusal(config) else str(name)
+        arguments = getattr(config, "arguments", "{}")
+        entries[name] = f"{name} {arguments}" if library and data_refusal(config) else str(name)
     return entries
 
 
 def refusal(config: TrialConfig) -> str | None:
     """Why nothing is imported for this config, or None. Imports nothing itself."""
-    return _family_of_code(config.family).refusal(config) if code_fields(config.family) else None
+    family = _family_of_code(config.family) if code_fields(config.family) else None
+    return None if family is None else family.refusal(config)
 
 
 def library_problem(model: str, arguments: str) -> str | None:

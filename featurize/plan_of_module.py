@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +125,7 @@ class _Reader(TorchFunctionMode):
         return output
 
 
-def _priced(func, args: tuple, kwargs: dict, output: object) -> tuple[str | None, int, tuple]:
+def _priced(func, args: tuple, kwargs: dict, output: Any) -> tuple[str | None, int, tuple]:
     """Kind, FLOPs per sample and possible parameters of a call; kind None for what makes no layer of its own."""
     if func is F.linear or func in _CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs["weight"]

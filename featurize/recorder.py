@@ -20,7 +20,7 @@ from featurize.accumulation import in_place_overload, references_of_the_last_hol
 from featurize.constants import READ, Constants
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
-from featurize.trace import BATCH, Block, Event, Operator
+from featurize.step_trace import BATCH, Block, Event, Operator
 
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
@@ -29,8 +29,8 @@ _current_node = torch._C._current_autograd_node
 def origin(error: BaseException | None) -> tuple[str, str]:
     """The operator and the module that an error of a recorded step came from, empty where they are not known."""
     while error is not None:
-        if hasattr(error, "traced_at"):
-            return error.traced_at
+        if "traced_at" in vars(error):
+            return vars(error)["traced_at"]
         error = error.__cause__ or error.__context__
     return "", ""
 
@@ -140,8 +140,8 @@ class Recorder(TorchDispatchMode):
     def note_failure(self, error: BaseException, operator: str = "") -> None:
         """An error passes through. The first note of it is the innermost, and stays."""
         # With the error itself: kept here, one that the model catches would keep alive what its frames hold.
-        if not hasattr(error, "traced_at"):
-            error.traced_at = operator, self._module_now()
+        if "traced_at" not in vars(error):
+            vars(error)["traced_at"] = operator, self._module_now()
 
     def traits_of(self, func) -> _Traits:
         """What is known of an operator overload."""

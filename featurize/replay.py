@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from conf.units import MIB
 from featurize.allocator import CachingAllocator, OutOfMemory
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
-from featurize.library_calls import CUBLAS, CUDNN_MIB, LibraryCall, workspace_bytes
-from featurize.trace import BLOCK_KINDS, StepTrace
-
-MIB = 2**20
+from featurize.kernel_constants import CUDNN_MIB
+from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.step_trace import BLOCK_KINDS, StepTrace
 
 
 class Moment(NamedTuple):

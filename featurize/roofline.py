@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from featurize.device_spec import DeviceSpec
-from featurize.kernels import KERNEL_GAP_US, KERNEL_LATENCY_US, KINDS, Pricer, kind_of
-from featurize.trace import StepTrace
+from featurize.kernel_constants import HOST_PER_LISTED_TENSOR, KERNEL_GAP_US, KERNEL_LATENCY_US
+from featurize.kernels import KINDS, Pricer, kind_of
+from featurize.step_trace import StepTrace
 from featurize.training import TrainingSettings
-
-HOST_PER_LISTED_TENSOR = 0.1  # launches' worth of host time per tensor in a for-each operator's lists
 
 LAUNCH, COMPUTE, MEMORY = BOUNDS = ("launch", "compute", "memory")
 
@@ -85,7 +84,7 @@ def price(
     """
     pricer = Pricer(spec, settings)
     methods = {kind: getattr(pricer, kind) for kind in KINDS}
-    records = []
+    records: list[tuple] = []
     add = records.append
     latency_s = KERNEL_LATENCY_US * 1e-6
     seconds_sum = active = warps = dram_s = math_s = fp32_s = launches = 0.0
@@ -138,7 +137,7 @@ def python_loader_ms(samples: int, nbytes: int) -> float:
     """What a plain training loop adds to each step, in ms; as `price` takes it.
 
     A `DataLoader` without workers collates `samples`, the pageable batch of `nbytes` is copied, Python runs between the
-    steps. Fitted together with the constants of `featurize.kernels`, on one machine: elsewhere a first guess.
+    steps. Fitted together with the constants of `featurize.kernel_constants`, on one machine: elsewhere a first guess.
     """
     return 1.45 + 1.0e-3 * samples + 0.36e-6 * nbytes
 

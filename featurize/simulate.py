@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
-from featurize.replay import MIB, MemoryProfile, outside_mib, replay
+from featurize.replay import MemoryProfile, outside_mib, replay
 from featurize.roofline import price, python_loader_ms
-from featurize.trace import StepTrace
+from featurize.step_trace import StepTrace
 from featurize.training import TrainingSettings
 
 

@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -108,12 +108,15 @@ class _ParametersToMeta:
         return seen is not None and seen() is model
 
     def __enter__(self) -> _ParametersToMeta:
-        for register, hook in (
-            (registration.register_module_parameter_registration_hook, self._parameter),
-            (registration.register_module_buffer_registration_hook, self._buffer),
-            (registration.register_module_module_registration_hook, self._note),
+        # Annotated by torch as giving None: what a hook gives is registered in place of what it got.
+        on_parameter: Callable[..., Any] = self._parameter
+        on_buffer: Callable[..., Any] = self._buffer
+        for handle in (
+            registration.register_module_parameter_registration_hook(on_parameter),
+            registration.register_module_buffer_registration_hook(on_buffer),
+            registration.register_module_module_registration_hook(self._note),
         ):
-            self._hooks.callback(register(hook).remove)
+            self._hooks.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,10 +140,11 @@ class _ParametersToMeta:
         self._note(module, name, parameter)
         if parameter.is_meta or (not _is_lazy(parameter) and parameter.numel() <= self._largest_real):
             return None
-        original, made = self._made.get(id(parameter), (None, None))
-        if original is None or original() is not parameter:
-            made = _emptied(parameter)
-            self._made[id(parameter)] = weakref.ref(parameter), made
+        known = self._made.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return known[1]
+        made = _emptied(parameter)
+        self._made[id(parameter)] = weakref.ref(parameter), made
         return made
 
 
@@ -179,11 +183,20 @@ def _made(func: Callable, args: tuple, kwargs: dict, largest: int) -> Tensor:
     return empty if empty.numel() > largest else func(*args, **{**meant, "device": "cpu"})
 
 
+@overload
+def _emptied(tensor: nn.Parameter) -> nn.Parameter: ...
+
+
+@overload
+def _emptied(tensor: Tensor) -> Tensor: ...
+
+
 def _emptied(tensor: Tensor) -> Tensor:
     """On meta: same shape, strides, kind, flags and attributes; None of the values. Lazy ones stay lazy."""
     if _is_lazy(tensor):
-        more = {} if isinstance(tensor, nn.Parameter) else {"persistent": tensor.persistent}
-        return type(tensor)(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
+        made: Callable[..., Tensor] = type(tensor)  # of an uninitialized parameter or buffer
+        more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
+        return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
     empty = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -229,5 +242,5 @@ def _names_a_gpu(device: object) -> bool:
     return kind == "cuda"
 
 
-def _is_lazy(tensor: object) -> bool:
+def _is_lazy(tensor: Tensor) -> bool:
     return nn.parameter.is_lazy(tensor)

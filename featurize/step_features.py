@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec, device_features
 from featurize.opgraph import VOCABULARY, category, product_dims
-from featurize.replay import MIB, MemoryProfile, outside_mib
+from featurize.replay import MemoryProfile, outside_mib
 from featurize.roofline import features as roofline_features
 from featurize.roofline import price, python_loader_ms
-from featurize.trace import BATCH, StepTrace
+from featurize.step_trace import BATCH, StepTrace
 from featurize.training import TrainingSettings
+from featurize.trial_config import MATH_BITS, OPTIMIZER_STATES
 
-_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
-_MATH_BITS = {"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16}
 _CONVOLUTIONS = ("1x1", "3x3", "5x5", "wide", "depthwise", "grouped", "strided", "long")
 
 
@@ -39,8 +39,8 @@ def step_features(
     """
     return {
         **_network(trace, batch_size),
-        "net_states": _STATES.get(settings.optimizer, 2),
-        "net_math_bits": _MATH_BITS.get(settings.precision, 32),
+        "net_states": OPTIMIZER_STATES.get(settings.optimizer, 2),
+        "net_math_bits": MATH_BITS.get(settings.precision, 32),
         "net_channels_last": float(settings.channels_last),
         "net_cudnn_benchmark": float(settings.cudnn_benchmark),
         "net_training_loop": float(training_loop),

@@ -1,78 +1,34 @@
 """The execution trace: which operators one training step runs, and when its memory is taken and given back.
 
-Start reading at `trace_step` and `StepTrace`. Facts only, of no particular GPU model: `featurize.replay` places the
-memory, `featurize.roofline` prices the operators. All runs on the meta device, so nothing that the job needs is taken.
+Start reading at `trace_step`; `featurize.step_trace` has what it gives. Facts only, of no particular GPU model:
+`featurize.replay` places the memory, `featurize.roofline` prices the operators. All runs on the meta device, so nothing
+that the job needs is taken.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
 from featurize.cuda_policy import as_on_cuda
-from featurize.device_spec import DeviceSpec, load_device
-from featurize.library_calls import LibraryCall
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
+from featurize.step_trace import BATCH as BATCH
+from featurize.step_trace import BLOCK_KINDS as BLOCK_KINDS
+from featurize.step_trace import PHASES as PHASES
+from featurize.step_trace import Block as Block
+from featurize.step_trace import Event as Event
+from featurize.step_trace import Operator as Operator
+from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
-from featurize.trial import TrialConfig
+from featurize.trial_config import TrialConfig
 
-DEFAULT_DEVICE = "A100-SXM4-40GB"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
-PHASES = ("setup", "forward", "backward", "optimizer")
-BLOCK_KINDS = (
-    "parameter", "buffer", "batch", "gradient", "optimizer_state",
-    "activation",  # made by a forward pass and needed by the backward
-    "temporary",
-    "workspace",  # taken by a kernel for its own run
-)  # fmt: skip
-
-
-BATCH = -2  # the source of an input that is the step's batch
-
-
-class Operator(NamedTuple):
-    """One operator of the steady step that runs on the GPU. Bytes are of distinct tensors, not of cache misses."""
-
-    name: str  # aten::mm
-    phase: str
-    dtype: str  # of its arithmetic: float32, bfloat16, ...
-    input_shapes: tuple[tuple[int, ...], ...]
-    output_shapes: tuple[tuple[int, ...], ...]
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    launches: int  # kernels
-    module: str = ""  # path of the module that called it, in the backward pass of the one whose operator it derives
-    sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it was there before
-
-
-class Event(NamedTuple):
-    """Memory taken (`nbytes` > 0) or given back (< 0), in order. `block` indexes `StepTrace.blocks`.
-
-    A workspace is one event of 0 bytes: how much the library takes at that moment is said by `Block.call`."""
-
-    block: int
-    nbytes: int
-    step: int  # 0 for what exists before the first step
-    phase: str
-
-
-class Block(NamedTuple):
-    """One storage, whatever number of views it has, or one library call's workspace."""
-
-    nbytes: int
-    kind: str
-    operator: str = ""  # that made it, empty for what the step began with
-    module: str = ""  # path of the module that ran it
-    call: LibraryCall | None = None  # of a workspace
 
 
 class TraceError(Exception):
@@ -88,41 +44,6 @@ class TraceError(Exception):
 
     def __reduce__(self):
         return type(self), self._made_of
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """`operators` of the second step; `events` of the set-up and both steps."""
-
-    operators: tuple[Operator, ...]
-    events: tuple[Event, ...]
-    blocks: tuple[Block, ...]
-    parameters: int  # elements
-    parameter_bytes: int
-    compute_capability: tuple[int, int]
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of one steady step."""
-        return sum(op.flops for op in self.operators)
-
-    @cached_property
-    def peak_live_bytes(self) -> int:
-        """The most bytes alive at once, without any allocator's rounding and library's workspace."""
-        return sum(self.breakdown.values())
-
-    @cached_property
-    def breakdown(self) -> dict[str, int]:
-        """Bytes alive at the peak, by block kind."""
-        live = peak = peak_at = 0
-        for index, event in enumerate(self.events):
-            live += event.nbytes
-            if live > peak:
-                peak, peak_at = live, index
-        by_kind: Counter[str] = Counter()
-        for event in self.events[: peak_at + 1] if peak else ():
-            by_kind[self.blocks[event.block].kind] += event.nbytes
-        return {kind: by_kind[kind] for kind in BLOCK_KINDS}
 
 
 def trace_config(
@@ -174,8 +95,6 @@ def trace_step(
     their many small kernels are one launch. Raises `TraceError`, for instance where a forward pass reads a value back
     (`.item()`), and `UsageError` for unknown names.
     """
-    from featurize.recorder import Recorder, origin
-
     if settings is None:
         settings = Training(optimizer=optimizer or "adam", precision=precision or "fp32")
     elif optimizer is not None or precision is not None:
@@ -194,14 +113,16 @@ def trace_step(
         with recorder.modules(), policy as enter_policy:
             if callable(inputs):
                 with torch.device("meta"):
-                    inputs, target = inputs("meta")
-            inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+                    made, target = inputs("meta")
+            else:
+                made = inputs
+            given = (made,) if isinstance(made, Tensor) else tuple(made)
             doing = "the model cannot be traced: it fails"
             if target is None:
-                target = _target_for(recorder, model, inputs, loss)
+                target = _target_for(recorder, model, given, loss)
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
-            _record(recorder, step, inputs, target, enter_policy, training_loop)
+            _record(recorder, step, given, target, enter_policy, training_loop)
         blocks = recorder.final_blocks()
         return StepTrace(
             operators=tuple(recorder.operators),
@@ -209,7 +130,7 @@ def trace_step(
             blocks=tuple(blocks),
             parameters=sum(p.numel() for p in model.parameters()),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
-            compute_capability=tuple(capability),
+            compute_capability=capability,
         )
     except (UsageError, TraceError):
         raise
@@ -221,7 +142,7 @@ def trace_step(
             gc.enable()
 
 
-def _record(recorder, step: TrainingStep, inputs, target, enter_policy, training_loop: bool) -> None:
+def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy, training_loop: bool) -> None:
     parameters = list(step.model.parameters())
 
     def enter(phase: str) -> None:
@@ -242,6 +163,6 @@ def _record(recorder, step: TrainingStep, inputs, target, enter_policy, training
     recorder.stop()
 
 
-def _target_for(recorder, model: nn.Module, inputs: tuple[Tensor, ...], loss: Callable | None) -> Tensor:
+def _target_for(recorder: Recorder, model: nn.Module, inputs: tuple[Tensor, ...], loss: Callable | None) -> Tensor:
     with torch.no_grad(), recorder.watched():
         return targets_for(model.train()(*inputs), loss)

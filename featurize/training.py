@@ -10,13 +10,13 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError, unknown_name
-from featurize.trial import OPTIMIZERS, PRECISIONS
+from featurize.trial_config import OPTIMIZERS, PRECISIONS
 
 LEARNING_RATE = 1e-3
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,7 +90,8 @@ class TrainingStep:
         self.holds_output = holds_output
         self._held: tuple = ()
         if settings.channels_last:
-            model = model.to(memory_format=torch.channels_last)
+            layout: dict[str, Any] = {"memory_format": torch.channels_last}  # which the stubs of torch leave out
+            model = model.to(**layout)
         self.model = model.train()
         self.optimizer = make_optimizer(
             settings.optimizer, self.model.parameters(), foreach=True if self.device.type == "meta" else None

@@ -1,82 +1,28 @@
-"""The trial config: one family's hyper-parameters plus the training settings that every family shares.
+"""Trial configs as the rest of the project meets them: of mappings, and by their hash.
 
-Start reading at `TrialConfig`. Torch-free, so that sampling and the dispatcher can use it.
+Start reading at `config_from_mapping`; `featurize.trial_config` has the config itself. Torch-free, so that sampling and
+the dispatcher can use it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from conf.errors import UsageError
 from conf.identity import canonical_json as canonical_json
 from conf.identity import mapping_hash as mapping_hash
-
-OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
-ACTIVATIONS = (
-    "relu", "leaky_relu", "prelu", "elu", "selu", "gelu", "tanh", "silu", "softplus", "mish", "identity",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialConfig:
-    """Base of every family's config. Raises `ValueError` naming the field, the rule and the value.
-
-    A subclass sets `family`, adds its fields, and extends `problems`.
-    """
-
-    family: ClassVar[str]
-
-    batch_size: int
-    optimizer: str = "adam"
-    precision: str = "fp32"
-    activation_checkpointing: bool = False
-    cudnn_benchmark: bool = False
-    channels_last: bool = False
-
-    def __post_init__(self) -> None:
-        if found := self.problems():
-            raise UsageError(f"{self.family}: " + "; ".join(found))
-
-    def problems(self) -> list[str]:
-        """Every rule this config breaks, in words; empty when it can be built."""
-        found = [
-            *at_least(self, batch_size=1),
-            *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
-        ]
-        for name in ("activation_checkpointing", "cudnn_benchmark", "channels_last"):
-            if not isinstance(getattr(self, name), bool):
-                found.append(f"{name} must be true or false, got {getattr(self, name)!r}")
-        return found
-
-    def to_mapping(self) -> dict[str, Any]:
-        """`{"family": ..., field: value, ...}`: what `runs.config` holds as JSON."""
-        return {"family": self.family, **dataclasses.asdict(self)}
-
-
-TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
-
-
-def at_least(config: TrialConfig, **floors: int) -> list[str]:
-    """`batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
-    found = []
-    for name, floor in floors.items():
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < floor:
-            found.append(f"{name} must be an integer >= {floor}, got {value!r}")
-    return found
-
-
-def one_of(config: TrialConfig, **choices: tuple) -> list[str]:
-    """`optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
-    return [
-        f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
-        for name, known in choices.items()
-        if getattr(config, name) not in known
-    ]
+from featurize.families import get_family
+from featurize.trial_config import ACTIVATIONS as ACTIVATIONS
+from featurize.trial_config import MATH_BITS as MATH_BITS
+from featurize.trial_config import OPTIMIZER_STATES as OPTIMIZER_STATES
+from featurize.trial_config import OPTIMIZERS as OPTIMIZERS
+from featurize.trial_config import PRECISIONS as PRECISIONS
+from featurize.trial_config import TRAINING_FIELDS as TRAINING_FIELDS
+from featurize.trial_config import TrialConfig as TrialConfig
+from featurize.trial_config import at_least as at_least
+from featurize.trial_config import one_of as one_of
 
 
 def config_hash(config: TrialConfig) -> str:
@@ -86,8 +32,6 @@ def config_hash(config: TrialConfig) -> str:
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
     """The config that `TrialConfig.to_mapping` wrote. Unknown family or fields raise `UsageError` naming the known."""
-    from featurize.families import get_family
-
     values = dict(mapping)
     if "family" not in values:
         raise UsageError("a trial config needs the key 'family'")

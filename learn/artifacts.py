@@ -23,6 +23,7 @@ from conf.errors import UsageError
 from conf.identity import version_of
 from featurize.device_spec import plain_device, same_device
 from featurize.row_config import printable
+from featurize.version import FEATURES_STAMP, is_current
 from learn.artifact_files import DamagedArtifact, checked, read_json, say_damaged, stamped
 from learn.estimators import ESTIMATORS, TRAINING_FREE, Estimator, get_estimator
 from learn.targets import get_target
@@ -75,8 +76,9 @@ class Artifact:
         """The artifact, if it can answer: verified, and loaded where no checksum says that it is whole. Raises
         `DamagedArtifact`."""
         self.check()
-        current = self.meta["feature_version"] == features_of_estimator(self.meta["estimator"])
-        if "files" not in self.meta and current:  # one that is not will never be loaded
+        if "files" not in self.meta and is_current(
+            self.meta["feature_version"]
+        ):  # one that is not will never be loaded
             _ = self.estimator
         return self
 
@@ -106,7 +108,7 @@ def described(
         "target": rows.target.name,
         "unit": rows.target.unit,
         "estimator": estimator,
-        "feature_version": features_of_estimator(estimator),
+        "feature_version": FEATURES_STAMP,
         "data_fingerprint": rows.fingerprint(),
         "environment": environment(),
         "rows": {
@@ -255,29 +257,21 @@ def load_latest(data, target: str, **wanted: str | bool | None) -> Artifact:
 
 def require_current(artifact: Artifact) -> Artifact:
     """The artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
-    theirs, ours = artifact.meta.get("feature_version"), features_of_estimator(artifact.meta["estimator"])
-    if theirs != ours:
+    theirs = artifact.meta.get("feature_version")
+    if not is_current(theirs):
         target = artifact.meta["target"]
         raise StaleArtifact(
             f"the model {target}/{artifact.version} was fitted with features {theirs}, and this code computes "
-            f"features {ours}; fit it again: python -m learn.fit target={target}"
+            f"features {FEATURES_STAMP}; fit it again: python -m learn.fit target={target}"
         )
     return artifact
-
-
-def features_of_estimator(name: str) -> str:
-    """The version of the features that an estimator reads: those of traced steps, or of configs."""
-    from featurize.features import feature_version
-    from learn.step_store import step_feature_version
-
-    return step_feature_version() if getattr(get_estimator(name), "needs_trace", False) else feature_version()
 
 
 def default_artifact(target: str) -> Artifact | None:
     """The model that comes with the project (`learn/default_models`), or None for a target without one.
 
-    It is used also where this code's features have moved on since it was fitted: `Artifact.meta["feature_version"]`
-    then differs from `features_of_estimator`, and whoever shows its figures says so.
+    It is used also where this code's features have moved on since it was fitted: `featurize.version.is_current` then
+    rejects `Artifact.meta["feature_version"]`, and whoever shows its figures says so.
     """
     path = DEFAULT_MODELS / get_target(target).name
     if not (path / "meta.json").is_file():

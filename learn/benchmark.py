@@ -17,6 +17,7 @@ import numpy as np
 from conf.cli import command
 from learn.evaluation.benchmark_result import Benchmark
 from learn.evaluation.benchmark_settings import BenchmarkSettings
+from learn.step_store import StepStore
 from learn.targets import Bins, get_target
 
 if TYPE_CHECKING:
@@ -55,18 +56,19 @@ def benchmark(
 
     tally = Tally(progress)
     notes = list(selection.notes)
+    steps = StepStore(cache_folder(settings) if any(map(needs_trace, learned)) else None)
     if any(map(needs_trace, learned)):
-        notes += _prepared(settings, selection, tally)
+        notes += _prepared(steps, settings, selection, tally)
     tally.add(len(index) * len(names) + len(parts) * len(learned))
     asked = ask_free(selection, index, free, settings, tally) if free else {}
-    fitted = {name: ask_learned(name, selection, parts, bins, settings.seed, tally) for name in learned}
+    fitted = {name: ask_learned(name, selection, parts, bins, settings.seed, tally, steps) for name in learned}
     answers = {name: asked[name] if name in asked else fitted[name].answers for name in names}
     answers |= _published_estimates(selection, index)
 
     notes = [*_said_of_parts(settings, parts, learned), *notes]
     for name, given in fitted.items():
         notes += [f"{name}: {text}" for text in _alike(given.warnings)]
-    figures, scored = _counted(settings, selection, index, bins, answers, fitted)
+    figures, scored = _counted(settings, selection, index, bins, answers, fitted, steps)
     rows = selection.rows.subset(index)
     cards = set(rows.card_mib.tolist())
     return Benchmark(
@@ -102,11 +104,8 @@ def _parts(settings: BenchmarkSettings, selection: Selection, bins: Mapping) -> 
     )  # fmt: skip
 
 
-def _prepared(settings: BenchmarkSettings, selection: Selection, tally: Tally) -> list[str]:
+def _prepared(steps: StepStore, settings: BenchmarkSettings, selection: Selection, tally: Tally) -> list[str]:
     """The features of traced steps, computed or read before anything is fitted; says where they are kept."""
-    from learn.step_store import prepare
-
-    folder = cache_folder(settings)
     before = tally.done, tally.of
 
     def heard(done: int, of: int) -> None:
@@ -114,8 +113,9 @@ def _prepared(settings: BenchmarkSettings, selection: Selection, tally: Tally) -
             tally.add(of)
         tally.step(before[0] + done - tally.done)
 
-    computed = prepare(selection.rows.cases, folder, workers=settings.workers, progress=heard)
-    return [f"{computed} traced steps computed; their features are kept in {folder.features}"] if computed else []
+    computed = steps.prepare(selection.rows.cases, workers=settings.workers, progress=heard)
+    kept = cache_folder(settings).features
+    return [f"{computed} traced steps computed; their features are kept in {kept}"] if computed else []
 
 
 def cache_folder(settings: BenchmarkSettings) -> DataFolder:
@@ -181,14 +181,14 @@ def _counted(
     bins: Mapping[str, Mapping[str, Bins]],
     answers: Mapping[str, Mapping[int, Given]],
     fitted: Mapping[str, Learned],
+    steps: StepStore,
 ) -> tuple[tuple[Figures, ...], dict[tuple[str, str], list[Scored]]]:
     from learn.evaluation.benchmark_figures import Scored, figures_of
     from learn.evaluation.splits import keys_of
-    from learn.step_store import main_operator
 
     rows = selection.rows
     groups = keys_of(rows, settings.by or "module")
-    operators = {i: main_operator(rows.cases[i]) for i in index.tolist()}
+    operators = {i: steps.main_operator(rows.cases[i]) for i in index.tolist()}
     figures, scored = [], {}
     for file in dict.fromkeys(selection.file[index].tolist()):
         members = [i for i in index.tolist() if selection.file[i] == file]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
 from conf.errors import UsageError
@@ -24,7 +24,8 @@ from conf.errors import UsageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from learn.step_store import StepRecord
+    from learn.step_record import StepRecord
+    from learn.step_store import StepStore
 
 TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
@@ -219,7 +220,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     from learn.data import load_rows
     from learn.estimators import make_estimator
     from learn.evaluation.evaluate import evaluate
-    from learn.step_store import prepare
+    from learn.step_store import StepStore
     from learn.targets import make_bins
     from warehouse.ingest import IngestSettings, ingest
 
@@ -234,13 +235,14 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         sources.append("measured")
     name = "hybrid"
     fitted, metas = {}, {}
+    steps = StepStore(data)
     for target in TARGETS:
         rows = load_rows(str(data), target, source=sources)
-        prepare(rows.cases, str(data), workers=settings.workers, progress=lambda d, n: progress("tracing jobs", d, n))
-        bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+        steps.prepare(rows.cases, workers=settings.workers, progress=lambda d, n: progress("tracing jobs", d, n))
+        bins = make_bins(rows.target, rows.exact.label, rows.family.tolist(), ceiling_mib=rows.ceiling_mib)
         progress(f"fitting {target}", 0, 1)
-        evaluation = evaluate(name, rows, bins, settings.seed)
-        fitted[target] = make_estimator(name, settings.seed).fit(rows)
+        evaluation = evaluate(name, rows, bins, settings.seed, steps=steps)
+        fitted[target] = make_estimator(name, settings.seed).fit(rows, steps)
         metas[target] = {
             **described(name, rows, evaluation, bins, settings.seed, datetime.now(UTC)),
             "recall": evaluation.test.recall,
@@ -250,51 +252,53 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         stamp = stamped(folder / target, metas[target], "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(stamp, indent=1, sort_keys=True))
         progress(f"fitting {target}", 1, 1)
-    _add_fast_path(settings, data, folder, fitted, metas, progress)
+    _add_fast_path(settings, steps, folder, fitted, metas, progress)
 
 
 def _distil_only(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
     """Keep the models of `settings.models`. Raises `UsageError` for damaged ones and for those of other features."""
     from learn.artifacts import open_artifact, require_current
+    from learn.step_store import StepStore
 
+    if settings.models is None:
+        raise ValueError(f"path={settings.path} holds no models")
     kept = {target: require_current(open_artifact(settings.models / target)) for target in TARGETS}
     for target, artifact in kept.items():
         artifact.check()
         shutil.copytree(artifact.path, folder / target)
     fitted = {target: artifact.estimator for target, artifact in kept.items()}
     metas = {target: artifact.meta for target, artifact in kept.items()}
-    _add_fast_path(settings, data, folder, fitted, metas, progress)
+    _add_fast_path(settings, StepStore(data), folder, fitted, metas, progress)
 
 
-def _add_fast_path(settings: BuildSettings, data: Path, folder: Path, fitted, metas, progress) -> None:
+def _add_fast_path(settings: BuildSettings, steps: StepStore, folder: Path, fitted, metas, progress) -> None:
     from learn.model_card import write_card
 
-    fast = _distilled(settings, data, fitted, progress)
+    fast = _distilled(settings, steps, fitted, progress)
     (folder / "fast").mkdir()
     fast.save(folder / "fast")
     write_card(folder / _CARD, metas, fast)
 
 
-def _distilled(settings: BuildSettings, data: Path, fitted, progress):
+def _distilled(settings: BuildSettings, steps: StepStore, fitted, progress):
     """The fast path: what the fitted models, and the trace for the rest, say of sampled configs on every GPU model."""
     from learn.fastpath.fast import FastPath
     from learn.fastpath.fast_bound import Taught
     from learn.fastpath.fast_configs import distillation_cases
-    from learn.step_store import features_of, prepare
     from learn.targets import get_target
 
     # What was measured ran in the pipeline loop, and is asked about so.
     cases = distillation_cases(settings.distil, settings.seed)
-    prepare(
-        cases, str(data), workers=settings.workers,
+    steps.prepare(
+        cases, workers=settings.workers,
         progress=lambda d, n: progress("tracing the fast path's", d, n),
     )  # fmt: skip
-    cases = [case for case in cases if features_of(case).error is None]
+    cases = tuple(case for case in cases if steps.record(case).error is None)
     taught = {}
     for target in ("memory", "smact", "smocc"):
-        prediction = fitted[target].predict(cases)
+        prediction = fitted[target].predict(cases, steps)
         taught[target] = Taught.of(prediction) if get_target(target).is_memory else Taught(prediction.point)
-    taught |= {target: Taught(figures) for target, figures in _without_input(map(features_of, cases)).items()}
+    taught |= {target: Taught(figures) for target, figures in _without_input(map(steps.record, cases)).items()}
     progress("distilling", 0, 1)
     return FastPath.distil(cases, taught, settings.seed)
 
@@ -317,7 +321,9 @@ def entry(cfg) -> int:
 
     from conf.bars import start_bar
 
-    values = OmegaConf.to_container(cfg, resolve=True)
+    container = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(container, dict), "a command's settings are a mapping"
+    values: dict[str, Any] = {str(key): value for key, value in container.items()}
     values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
     settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)

@@ -9,16 +9,14 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DEFAULT_DEVICE as DEFAULT_DEVICE
+from featurize.device_spec import DeviceSpec, describe_device
 from featurize.trial import TrialConfig, canonical_json
+from learn.workload import Workload, of_config
+from learn.workload import name_of as name_of
 
-if TYPE_CHECKING:
-    from learn.workload import Workload
-
-DEFAULT_DEVICE = "A100-SXM4-40GB"
 MODULE = "module"  # family of what is no family's
 
 
@@ -48,7 +46,7 @@ class Case:
 
     @property
     def batch_size(self) -> int:
-        return (self.module or self.config).batch_size
+        return self.workload.batch_size if self.config is None else self.config.batch_size
 
     @cached_property
     def spec(self) -> DeviceSpec | None:
@@ -57,9 +55,10 @@ class Case:
 
     @cached_property
     def workload(self) -> Workload:
-        from learn.workload import of_config
-
-        return self.module or replace(of_config(self.config), training_loop=self.training_loop)
+        if self.config is None:
+            assert self.module is not None, "a case has one of the two"
+            return self.module
+        return replace(of_config(self.config), training_loop=self.training_loop)
 
     @cached_property
     def key(self) -> str | None:
@@ -83,17 +82,7 @@ def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **a
 
 @lru_cache(maxsize=256)
 def _described(name: str) -> DeviceSpec | None:
-    from learn.traced import describe_device
-
     try:
         return describe_device(name)
     except UsageError:
         return None
-
-
-def name_of(config: TrialConfig) -> str:
-    """A config in a few words: its family, and where that has models by name the model and its arguments."""
-    model = getattr(config, "model", None)
-    arguments = getattr(config, "arguments", "{}")
-    words = [config.family, *([str(model)] if model else []), *([str(arguments)] if arguments != "{}" else [])]
-    return " ".join(words)

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 
 from conf.errors import UsageError
-from featurize.device_spec import plain_device, same_device
+from featurize.device_spec import DEFAULT_DEVICE, plain_device, same_device
 from featurize.trial import TrialConfig
 from learn.cases import Case
 from learn.row_checks import ReadConfigs, is_absurd, named, read_configs
@@ -141,7 +141,7 @@ def make_rows(
     run_ids: Sequence[str] | None = None,
     censored: Sequence[bool] | None = None,
     source: str = "simulated",
-    device: str = "A100-SXM4-40GB",
+    device: str = DEFAULT_DEVICE,
     device_memory_mib: float = 40_960.0,
     training_loop: bool = False,
 ) -> Rows:

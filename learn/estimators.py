@@ -18,6 +18,7 @@ import numpy as np
 from conf.errors import UsageError, unknown_name
 from learn.cases import Case
 from learn.data import Rows
+from learn.step_store import StepStore
 from learn.targets import get_target
 
 ESTIMATORS: dict[str, str] = {
@@ -43,9 +44,20 @@ TRAINING_FREE = tuple(name for name, where in ESTIMATORS.items() if where.starts
 class Prediction(Protocol):
     """A distribution of the label for each of n cases, in the target's unit."""
 
-    warnings: tuple[str, ...]  # what a reader of the figures has to know
-    refusals: Mapping[int, str]  # row -> why there is no answer; every figure of that row is NaN
-    unfamiliar: Mapping[int, tuple[str, ...]]  # row -> why it is unlike what was fitted on; its bound is wider
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the figures has to know."""
+        ...
+
+    @property
+    def refusals(self) -> Mapping[int, str]:
+        """Row -> why there is no answer; every figure of that row is NaN."""
+        ...
+
+    @property
+    def unfamiliar(self) -> Mapping[int, tuple[str, ...]]:
+        """Row -> why it is unlike what was fitted on; its bound is wider."""
+        ...
 
     @property
     def point(self) -> np.ndarray:
@@ -71,19 +83,21 @@ class Estimator(Protocol):
 
     targets      the targets that it can be fitted to; None: any
 
-    A class may also have `needs_trace`: it reads `learn.step_store` records, which `learn.step_store.prepare` computes
+    A class may also have `needs_trace`: it reads records of a `StepStore`, which `StepStore.prepare` computes
     in parallel; and `uses_out_of_memory`: rows that ran out of memory are fitted on as lower bounds. Else False.
     """
 
     name: ClassVar[str]
     targets: ClassVar[tuple[str, ...] | None]
 
-    def fit(self, rows: Rows) -> Self:
-        """Learn from the rows. Nothing to learn from, or a target not among `targets`, raises `UsageError`."""
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
+        """Learn from the rows, whose steps' records are taken from `steps` (None: a store of this call's own). Nothing
+        to learn from, or a target not among `targets`, raises `UsageError`."""
         ...
 
-    def predict(self, cases: Sequence[Case]) -> Prediction:
-        """One distribution a case, in order; a case's distribution does not depend on its neighbours."""
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> Prediction:
+        """One distribution a case, in order; a case's distribution does not depend on its neighbours. `steps` as in
+        `fit`."""
         ...
 
     def save(self, folder: Path) -> None:

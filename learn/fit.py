@@ -91,7 +91,7 @@ def fit(
     from learn.estimators import get_estimator, make_estimator, require_target
     from learn.evaluation.evaluate import CV_FOLDS, evaluate
     from learn.evaluation.report import write_report
-    from learn.step_store import prepare
+    from learn.step_store import StepStore
     from learn.targets import make_bins
 
     now = now or datetime.now(UTC)
@@ -102,17 +102,19 @@ def fit(
         snapshot=settings.snapshot, trust=settings.trust,
     )  # fmt: skip
     needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
+    traced = StepStore(settings.data)
     if needs_trace:
-        prepare(rows.cases, settings.data, progress=partial(progress, "tracing jobs"))
+        traced.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
     steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
     evaluation = evaluate(
-        settings.estimator, rows, bins, settings.seed, lambda step: progress(step, next(done), steps)
+        settings.estimator, rows, bins, settings.seed, lambda step: progress(step, next(done), steps),
+        steps=traced,
     )  # fmt: skip
     progress("fit on all rows", steps - 2, steps)
-    estimator = make_estimator(settings.estimator, settings.seed).fit(rows)
+    estimator = make_estimator(settings.estimator, settings.seed).fit(rows, traced)
 
-    notes = list(estimator.predict(rows.cases[:1]).warnings)
+    notes = list(estimator.predict(rows.cases[:1], traced).warnings)
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
     notes += remarks(settings.estimator, rows, bins)
     if settings.snapshot is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from learn.artifacts import Artifact
     from learn.data import Rows
     from learn.estimators import Estimator
+    from learn.step_store import StepStore
 
 HELD_OUT_SHARE = 0.2  # of configurations; another share would show models what judged those before them
 LEAST_JUDGES = 30  # rows with an exact label that neither has seen
@@ -83,7 +84,7 @@ def refit(
     from learn.data import load_rows
     from learn.estimators import get_estimator, make_estimator, require_target
     from learn.evaluation.evaluate import answered
-    from learn.step_store import prepare
+    from learn.step_store import StepStore
     from warehouse.folder import DataFolder
 
     now = now or datetime.now(UTC)
@@ -110,18 +111,19 @@ def refit(
             f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
             "to judge by"
         )
+    steps = StepStore(folder)
     if getattr(get_estimator(estimator), "needs_trace", False):
-        prepare(rows.cases, folder, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
     progress("fitting the candidate")
     try:
-        fitted = make_estimator(estimator, seed).fit(known)
+        fitted = make_estimator(estimator, seed).fit(known, steps)
     except UsageError as error:
         return skipped(str(error))
 
     progress("judging it")
-    judges, refused = answered(fitted, rows.subset(held_out))
+    judges, refused = answered(fitted, rows.subset(held_out), steps)
     candidate = _Candidate(
-        estimator, fitted, known, judges, tuple(dict.fromkeys(refused)), _bins(rows), seed, snapshot
+        estimator, fitted, known, judges, tuple(dict.fromkeys(refused)), _bins(rows), seed, snapshot, steps
     )  # fmt: skip
     if not len(judges.exact):
         reasons = f": {candidate.refusals[0]}" if refused else ""
@@ -163,6 +165,7 @@ class _Candidate:
     bins: Bins
     seed: int
     snapshot: str | None
+    steps: StepStore  # records of the steps of both
 
 
 def _alone(decision: str, reason: str, candidate: _Candidate) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def _alone(decision: str, reason: str, candidate: _Candidate) -> dict[str, Any]:
     from learn.evaluation.scores import NOT_INFORMATIVE
 
     judges = candidate.judges
-    prediction = candidate.fitted.predict(judges.cases)
+    prediction = candidate.fitted.predict(judges.cases, candidate.steps)
     ours = figures(judges, candidate.bins, prediction)
     said = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
@@ -209,13 +212,13 @@ def _beside(
         return np.array([group not in seen_groups for group in of.group], dtype=bool)
 
     asked = rows.subset(held_out)
-    asked, _ = answered(current.estimator, asked.subset(unseen(asked)))
+    asked, _ = answered(current.estimator, asked.subset(unseen(asked)), candidate.steps)
     both = np.isin(asked.run_ids.astype(str), candidate.judges.run_ids.astype(str))
     judges = asked.subset(both)
     n, groups = len(judges.exact), len(set(judges.exact.group))
 
     def kept(why: str) -> dict[str, Any]:
-        prediction = candidate.fitted.predict(candidate.judges.cases)
+        prediction = candidate.fitted.predict(candidate.judges.cases, candidate.steps)
         ours = figures(candidate.judges, candidate.bins, prediction)
         marked = _marked(ours, candidate.name, candidate.judges, prediction.point)
         return {"decision": "kept", "why": why, "held_out": len(judges),
@@ -231,7 +234,8 @@ def _beside(
             f"too few rows to judge by: {n} with a figure, of {groups} different configurations, are held out and not "
             f"seen by the current one either; {LEAST_JUDGES} rows of {MIN_GROUPS} configurations are needed"
         )
-    theirs, ours = current.estimator.predict(judges.cases), candidate.fitted.predict(judges.cases)
+    theirs = current.estimator.predict(judges.cases, candidate.steps)
+    ours = candidate.fitted.predict(judges.cases, candidate.steps)
     found = compare(judges, candidate.bins, theirs, ours, candidate.seed)
     own = own_labels(candidate.name, judges, ours.point)
     said = f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels" if own else ""
@@ -307,7 +311,7 @@ def _write(folder, found: Promotion, candidate: _Candidate, cycle: str, *, now: 
         notes.append(f"rows held out without an answer are in no figure: {'; '.join(candidate.refusals)}")
     if in_doubt:
         notes.append(f"{in_doubt} rows are in doubt (runs.error says why): neither fitted on nor judged")
-    evaluation = judged(candidate.fitted, known, judges, bins, notes)
+    evaluation = judged(candidate.fitted, known, judges, bins, notes, steps=candidate.steps)
     meta = {
         **described(candidate.name, known, evaluation, bins, candidate.seed, now),
         "warnings": list(evaluation.warnings),

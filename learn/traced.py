@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conf.errors import UsageError
+from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, load_device
+from featurize.device_spec import DeviceSpec
+from featurize.device_spec import describe_device as describe_device
 from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.replay import MemoryProfile
     from featurize.simulate import SimulatedStep
     from featurize.trace import StepTrace, TraceError
-
-MIB = 2**20
 
 
 class CannotTrace(UsageError):
@@ -48,12 +48,6 @@ class TracedStep:
     memory: MemoryProfile
     step: SimulatedStep
     breakdown: Mapping[str, float]
-
-
-def describe_device(name: str | DeviceSpec) -> DeviceSpec:
-    """The description of a GPU by a name that `featurize.device_spec.load_device` takes; a description is given back as
-    it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
-    return name if isinstance(name, DeviceSpec) else load_device(name)
 
 
 def step_of(

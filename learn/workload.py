@@ -47,7 +47,6 @@ class Workload:
 def of_config(config: TrialConfig) -> Workload:
     """The workload of a trial config, as the farm runs it."""
     from featurize.families import get_family, loss_of
-    from learn.cases import name_of
 
     family = get_family(config.family)
     return Workload(
@@ -60,6 +59,14 @@ def of_config(config: TrialConfig) -> Workload:
         loss=loss_of(config),
         training_loop=False,
     )
+
+
+def name_of(config: TrialConfig) -> str:
+    """A config in a few words: its family, and where that has models by name the model and its arguments."""
+    model = getattr(config, "model", None)
+    arguments = getattr(config, "arguments", "{}")
+    words = [config.family, *([str(model)] if model else []), *([str(arguments)] if arguments != "{}" else [])]
+    return " ".join(words)
 
 
 def of_module(

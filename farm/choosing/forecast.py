@@ -119,12 +119,13 @@ class Forecaster:
 
     def _trace(self, configs: list[TrialConfig], places: np.ndarray, figures, ways) -> None:
         from learn.cases import Case
-        from learn.step_store import features_of, prepare
+        from learn.step_store import StepStore
 
         cases = [Case(config, self.device.name, self.training_loop, described=self.device) for config in configs]
-        prepare(cases, self.data, workers=self.workers)
+        steps = StepStore(self.data)
+        steps.prepare(cases, workers=self.workers)
         for place, case in zip(places, cases, strict=True):
-            record = features_of(case)
+            record = steps.record(case)
             if record.error is None:  # else the plan's figure stands
                 ways[place] = "trace"
                 figures["memory"][place] = record.values["job_memory_mib"]

@@ -23,11 +23,10 @@ from farm.monitoring.service import Service
 from farm.settings import SubmitSettings
 from farm.submit import submit
 from farm.work import TimedStop, run_job
-from featurize.device_spec import DeviceSpec, device_names, load_device, same_device
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, load_device, same_device
 from featurize.families import family_names
 from warehouse.folder import DataFolder, checked_name
 from workers.devices import choose_device
-from workers.devices.simulated import DEFAULT_MODEL
 
 FORMATS = ("table", "json")
 SIMULATED = (
@@ -234,7 +233,7 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 
     if submission.device.backend == "simulated" and submission.device.spec is not None:
         return device_from_mapping(dict(submission.device.spec))
-    known = next((name for name in device_names() for device in devices if same_device(name, device)), DEFAULT_MODEL)
+    known = next((name for name in device_names() for device in devices if same_device(name, device)), DEFAULT_DEVICE)
     return load_device(known)
 
 

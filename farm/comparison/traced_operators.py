@@ -12,10 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from conf.units import MIB
+
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
 
-MIB = 2**20
 # Of an operator or of a module, in one training step. `peak_mib`: what it made and is alive when most memory is in use.
 FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
 

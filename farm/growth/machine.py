@@ -20,7 +20,7 @@ from farm.journal import Cycle
 from farm.ray_executor import ClusterSettings
 from farm.settings import device_key
 from farm.submitted_code import record_submitted
-from featurize.device_spec import device_from_mapping, device_names, load_device, same_device
+from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, device_names, load_device, same_device
 from featurize.row_config import code_problem
 from featurize.trial import TrialConfig, canonical_json
 from warehouse.folder import DataFolder
@@ -32,7 +32,7 @@ from workers.settings import TrialSettings
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
 
-_STANDS_IN = "A100-SXM4-40GB"  # whose rates a device without a description is forecast with
+_STANDS_IN = DEFAULT_DEVICE  # whose rates a device without a description is forecast with
 
 
 @dataclass(frozen=True)

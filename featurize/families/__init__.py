@@ -2,7 +2,7 @@
 
 A family module is imported without torch and holds
 
-    Config                        frozen dataclass, subclass of `featurize.trial.TrialConfig`, `family` = the file
+    Config                        frozen dataclass, subclass of `featurize.trial_config.TrialConfig`; `family`: the file
     layers(config)                -> list[featurize.layers.Layer]: the forward pass per sample; the import is torch-free
     build(config)                 -> torch.nn.Module (imports torch inside); parameters on the current default device
     batch(config, device)         -> (inputs: tuple[Tensor, ...], targets: Tensor) of random data on `device`
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from conf.errors import unknown_name
 
 if TYPE_CHECKING:
-    from featurize.trial import TrialConfig
+    from featurize.trial_config import TrialConfig
 
 
 def family_names() -> tuple[str, ...]:

@@ -7,10 +7,10 @@ Start reading at `dense_block` for the order inside a block. FLOPs count matrix 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from featurize.layers import Layer
-from featurize.trial import TrialConfig
+from featurize.trial_config import TrialConfig
 
 
 def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
@@ -78,7 +78,7 @@ def at_least(values: dict[str, Any], name: str, floor: int) -> None:
         values[name] = max(value, floor)
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

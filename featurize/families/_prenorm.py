@@ -10,7 +10,6 @@ from typing import Any
 
 from featurize.families import _parts as parts
 from featurize.layers import Layer
-from featurize.trial import TrialConfig
 
 SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # of the search spaces, consumed by `repair`
 HEAD_SIZES = range(32, 129, 8)  # of sampled heads
@@ -61,11 +60,11 @@ def token_head(width: int, length: int, vocabulary: int, *, tied: bool) -> list[
     return [layer_norm(width, length), logits]
 
 
-def heads_problems(config: TrialConfig) -> list[str]:
-    """`heads must divide embedding_size, ...` for a config whose sizes are known to be positive integers."""
-    if config.embedding_size % config.heads == 0:
+def heads_problems(heads: int, width: int) -> list[str]:
+    """`heads must divide embedding_size, ...` for sizes that are known to be positive integers."""
+    if width % heads == 0:
         return []
-    return [f"heads must divide embedding_size, got {config.heads} heads for an embedding of {config.embedding_size}"]
+    return [f"heads must divide embedding_size, got {heads} heads for an embedding of {width}"]
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.layers import Layer
-from featurize.trial import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.trial_config import ACTIVATIONS, TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -139,6 +139,8 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
     elif parts.is_integer(heads) and heads > 0 and parts.is_integer(hidden):
         values["hidden"] = max(hidden // heads, 1) * heads
     nodes, degree, graphs = values.get("nodes"), values.get("degree"), values.get("batch_size")
-    if all(parts.is_integer(n) and n > 0 for n in (nodes, degree, graphs)):
+    if not (parts.is_integer(nodes) and parts.is_integer(degree) and parts.is_integer(graphs)):
+        return values
+    if min(nodes, degree, graphs) > 0:
         values["degree"] = min(degree, max(MAX_SAMPLED_EDGES // (nodes * graphs), 1))
     return values

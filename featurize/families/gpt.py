@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
 from featurize.layers import Layer
-from featurize.trial import TrialConfig, at_least, one_of
+from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class Config(TrialConfig):
             *parts.rates(self, "dropout"),
             *parts.switches(self, "tied_embeddings"),
         ]
-        return found or prenorm.heads_problems(self)
+        return found or prenorm.heads_problems(self.heads, self.embedding_size)
 
 
 def layers(config: Config) -> list[Layer]:

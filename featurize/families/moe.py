@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
 from featurize.layers import Layer
-from featurize.trial import TrialConfig, at_least, one_of
+from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class Config(TrialConfig):
             found.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
         if self.moe_every > self.depth:
             found.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
-        return [*found, *prenorm.heads_problems(self)]
+        return [*found, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
 def capacity(config: Config) -> int:

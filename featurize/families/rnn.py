@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.layers import Layer
-from featurize.trial import TrialConfig, at_least, one_of
+from featurize.trial_config import TrialConfig, at_least, one_of
 
 if TYPE_CHECKING:
     import torch

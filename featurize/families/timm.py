@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from conf.errors import UsageError
 from featurize.layers import Layer
-from featurize.trial import TrialConfig, at_least
+from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +158,8 @@ def _input_shape(name: str, image_size: int | None) -> tuple[int, int, int]:
 
 def _checkpoint(model: torch.nn.Module, name: str) -> None:
     try:
-        model.set_grad_checkpointing(True)
+        switch: Any = model.set_grad_checkpointing
+        switch(True)
     except (AttributeError, AssertionError) as error:
         raise UsageError(f"timm's model {name!r} has no activation_checkpointing") from error
 

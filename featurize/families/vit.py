@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from featurize.families import _parts as parts
 from featurize.families import _prenorm as prenorm
 from featurize.layers import Layer
-from featurize.trial import TrialConfig, at_least
+from featurize.trial_config import TrialConfig, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Config(TrialConfig):
             found.append(
                 f"patch_size must divide image_size, got {self.patch_size} for images of {self.image_size} pixels"
             )
-        return [*found, *prenorm.heads_problems(self)]
+        return [*found, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
 def layers(config: Config) -> list[Layer]:

@@ -29,7 +29,7 @@ from featurize.families._zoo_texts import (
 )
 from featurize.layers import Layer
 from featurize.own_code import NotTrusted, library_problem, require_model, require_settings
-from featurize.trial import TrialConfig
+from featurize.trial_config import TrialConfig
 
 if TYPE_CHECKING:
     import torch
@@ -241,8 +241,9 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
 
     factory, given = _load(model, arguments), json.loads(arguments)
     try:
-        if isinstance(factory, type) and getattr(factory, "config_class", None) is not None:
-            settings = _settings(model, factory.config_class, given)
+        config_class = getattr(factory, "config_class", None) if isinstance(factory, type) else None
+        if config_class is not None:
+            settings = _settings(model, config_class, given)
             require_settings(model, settings)
             made = mending(lambda: factory(settings))
         else:
@@ -275,12 +276,13 @@ def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
 def _checkpoint(model: torch.nn.Module, name: str) -> None:
     """Have the model recompute its blocks in the backward pass, by what timm or transformers offer for it."""
     try:
+        of_library: Any = model
         if hasattr(model, "activation_checkpointing_enable"):  # as newer transformers have it
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            of_library.activation_checkpointing_enable({"use_reentrant": False})
         elif hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            of_library.gradient_checkpointing_enable({"use_reentrant": False})
         else:
-            model.set_grad_checkpointing(True)
+            of_library.set_grad_checkpointing(True)
     except (AttributeError, AssertionError, TypeError, ValueError) as error:
         raise UsageError(f"zoo: {name} has no activation_checkpointing") from error
 

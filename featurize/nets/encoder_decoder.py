@@ -82,6 +82,7 @@ class TimeEmbedding(nn.Module):
         super().__init__()
         half = width // 2
         frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * (-math.log(10_000) / half))
+        self.frequencies: torch.Tensor
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.first = nn.Linear(width, 4 * width)
         self.activation = nn.SiLU()

@@ -69,8 +69,8 @@ def feed_forward(
     return nn.Sequential(linear(width, inner), function, *dropouts(inner_dropout), linear(inner, width))
 
 
-class PreNormBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); dropout before each sum."""
+class _Residual(nn.Module):
+    """What the blocks have in common: the two norms, attention, the feed-forward part, dropout before each sum."""
 
     def __init__(self, width: int, attention: nn.Module, forward_part: nn.Module, *, dropout: float, eps: float = 1e-5):
         super().__init__()
@@ -79,6 +79,10 @@ class PreNormBlock(nn.Module):
         self.forward_norm = nn.LayerNorm(width, eps=eps)
         self.forward_part = forward_part
         self.forward_dropout = nn.Sequential(*dropouts(dropout))
+
+
+class PreNormBlock(_Residual):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); dropout before each sum."""
 
     def forward(self, x_NLE: Tensor) -> Tensor:
         x_NLE = x_NLE + self.attention(self.attention_norm(x_NLE))
@@ -147,7 +151,7 @@ class RoutedExperts(nn.Module):
         return torch.where(kept_NJ, row_NJ, places).view(-1), kept_NJ
 
 
-class RoutedBlock(PreNormBlock):
+class RoutedBlock(_Residual):
     """A block in a row that hands (x, sum of balances) on. Its feed-forward part may be routed or dense."""
 
     def forward(self, carried: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -160,9 +164,8 @@ class RoutedBlock(PreNormBlock):
         return x_NLE + self.forward_dropout(change), balance
 
 
-class TokenTransformer(nn.Module):
-    """Tokens [N, L] -> logits [N, L, V], or [N, V] of the mean over the tokens. With `tied`, V is the vocabulary and
-    the output layer has the embedding's weights."""
+class _OfTokens(nn.Module):
+    """What transformers of tokens have in common: the embedding, a stack of blocks and how logits are read off it."""
 
     def __init__(
         self,
@@ -189,9 +192,6 @@ class TokenTransformer(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens_NL: Tensor) -> Tensor:
-        return self.read(self.body(self.embed(tokens_NL)))
-
     def embed(self, tokens_NL: Tensor) -> Tensor:
         return self.dropout(self.embedding(tokens_NL) + self.positions_LE)
 
@@ -200,7 +200,15 @@ class TokenTransformer(nn.Module):
         return self.head(x_NLE if self.per_token else x_NLE.mean(dim=1))
 
 
-class RoutedTransformer(TokenTransformer):
+class TokenTransformer(_OfTokens):
+    """Tokens [N, L] -> logits [N, L, V], or [N, V] of the mean over the tokens. With `tied`, V is the vocabulary and
+    the output layer has the embedding's weights."""
+
+    def forward(self, tokens_NL: Tensor) -> Tensor:
+        return self.read(self.body(self.embed(tokens_NL)))
+
+
+class RoutedTransformer(_OfTokens):
     """The same of `RoutedBlock`s: tokens [N, L] -> (logits, sum of the blocks' balances)."""
 
     def forward(self, tokens_NL: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ class Recommender(nn.Module):
         self.bottom = hidden_layers(dense_features, (*bottom, embedding), recompute=recompute)
         self.tables = nn.ModuleList(nn.EmbeddingBag(count, embedding, mode="sum", sparse=sparse) for count in rows)
         first, second = torch.tril_indices(vectors, vectors, offset=-1)
+        self.pairs: torch.Tensor
         self.register_buffer("pairs", first * vectors + second, persistent=False)
         self.top = hidden_layers(embedding + len(self.pairs), top, recompute=recompute)
         self.head = nn.Linear(top[-1], 1)

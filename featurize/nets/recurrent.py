@@ -5,12 +5,14 @@ Imported only inside a family's `build`. Shape suffixes: N batch, L length, E em
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from featurize.modules import Stack
 from featurize.modules import dropout as dropouts
 
-_CELLS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+_CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
 
 class RecurrentStack(nn.Module):

@@ -24,7 +24,9 @@ def complete() -> None:
 
     library = torch.library.Library("aten", "IMPL", "Meta")
     # Not `library.impl`, which wants composite operators left composite.
-    library.m.impl("_convolution", "Meta", convolution, False)
+    implementations = library.m
+    assert implementations is not None, "a new library has them"
+    implementations.impl("_convolution", "Meta", convolution, False)
     _kept.append(library)
 
 

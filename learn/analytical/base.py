@@ -19,6 +19,7 @@ from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import ResidualPrediction, require_rows, require_target, to_space
+from learn.step_store import StepStore
 from learn.targets import Target, get_target
 from learn.workload import Workload
 
@@ -70,6 +71,13 @@ def analyse(method: MemoryAnalysis, workload: Workload, device: DeviceSpec) -> A
     return Answer(mib=mib, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9, parts=parts)
 
 
+def described(case: Case) -> DeviceSpec:
+    """Return the description of the case's device. Raises `CannotEstimate` where there is none."""
+    if case.spec is None:
+        raise CannotEstimate(f"no description of the device {case.device}: see conf/device")
+    return case.spec
+
+
 class TrainingFreeEstimator:
     """Behind the Estimator Protocol, what learns nothing but the target. A point for the case's own device, no bound.
 
@@ -84,8 +92,8 @@ class TrainingFreeEstimator:
         self.seed = int(seed)
         self.target: Target | None = None
 
-    def fit(self, rows: Rows) -> Self:
-        """Note the target. Devices that `conf/device` does not describe raise `UsageError`."""
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
+        """Note the target; `steps` is not read. Devices that `conf/device` does not describe raise `UsageError`."""
         from learn.traced import describe_device
 
         require_target(type(self), rows.target.name)
@@ -95,25 +103,31 @@ class TrainingFreeEstimator:
         self.target = rows.target
         return self
 
+    @property
+    def fitted_target(self) -> Target:
+        """The target that it was fitted to. Raises `RuntimeError` before that."""
+        if self.target is None:
+            raise RuntimeError("fit or load the estimator before predicting")
+        return self.target
+
     def figure(self, case: Case) -> float:
         """The target's figure for one case, in its unit. Raises `CannotEstimate`."""
         raise NotImplementedError
 
-    def predict(self, cases: Sequence[Case]) -> ResidualPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         """One point a case; a case without an answer has NaN there and its reason in `refusals`."""
-        if self.target is None:
-            raise RuntimeError("fit or load the estimator before predicting")
+        target = self.fitted_target
         values, refusals = np.full(len(cases), np.nan), {}
         for i, case in enumerate(cases):
             try:
                 values[i] = self.figure(case)
             except CannotEstimate as refusal:
                 refusals[i] = str(refusal)
-        centre = to_space(values, self.target.space)
-        return ResidualPrediction(centre, np.empty(0), self.target.space, (self.warning,), refusals)
+        centre = to_space(values, target.space)
+        return ResidualPrediction(centre, np.empty(0), target.space, (self.warning,), refusals)
 
     def save(self, folder: Path) -> None:
-        state = {"estimator": self.name, "target": self.target.name, "seed": self.seed}
+        state = {"estimator": self.name, "target": self.fitted_target.name, "seed": self.seed}
         (Path(folder) / "estimator.json").write_text(json.dumps(state, indent=1))
 
     @classmethod
@@ -132,15 +146,14 @@ class AnalyticalEstimator(TrainingFreeEstimator):
     method: ClassVar[type[MemoryAnalysis]]
 
     def figure(self, case: Case) -> float:
-        if case.spec is None:
-            raise CannotEstimate(f"no description of the device {case.device}: see conf/device")
+        described(case)
         answer = _answer(self.method, case)
         if answer.mib is None:
-            raise CannotEstimate(answer.reason)
+            raise CannotEstimate(answer.reason or "no reason is given")
         return answer.mib
 
 
 @lru_cache(maxsize=100_000)
 def _answer(method: type[MemoryAnalysis], case: Case) -> Answer:
     """Remembered: cross-validation asks for each case many times."""
-    return analyse(method(), case.workload, case.spec)
+    return analyse(method(), case.workload, described(case))

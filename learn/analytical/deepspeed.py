@@ -44,7 +44,8 @@ class DeepSpeed:
         self.stage, self.gpus = stage, gpus
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.analytical.modules import MIB, meta_model
+        from conf.units import MIB
+        from learn.analytical.modules import meta_model
 
         settings = workload.settings
         if settings.optimizer not in OPTIMIZERS:

@@ -37,7 +37,8 @@ class DNNMem:
     name: ClassVar[str] = "dnnmem"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.analytical.modules import MIB, batch_tensors, explained, meta_model, unique_bytes
+        from conf.units import MIB
+        from learn.analytical.modules import batch_tensors, explained, meta_model, unique_bytes
 
         model = meta_model(workload)
         with explained("the forward pass", model):

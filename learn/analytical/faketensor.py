@@ -37,7 +37,8 @@ class FakeTensor:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.distributed._tools.mem_tracker import MemTracker
 
-        from learn.analytical.modules import MIB, PlainStep, batch_tensors, explained
+        from conf.units import MIB
+        from learn.analytical.modules import PlainStep, batch_tensors, explained
 
         # A model may hold plain tensors besides its buffers.
         with _quiet_failures(), FakeTensorMode(allow_non_fake_inputs=True):

@@ -33,7 +33,8 @@ class Horus:
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
         import torch
 
-        from learn.analytical.modules import MIB, LeafCalls, explained, meta_model, tensors_in
+        from conf.units import MIB
+        from learn.analytical.modules import LeafCalls, explained, meta_model, tensors_in
 
         model = meta_model(workload)
         elements = 0

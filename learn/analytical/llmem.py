@@ -40,7 +40,8 @@ class LLMem:
     name: ClassVar[str] = "llmem"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.analytical.modules import MIB, meta_model
+        from conf.units import MIB
+        from learn.analytical.modules import meta_model
 
         settings = workload.settings
         if settings.precision not in PRECISIONS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from featurize.skeleton import build_on_meta, kept_results
 from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
 from learn.analytical.base import CannotEstimate
 from learn.workload import Workload
-
-MIB = 2**20
 
 
 def meta_model(workload: Workload) -> nn.Module:
@@ -67,7 +65,7 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def unique_bytes(tensors: Iterator[Tensor]) -> list[int]:
+def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
     """The size in bytes of each different tensor; ties count once."""
     return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
 
@@ -115,7 +113,7 @@ class PlainStep:
         with phase("zero_grad"):
             self.optimizer.zero_grad(set_to_none=True)
         with phase("forward"):
-            casts = contextlib.nullcontext()
+            casts: contextlib.AbstractContextManager = contextlib.nullcontext()
             if self._dtype is not None:
                 casts = torch.autocast(self._device, dtype=self._dtype)
             with casts:
@@ -156,7 +154,8 @@ class LeafCalls:
 @contextlib.contextmanager
 def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
     """Turn any error of the model's into `CannotEstimate`, naming the operator and, for `model`, the module."""
-    operators, running, handles = _Operators(), [], []
+    operators, handles = _Operators(), []
+    running: list[str] = []
 
     def leave(_module, _inputs, _output) -> None:
         running.pop()

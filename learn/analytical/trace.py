@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec
-from learn.analytical.base import AnalyticalEstimator, CannotEstimate
+from learn.analytical.base import AnalyticalEstimator, CannotEstimate, described
 from learn.cases import Case
 from learn.workload import Workload
 
@@ -48,9 +48,7 @@ class TraceEstimator(AnalyticalEstimator):
     method = Trace
 
     def figure(self, case: Case) -> float:
-        if case.spec is None:
-            raise CannotEstimate(f"no description of the device {case.device}: see conf/device")
-        return getattr(_step(case), self.target.column)
+        return getattr(_step(case), self.fitted_target.column)
 
 
 @lru_cache(maxsize=100_000)
@@ -59,6 +57,6 @@ def _step(case: Case) -> SimulatedStep:
     from learn.traced import step_of
 
     try:
-        return step_of(case.workload, case.spec).step
+        return step_of(case.workload, described(case)).step
     except UsageError as error:
         raise CannotEstimate(str(error)) from error

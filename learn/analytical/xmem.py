@@ -9,16 +9,17 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
+from featurize.trial import OPTIMIZER_STATES
 from learn.analytical.base import AnalyticalEstimator, CannotEstimate
 from learn.workload import Workload
 
 STEPS = 2
 PREFIX = "xmem::"  # of the marks that name a step's phases in the profile
-OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 RAM_SHARE = 0.8  # of the free memory; the rest is for what the first guess leaves out
 
 
@@ -64,7 +65,7 @@ class XMem:
     name: ClassVar[str] = "xmem"
 
     def parts_mib(self, workload: Workload, device: DeviceSpec) -> Mapping[str, float]:
-        from learn.analytical.modules import MIB
+        from conf.units import MIB
 
         _require_memory(workload)
         static, batch, events = _profile(workload)
@@ -87,7 +88,7 @@ def pair(events: Sequence[Event]) -> list[Block]:
         if event.nbytes > 0:
             if not event.in_operator:
                 continue
-            kind = {"optimizer": "optimizer state", "backward": "gradients"}.get(event.phase, "activations")
+            kind = {"optimizer": "optimizer state", "backward": "gradients"}.get(event.phase or "", "activations")
             opened[event.address] = Block(event.nbytes, i, None, kind)
         elif (block := opened.pop(event.address, None)) is not None:
             phase = events[block.begin].phase
@@ -118,7 +119,7 @@ def replay(
     for block in blocks:
         if block.end is not None:
             ends.setdefault(block.end, []).append(block)
-    handles: dict[Block, object] = {}
+    handles: dict[Block, int | None] = {}
     loaded: list = []
     at_top = dict(live)
     step = None
@@ -133,9 +134,9 @@ def replay(
             if block in handles:
                 allocator.free(handles.pop(block))
                 live[block.kind] -= block.nbytes
-        if (block := begins.get(i)) is not None:
-            handles[block] = allocator.allocate(block.nbytes)
-            live[block.kind] = live.get(block.kind, 0) + block.nbytes
+        if (begun := begins.get(i)) is not None:
+            handles[begun] = allocator.allocate(begun.nbytes)
+            live[begun.kind] = live.get(begun.kind, 0) + begun.nbytes
         if sum(live.values()) > sum(at_top.values()):
             at_top = dict(live)
     return allocator.peak_reserved_bytes, at_top
@@ -149,7 +150,8 @@ def _require_memory(workload: Workload) -> None:
     import psutil
     import torch
 
-    from learn.analytical.modules import MIB, LeafCalls, explained, meta_model, real_model, tensors_in, unique_bytes
+    from conf.units import MIB
+    from learn.analytical.modules import LeafCalls, explained, meta_model, real_model, tensors_in, unique_bytes
 
     model = meta_model(workload)
     weights = sum(unique_bytes(model.parameters()))
@@ -189,7 +191,7 @@ def _require_memory(workload: Workload) -> None:
 def _profile(workload: Workload) -> tuple[list[int], list[int], list[Event]]:
     """(bytes of each parameter and buffer, bytes of each tensor of the batch, the events of two steps)."""
     import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import ProfilerActivity, profile
 
     from learn.analytical.modules import PlainStep, batch_tensors, explained, real_model, unique_bytes
 
@@ -204,9 +206,15 @@ def _profile(workload: Workload) -> tuple[list[int], list[int], list[Event]]:
             quiet = _quiet_profiler()
             with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 for i in range(STEPS):
-                    step(inputs, targets, lambda phase, i=i: record_function(f"{PREFIX}{i}:{phase}"))
+                    step(inputs, targets, partial(_marked, i))
     events = _events(profiler.profiler.kineto_results.experimental_event_tree())
     return unique_bytes([*model.parameters(), *model.buffers()]), unique_bytes(batch_tensors(inputs, targets)), events
+
+
+def _marked(step: int, phase: str) -> contextlib.AbstractContextManager:
+    from torch.profiler import record_function
+
+    return record_function(f"{PREFIX}{step}:{phase}")
 
 
 @contextlib.contextmanager

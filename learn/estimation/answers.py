@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
+from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
+from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
 from learn.workload import Workload
@@ -21,6 +23,7 @@ from learn.workload import Workload
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from learn.artifacts import Artifact
+    from learn.step_store import StepStore
     from learn.traced import TracedStep
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
@@ -30,7 +33,6 @@ _STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
 }
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
-MIB = 2**20
 # Where the trace meets its own limits, these may still answer: what each of them does instead.
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
@@ -118,10 +120,10 @@ def answer(
     `UsageError` for what has no answer: for peak memory that is, other figures may be missing.
     """
     from learn.estimators import TRAINING_FREE, get_estimator
-    from learn.step_store import remembered
+    from learn.step_store import StepStore
     from learn.traced import CannotTrace, step_of
 
-    found = _Found()
+    found, steps = _Found(), StepStore(data)
     if loop is not None:
         job = replace(job, training_loop=loop == PIPELINE)
     fitted = estimator is not None and estimator not in TRAINING_FREE
@@ -133,35 +135,32 @@ def answer(
         traced = step_of(job, device, allocator=allocator, timeline=timeline)
     except UsageError as error:
         failure = error
-        _recall(case, data)
+        _recall(case, steps)
     if estimator in TRAINING_FREE and estimator != "trace":
         _ask(found, job, device, estimator)
     elif estimator != "trace":
-        with remembered(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
-            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, lent))
-            _ask_fitted(found, case, in_a_plain_loop, estimator, data, loop)
+        with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
+            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent))
+            _ask_fitted(found, case, steps, in_a_plain_loop, estimator, data, loop)
     if failure is not None and estimator in (None, "trace"):
-        _ask_stored(found, case)
+        _ask_stored(found, case, steps)
     if failure is not None and "peak_memory_mib" not in found.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure
     return _assembled(found, job, device, traced, failure, allocator, loop), traced
 
 
-def _recall(case: Case, data) -> None:
+def _recall(case: Case, steps: StepStore) -> None:
     """What was stored of a case that cannot be traced here: its config may name code that nobody allowed to run."""
-    from learn.step_store import recall
-
     if case.config is not None:
-        recall([case, replace(case, training_loop=True)], data)
+        steps.recall([case, replace(case, training_loop=True)])
 
 
-def _ask_stored(found: _Found, case: Case) -> None:
+def _ask_stored(found: _Found, case: Case, steps: StepStore) -> None:
     """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
-    from learn.step_store import stored_features
     from learn.targets import get_target
 
-    if (features := stored_features(case)) is None:
+    if (features := steps.features(case)) is None:
         return
     for target in TARGETS:
         column = get_target(target).column
@@ -197,6 +196,7 @@ def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> No
 def _ask_fitted(
     found: _Found,
     case: Case,
+    steps: StepStore,
     in_a_plain_loop: Callable[[], Case],
     estimator: str | None,
     data: Any,
@@ -209,7 +209,7 @@ def _ask_fitted(
     each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
     answer; memory, which hardly depends on the loop, is answered by any.
     """
-    from learn.artifacts import StaleArtifact, default_artifact, features_of_estimator, find_latest, load_latest
+    from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
     from learn.estimators import LEVEL
     from learn.targets import get_target
     from warehouse.folder import DataFolder
@@ -242,7 +242,7 @@ def _ask_fitted(
         default = artifact is not own
         sources = artifact.meta["rows"]["source"]
         asked = in_a_plain_loop() if loops_of_sources(sources) == {PIPELINE} else case
-        prediction = artifact.estimator.predict([asked])
+        prediction = artifact.estimator.predict([asked], steps)
         if prediction.refusals:
             if target == "memory" and estimator is not None:
                 raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
@@ -259,7 +259,7 @@ def _ask_fitted(
         notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
         of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
         notes.append(f"{target}: fitted on {', '.join(sources)} rows{of_loop}")
-        if default and artifact.meta["feature_version"] != features_of_estimator(name):
+        if default and not is_current(artifact.meta["feature_version"]):
             notes.append(
                 f"{target}: the model that comes with the project was fitted with features "
                 f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
@@ -286,9 +286,8 @@ def _of_loop(
     return None, passed_over
 
 
-def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
+def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack) -> Case:
     """The case in such a loop, its record at hand while `lent` is open."""
-    from learn.step_store import remembered
     from learn.traced import step_of
 
     if case.training_loop:
@@ -297,7 +296,7 @@ def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
     if case.module is not None:
         looped = replace(looped, module=replace(case.module, training_loop=True))
     with contextlib.suppress(UsageError):  # then whoever asks for its record hears why
-        lent.enter_context(remembered(looped, step_of(looped.workload, looped.described)))
+        lent.enter_context(steps.lent(looped, step_of(looped.workload, looped.described)))
     return looped
 
 

@@ -13,18 +13,16 @@ from pathlib import Path
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, plain_device
-from featurize.trial import TrialConfig
+from featurize.trial import MATH_BITS, OPTIMIZER_STATES, TrialConfig
+from featurize.version import is_current
 from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.estimation.answers import Estimate
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.fastpath.fast import FastPath
-from learn.fastpath.fast_cnn import OPTIMIZER_STATES
 from learn.learned.familiarity import Familiarity
-from learn.step_store import step_feature_version
 from learn.targets import get_target
 
 NAME = "fast (default)"
-_BITS = {"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16}  # as featurize.step_features counts them; a test compares
 # As `learn.build_defaults` teaches it: the fitted models' figures, and the trace's.
 _LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 STALE = "the fast path was distilled from traces of other code than this: it may be a little off"
@@ -46,7 +44,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
         for family, of_family in path.errors.items()
     }
     loops = {target: _LOOPS[target] for target in by}
-    stale = () if path.teacher == step_feature_version() else (STALE,)
+    stale = () if is_current(path.teacher) else (STALE,)
     memory = columns["peak_memory_mib"]
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
     return [
@@ -93,7 +91,7 @@ def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
         return []
     said = known.settings_said(
         {
-            "net_math_bits": _BITS[config.precision],
+            "net_math_bits": MATH_BITS[config.precision],
             "net_states": OPTIMIZER_STATES[config.optimizer],
             "net_channels_last": float(config.channels_last),
             "net_cudnn_benchmark": float(config.cudnn_benchmark),

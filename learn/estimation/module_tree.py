@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 
-MIB = 2**20
+from conf.units import MIB
+
 MOST_CHILDREN = 64  # of one node that are shown, and the least share of all; the rest is summed up
 LEAST_SHARE = 0.001
 OPEN_SHARE, MOST_OPEN = 0.4, 16  # a node that holds this share of all is unfolded, if it is not too long

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS
 from learn.traced import TracedStep
 
-MIB = 2**20
 # Part -> (block kinds of the trace, CSS class), bottom to top.
 BANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "parameters": (("parameter",), "k1"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from conf.errors import UsageError
 from conf.html_page import html_page, stylesheet
 from conf.outputs import checked_output, write_output
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from learn.estimation.answers import Estimate, times
 from learn.estimation.estimate_view import figures, peak_said
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
     from learn.workload import Workload
 
-MIB = 2**20
 TOP_TENSORS = 12
 
 

@@ -23,6 +23,7 @@ from learn.evaluation.benchmark_rows import Selection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
 from learn.evaluation.splits import Part
+from learn.step_store import StepStore
 from learn.targets import Bins
 
 TIMED_CASES = 20  # of a file, after one that warms up
@@ -92,7 +93,7 @@ def ask_free(
 
 def ask_learned(
     name: str, selection: Selection, parts: Sequence[Part], bins: Mapping[str, Mapping[str, Bins]], seed: int,
-    tally: Tally,
+    tally: Tally, steps: StepStore,
 ) -> Learned:  # fmt: skip
     """Fit on the inside of each part and ask the rows outside. A part that it cannot be fitted to is refused whole."""
     answers: dict[int, Given] = {}
@@ -101,7 +102,7 @@ def ask_learned(
     for part in parts:
         began = time.monotonic_ns()
         try:
-            fitted = make_estimator(name, seed).fit(selection.rows.subset(part.inside))
+            fitted = make_estimator(name, seed).fit(selection.rows.subset(part.inside), steps)
         except UsageError as error:
             refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
             answers |= dict.fromkeys(part.outside.tolist(), refusal)
@@ -112,27 +113,29 @@ def ask_learned(
         for file in dict.fromkeys(selection.file[part.outside].tolist()):
             index = part.outside[selection.file[part.outside] == file]
             rows = selection.rows.subset(index)
-            given, said = _ask(fitted, rows, bins[file])
+            given, said = _ask(fitted, rows, bins[file], steps)
             answers |= dict(zip(index.tolist(), given, strict=True))
             warnings |= dict.fromkeys(said)
             tally.step(len(index))
             if file not in latency:
                 timed = [case for case, answer in zip(rows.cases, given, strict=True) if answer.estimate is not None]
-                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], needs_trace(name))
+                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], needs_trace(name), steps)
     known = {file: value for file, value in latency.items() if value is not None}
     # The first fit of all also computes features that later ones, also of other estimators, find remembered.
     return Learned(answers, known, median(np.array(seconds)), len(seconds), tuple(warnings))
 
 
-def _ask(fitted: Estimator, rows: Rows, bins: Mapping[str, Bins]) -> tuple[list[Given], tuple[str, ...]]:
+def _ask(
+    fitted: Estimator, rows: Rows, bins: Mapping[str, Bins], steps: StepStore
+) -> tuple[list[Given], tuple[str, ...]]:
     try:
-        prediction = fitted.predict(rows.cases)
+        prediction = fitted.predict(rows.cases, steps)
     except UsageError:  # at one of them: who is asked one by one refuses that one only
         given, warnings = [], {}
         for i in range(len(rows)):
             one = rows.subset([i])
             try:
-                prediction = fitted.predict(one.cases)
+                prediction = fitted.predict(one.cases, steps)
             except UsageError as error:
                 given.append(Given(estimate=None, reason=str(error)))
                 continue
@@ -164,19 +167,18 @@ def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list
     return found
 
 
-def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool) -> float | None:
+def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:
     """Median seconds of a single case's answer, its features not remembered (but of timm's models, the layers are); the
     first one warms up."""
     from learn.learned.features import config_features
     from learn.learned.gpumemnet import tokens_of
-    from learn.step_store import features_of
 
     found = []
     for case in cases:
         config_features.cache_clear()
         tokens_of.cache_clear()
-        record = features_of(case) if traced else None
+        record = steps.record(case) if traced else None
         began = time.monotonic_ns()
-        fitted.predict([case])
+        fitted.predict([case], steps)
         found.append((time.monotonic_ns() - began) / 1e9 + (record.seconds if record is not None else 0.0))
     return float(np.median(found[1:] or found)) if found else None

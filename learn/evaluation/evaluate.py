@@ -12,7 +12,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from learn.data import MIN_GROUPS, Rows
-from learn.estimators import LEVEL, Estimator, make_estimator
+from learn.estimators import LEVEL, Estimator, Prediction, make_estimator
 from learn.evaluation.scores import (
     bound_scores,
     class_scores,
@@ -24,6 +24,7 @@ from learn.evaluation.scores import (
     p90,
 )  # fmt: skip
 from learn.evaluation.splits import hold_out, split
+from learn.step_store import StepStore
 from learn.targets import Bins
 
 CV_FOLDS = 3
@@ -98,12 +99,17 @@ def evaluate(
     bins: Bins,
     seed: int = 0,
     progress: Callable[[str], None] = lambda _step: None,
+    *,
+    steps: StepStore | None = None,
 ) -> Evaluation:
     """Fit `estimator` by name on splits of `rows`: 30 % held out, 3-fold cross-validation on the other 70 %.
+
+    `steps` has the records of the rows' steps (None: a new store).
 
     Raises `UsageError` where all rows fall into one class, or where there are too few groups to split.
     `progress` hears the name of each step before it starts.
     """
+    steps = StepStore() if steps is None else steps
     classes = classes_of(rows, bins)
     require_classes(rows, bins, classes)
     train, test = hold_out(rows, classes, seed)
@@ -113,28 +119,29 @@ def evaluate(
     unanswered: list[str] = []  # of the training rows, each of which is asked once: why
     for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed)):
         progress(f"cross-validation {k + 1}/{CV_FOLDS}")
-        fitted = make_estimator(estimator, seed).fit(train_rows.subset(inside))
-        held, reasons_without = answered(fitted, train_rows.subset(outside))
+        fitted = make_estimator(estimator, seed).fit(train_rows.subset(inside), steps)
+        held, reasons_without = answered(fitted, train_rows.subset(outside), steps)
         unanswered += reasons_without
         if len(held):
-            folds.append(measure(fitted, held, bins)[0])
+            folds.append(measure(fitted, held, bins, steps)[0])
     progress("held-out test")
-    fitted = make_estimator(estimator, seed).fit(train_rows)
+    fitted = make_estimator(estimator, seed).fit(train_rows, steps)
     asked = len(test_rows)
-    test_rows, refused = answered(fitted, test_rows)
+    test_rows, refused = answered(fitted, test_rows, steps)
     reasons = "; ".join(dict.fromkeys([*refused, *unanswered]))
     if not len(test_rows):
         raise UsageError(f"estimator={estimator} has no answer for any of the {asked} held-out rows: {reasons}")
     without = len(refused) + len(unanswered)
     notes = [f"{without} of {len(rows)} rows have no answer and are in no figure: {reasons}"] if without else []
-    return judged(fitted, train_rows, test_rows, bins, notes, folds)
+    return judged(fitted, train_rows, test_rows, bins, notes, folds, steps=steps)
 
 
 def judged(
-    fitted: Estimator, train_rows: Rows, test_rows: Rows, bins: Bins, notes: Sequence[str], cv: Sequence[Metrics] = ()
-) -> Evaluation:
+    fitted: Estimator, train_rows: Rows, test_rows: Rows, bins: Bins, notes: Sequence[str],
+    cv: Sequence[Metrics] = (), *, steps: StepStore | None = None,
+) -> Evaluation:  # fmt: skip
     """A fitted model judged on rows that it all answers; `notes` follow its own warnings."""
-    metrics, prediction, predicted = measure(fitted, test_rows, bins)
+    metrics, prediction, predicted = measure(fitted, test_rows, bins, steps)
     return Evaluation(
         cv=tuple(cv),
         test=metrics,
@@ -189,17 +196,19 @@ def require_classes(rows: Rows, bins: Bins, classes: np.ndarray) -> None:
         )
 
 
-def measure(fitted: Estimator, rows: Rows, bins: Bins):
+def measure(
+    fitted: Estimator, rows: Rows, bins: Bins, steps: StepStore | None = None
+) -> tuple[Metrics, Prediction, np.ndarray]:
     """(Metrics, Prediction, predicted classes) of a fitted estimator on rows it has not seen and has answers for."""
-    prediction = fitted.predict(rows.cases)
+    prediction = fitted.predict(rows.cases, steps)
     predicted = prediction.bin_probabilities(bins.edges_of(rows.family)).argmax(axis=1)
     metrics = score(rows, bins, prediction.point, prediction.upper(LEVEL), predicted)
     return metrics, prediction, predicted
 
 
-def answered(fitted: Estimator, rows: Rows) -> tuple[Rows, list[str]]:
+def answered(fitted: Estimator, rows: Rows, steps: StepStore | None = None) -> tuple[Rows, list[str]]:
     """(the rows that the estimator has an answer for, the reason of each of the others)."""
-    refusals = fitted.predict(rows.cases).refusals
+    refusals = fitted.predict(rows.cases, steps).refusals
     if not refusals:
         return rows, []
     return rows.subset(np.setdiff1d(np.arange(len(rows)), list(refusals))), list(refusals.values())

@@ -17,13 +17,13 @@ import numpy as np
 from conf.errors import UsageError, unknown_name
 from featurize.device_spec import DeviceSpec, device_features, plain_device
 from featurize.trial import TrialConfig
+from featurize.version import FEATURES_STAMP, is_current
 from learn.artifact_files import checked, read_json, stamped
 from learn.cases import Case
 from learn.estimators import from_space, to_space
 from learn.fastpath.fast_bound import Bound, Taught, calibrate
-from learn.fastpath.fast_features import Sketch, feature_version, step_sketch
+from learn.fastpath.fast_features import Sketch, step_sketch
 from learn.fastpath.fast_nets import Nets, train_nets
-from learn.step_store import step_feature_version
 from learn.targets import get_target
 
 FOLDS = 4  # of each family's cases: what networks say of the one that they were not trained on tells how far off it is
@@ -86,6 +86,21 @@ class _Fields:
 
 
 @dataclass(frozen=True)
+class _Subject:
+    """A case that can be distilled on: a trial config on a device that is described."""
+
+    config: TrialConfig
+    spec: DeviceSpec
+    key: str
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        if case.config is None or case.spec is None or case.key is None:
+            raise ValueError("the fast path is distilled on trial configs and described devices")
+        return cls(case.config, case.spec, case.key)
+
+
+@dataclass(frozen=True)
 class _OfFamily:
     """What was learned of one family. bound: of memory, from the nets' last output. memory_mib: the range of the rough
     figure. errors: target -> median, 90th and 99th percentile of the error on cases held out; bounds: how the bound
@@ -140,12 +155,11 @@ class FastPath:
     def distil(cls, cases: Sequence[Case], taught: Mapping[str, Taught], seed: int = 0) -> Self:
         """Learn to say of `cases` (of trial configs) what `taught` (target -> the teacher's answers, in their order)
         says. The order of the cases changes nothing. Raises `UsageError` for a family with fewer than 40 answers."""
-        if any(case.config is None or case.spec is None for case in cases):
-            raise ValueError("the fast path is distilled on trial configs and described devices")
+        subjects = [_Subject.of(case) for case in cases]
         targets = sorted(taught)
         memory = taught.get("memory")
         bounded = memory is not None and memory.upper is not None
-        order = sorted(range(len(cases)), key=lambda i: cases[i].key)
+        order = sorted(range(len(cases)), key=lambda i: subjects[i].key)
         families = {}
         for family in sorted({case.family for case in cases}):
             mine = np.array([i for i in order if cases[i].family == family])
@@ -155,9 +169,9 @@ class FastPath:
                         f"target={name}, family {family}: {found} answers to distil, {LEAST_CASES} are needed"
                     )
             own = {name: said.rows(mine) for name, said in taught.items()}
-            families[family] = _learn_family([cases[i] for i in mine], own, targets, bounded, seed)
-        names = sorted({(case.spec.name) for case in cases})
-        return cls(targets, bounded, {plain_device(name): name for name in names}, families, step_feature_version())
+            families[family] = _learn_family([subjects[i] for i in mine], own, targets, bounded, seed)
+        names = sorted({subject.spec.name for subject in subjects})
+        return cls(targets, bounded, {plain_device(name): name for name in names}, families, FEATURES_STAMP)
 
     def answer(self, configs: Sequence[TrialConfig], device: str | DeviceSpec) -> FastAnswers:
         """Figures of each config on one GPU model, in order. Raises `UsageError` for a family or device unknown."""
@@ -190,7 +204,7 @@ class FastPath:
                 if not low * (1 - _SLACK) <= mib <= high * (1 + _SLACK):
                     reasons.append(f"about {mib:,.0f} MiB: distilled on {low:,.0f} to {high:,.0f} MiB")
                 unlike[i] = (*of_device, *reasons)
-            if upper is not None:
+            if upper is not None and known.bound is not None:
                 log_ratio = known.bound.log_ratio(said[:, -1], np.array([len(unlike[i]) for i in rows]))
                 upper[place] = figures["memory"][place] * np.exp(log_ratio)
         return FastAnswers(figures, upper, tuple(unlike))
@@ -212,7 +226,7 @@ class FastPath:
                 "bounds": known.bounds,
             }
         state = {
-            "features": feature_version(),
+            "features": FEATURES_STAMP,
             "teacher": self.teacher,
             "targets": list(self.targets),
             "bounded": self.bounded,
@@ -228,7 +242,7 @@ class FastPath:
         folder = Path(folder)
         state = read_json(folder / "fast.json")
         checked(folder, state, "fast.json", ours=True)
-        if state["features"] != feature_version():
+        if not is_current(state["features"]):
             raise UsageError(f"{folder}: distilled with other features than this code computes; distil it again")
         families = {
             name: _OfFamily(
@@ -248,12 +262,11 @@ class FastPath:
 
 
 def _learn_family(
-    cases: Sequence[Case], taught: Mapping[str, Taught], targets: Sequence[str], bounded: bool, seed: int
+    subjects: Sequence[_Subject], taught: Mapping[str, Taught], targets: Sequence[str], bounded: bool, seed: int
 ) -> _OfFamily:
-    configs = [case.config for case in cases]
-    fields = _Fields.learn(configs)
-    sketches = [step_sketch([case.config], case.spec) for case in cases]
-    inputs = np.vstack([_inputs(fields, [c.config], s, c.spec) for c, s in zip(cases, sketches, strict=True)])
+    fields = _Fields.learn([subject.config for subject in subjects])
+    sketches = [step_sketch([subject.config], subject.spec) for subject in subjects]
+    inputs = np.vstack([_inputs(fields, [s.config], k, s.spec) for s, k in zip(subjects, sketches, strict=True)])
     rough = {name: np.array([sketch.base[name][0] for sketch in sketches]) for name in sketches[0].base}
     wanted = {
         name: to_space(taught[name].point, get_target(name).space) - to_space(rough[name], get_target(name).space)
@@ -263,7 +276,7 @@ def _learn_family(
     if bounded:
         columns.append(taught["memory"].log_ratio)
     labels = np.stack(columns, axis=1)
-    fold = np.random.default_rng(seed).permutation(len(cases)) % FOLDS
+    fold = np.random.default_rng(seed).permutation(len(subjects)) % FOLDS
     held_out = np.empty(labels.shape)
     for k in range(FOLDS):
         inside = fold != k
@@ -272,7 +285,8 @@ def _learn_family(
         name: _error(held_out[:, i] - labels[:, i], relative=get_target(name).space == "log")
         for i, name in enumerate(targets)
     }
-    bound, bounds = None, {}
+    bound: Bound | None = None
+    bounds: dict[str, float] = {}
     if bounded:
         point = rough["memory"] * np.exp(held_out[:, targets.index("memory")])
         least = np.array([sketch.least_mib[0] for sketch in sketches])

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from conf.units import MIB as BYTES_PER_MIB
+
 UNIT = 512  # bytes: sizes and addresses count these, so that a piece is a small integer
-MIB = 2**20 // UNIT
+MIB = BYTES_PER_MIB // UNIT
 SMALL_REQUEST = MIB  # and below: the small pool, which is not replayed
 MIDDLE_REQUEST = 10 * MIB  # below: a segment of `MIDDLE_SEGMENT`
 MIDDLE_SEGMENT = 20 * MIB
@@ -73,6 +75,7 @@ def reserved_bytes(program: Program, capacity_bytes: int) -> int:
     in `featurize.replay.replay`.
     """
     unlimited = _place(program, _NO_LIMIT)
+    assert unlimited is not None, "without a limit everything has a place"
     capacity = capacity_bytes // UNIT
     if unlimited <= capacity or program.most_live > capacity:
         return unlimited * UNIT

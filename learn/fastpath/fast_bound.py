@@ -49,6 +49,8 @@ class Taught:
     def log_ratio(self) -> np.ndarray:
         """(n,) the logarithm of log(bound / point). What makes a teacher unsure multiplies log(bound / point), so this
         is what networks learn of it."""
+        if self.upper is None:
+            raise ValueError("a teacher without a bound has no ratio of one")
         return np.log(np.maximum(np.log(self.upper / self.point), _LEAST))
 
 
@@ -76,9 +78,12 @@ def calibrate(point: np.ndarray, learned: np.ndarray, taught: Taught) -> tuple[B
     Figures: `median`, `p90` of bound over point, `teacher_median` and `teacher_p90` of the teacher's own, `covered`
     (the share of needs below) and `above_teacher` (the share of cases whose bound is above the teacher's own).
     """
+    if taught.upper is None:
+        raise ValueError("nothing is calibrated on a teacher without a bound")
     known = np.isfinite(taught.point) & np.isfinite(taught.upper)
+    own = (taught.upper / taught.point)[known]
+    upper = np.log(taught.upper[known])
     taught, centre, learned = taught.rows(known), np.log(point[known]), learned[known]
-    upper = np.log(taught.upper)
     needs = upper[:, None] if taught.needs is None else np.log(np.maximum(taught.needs, 1e-9))
     off = float(np.quantile(np.abs(centre - np.log(taught.point)), LEVEL))
     scale = Bound(1.0, off).log_ratio(learned)
@@ -88,7 +93,6 @@ def calibrate(point: np.ndarray, learned: np.ndarray, taught: Taught) -> tuple[B
     times = max(float(scores[len(scores) - 1 - math.floor(may_exceed + 1e-9)]), 0.0)
     bound = Bound(times, off)
     ratio = bound.log_ratio(learned)
-    own = taught.upper / taught.point
     return bound, {
         "median": float(np.median(np.exp(ratio))),
         "p90": float(np.quantile(np.exp(ratio), 0.9)),

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from featurize.device_spec import DeviceSpec
 from featurize.families import cnn
+from featurize.trial import OPTIMIZER_STATES
 from learn.fastpath.fast_blocks import SMALL_REQUEST, Program, units
 from learn.fastpath.fast_tape import NONE, Tape
 
 _KEEPS_OUTPUT = frozenset(
     {"relu", "tanh"}
 )  # activations whose backward reads what they gave; the others' what they got
-OPTIMIZER_STATES = {
-    "adam": 2,
-    "adamw": 2,
-    "momentum": 1,
-    "sgd": 0,
-}  # tensors of a parameter's size that the optimizer keeps
 
 
 class _Step(Tape):
@@ -282,7 +277,7 @@ def _forward(tape: _Step, number: int, block: cnn.Block, x: int) -> int:
     if block.kind == "residual":
         shortcut = tape.keep(x)
         nodes = tape.nodes
-        of_shortcut = None if nodes is None else []
+        of_shortcut: list | None = None if nodes is None else []
         if inputs != outputs or block.stride != 1:
             tape.nodes = of_shortcut
             tape.release(x)

@@ -5,24 +5,35 @@ Start reading at `step_sketch`. Sizes follow from the family's own layer plan, s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 
 import numpy as np
 
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.families import get_family
-from featurize.features import feature_version as plan_version
+from featurize.kernel_constants import (
+    ATTENTION_EFFICIENCY,
+    BANDWIDTH_EFFICIENCY,
+    FOREACH_BLOCKS,
+    FOREACH_CHUNK,
+    FP32_EFFICIENCY,
+    HOST_PER_LISTED_TENSOR,
+    KERNEL_GAP_US,
+    KERNEL_LATENCY_US,
+    L2_SPEEDUP,
+    SM_BANDWIDTH_SHARES,
+    SPLIT_DEPTH,
+    SPLIT_US,
+    TENSOR_EFFICIENCY,
+    TILES,
+)
 from featurize.layers import Layer
-from featurize.trial import ACTIVATIONS, TrialConfig
-from learn.fastpath.fast_cnn import OPTIMIZER_STATES
+from featurize.trial import ACTIVATIONS, OPTIMIZER_STATES, TrialConfig
 from learn.fastpath.fast_replay import replayed_mib
 
-MIB = 2**20
-_SOURCES = ("fast_features.py", "fast_replay.py", "fast_blocks.py", "fast_tape.py", "fast_cnn.py")
 # Per kind of layer, for each element: of its input and of its output that the backward pass needs, what else it keeps
 # per output element (masks are bytes); its parameter tensors; its kernels forward and backward; and what these read and
 # write per element of its input and of its output, forward and backward. Products' own traffic is counted elsewhere.
@@ -58,16 +69,8 @@ _PASSES = {"adam": 18, "adamw": 20, "momentum": 8, "sgd": 3}  # over the weights
 _STEPS = {"adam": 7, "adamw": 8, "momentum": 3, "sgd": 1}  # for-each operators of a step
 _LISTED = {"adam": 12, "adamw": 13, "momentum": 5, "sgd": 2}  # lists that these are given
 _LOSS_KERNELS = 5  # of cross entropy, forward and backward
-# As in featurize.kernels and featurize.roofline, whose import takes torch; what is learned corrects them.
-KERNEL_LATENCY_US, KERNEL_GAP_US = 2.0, 2.0
-_TILES = ((128, 128), (128, 64), (64, 64), (64, 32))
-_EFFICIENCIES = np.array(
-    [(0.92, 0.92, 0.80, 0.45), (0.70, 0.70, 0.50, 0.50)]
-)  # of these tiles in fp32, on tensor cores
-SPLIT_DEPTH, SPLIT_US = 256, 1.0
-FOREACH_UNITS = 320 * 65536  # elements of one launch of a for-each kernel
-BANDWIDTH_EFFICIENCY, L2_SPEEDUP, SM_BANDWIDTH_SHARES = 0.78, 4.0, 2.5
-ATTENTION_EFFICIENCY, HOST_PER_LISTED_TENSOR = 0.5, 0.1
+_EFFICIENCIES = np.array([FP32_EFFICIENCY, TENSOR_EFFICIENCY])  # of `TILES`
+_FOREACH_ELEMENTS = FOREACH_BLOCKS * FOREACH_CHUNK  # of one launch of a for-each kernel
 
 
 @dataclass(frozen=True)
@@ -280,7 +283,9 @@ def _time(flat: _Flat, spec: DeviceSpec) -> tuple[dict[str, np.ndarray], list[np
     tensors, parameters = flat.total(flat.tensors), flat.total(flat.parameters)
     optimizer_dram_s = flat.passes * 4 * parameters / bandwidth
     optimizer_s = optimizer_dram_s / BANDWIDTH_EFFICIENCY
-    of_optimizer = flat.steps * np.maximum(np.maximum(np.ceil(tensors / 40), np.ceil(parameters / FOREACH_UNITS)), 1)
+    of_optimizer = flat.steps * np.maximum(
+        np.maximum(np.ceil(tensors / 40), np.ceil(parameters / _FOREACH_ELEMENTS)), 1
+    )
     casts = flat.total(np.where(flat.size_l < 4, 2.0 * flat.tensors * flat.product, 0.0))
     launched = flat.total(np.where(convolves, 1 + again, again * flat.forward + backward))
     launches = launched + casts + _LOSS_KERNELS + of_optimizer + HOST_PER_LISTED_TENSOR * flat.lists * tensors
@@ -354,8 +359,9 @@ def _product_s(
     """Seconds and filled share of the SMs of products [3, rows|columns|depth, n], by the tile that ends soonest."""
     m, n, k = sides[:, 0], sides[:, 1], sides[:, 2]
     tall, wide = np.maximum(m, n), np.minimum(m, n)
-    best = filled = None
-    for (high, across), efficiency in zip(_TILES, _EFFICIENCIES.T, strict=True):
+    best: np.ndarray | None = None
+    filled = np.empty(0)
+    for (high, across, _), efficiency in zip(TILES, _EFFICIENCIES.T, strict=True):
         slice_s = 2 * high * across * sms / (rate * efficiency[on_tensor_cores.astype(int)])
         tiles = np.ceil(tall / high) * np.ceil(wide / across)
         waves = np.ceil(tiles / sms)
@@ -368,12 +374,5 @@ def _product_s(
         else:
             better = seconds < best
             best, filled = np.where(better, seconds, best), np.where(better, share, filled)
+    assert best is not None, "there are tiles"
     return best, filled
-
-
-@cache
-def feature_version() -> str:
-    """Return 12 hex digits over the source that computes features: the modules listed here and the families."""
-    folder = Path(__file__).parent
-    texts = [(folder / name).read_text(encoding="utf-8") for name in _SOURCES]  # of any line ends
-    return hashlib.sha256("\n".join([plan_version(), *texts]).encode()).hexdigest()[:12]

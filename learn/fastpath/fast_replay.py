@@ -6,19 +6,20 @@ Start reading at `replayed_mib`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.kernel_constants import CUDNN_MIB
 from featurize.trial import TrialConfig
 from learn.fastpath.fast_blocks import Program, reserved_bytes
 from learn.fastpath.fast_cnn import cnn_program
 
-MIB = 2**20
-CUDNN_MIB = 270  # featurize.library_calls.CUDNN_MIB, whose import takes torch; a test compares
 _SMALL_SEGMENT = 2 * MIB
 # family -> what writes its program, and the MiB that its libraries take outside the allocator
-_PROGRAMS: dict[str, tuple[Callable[[TrialConfig, DeviceSpec], tuple[Program, int]], int]] = {
+_PROGRAMS: dict[str, tuple[Callable[[Any, DeviceSpec], tuple[Program, int]], int]] = {
     "cnn": (cnn_program, CUDNN_MIB),
 }
 

@@ -18,7 +18,7 @@ from featurize.device_spec import plain_device
 from featurize.opgraph import VOCABULARY
 from learn.cases import Case
 from learn.data import Rows
-from learn.step_store import StepRecord
+from learn.step_record import StepRecord
 
 # What a person can be told of: feature, in words, and how its value is written.
 _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {

@@ -23,7 +23,8 @@ from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, ResidualPrediction, open_state, require_rows, to_space, too_few_for, write_state
 from learn.learned.tabular import group_folds
-from learn.step_store import StepRecord, features_of
+from learn.step_record import StepRecord
+from learn.step_store import StepStore
 from learn.targets import Target
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class GNNEstimator:
         self._net: GraphNet | None = None
         self._residuals = np.empty(0)
 
-    def fit(self, rows: Rows) -> Self:
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows that can be traced; at least 10 with exact labels, in 2 groups, or `UsageError`."""
         from learn.learned.gnn_nets import GraphNet, train
         from learn.learned.torch_fit import arrays_of, quiet_torch
@@ -83,7 +84,8 @@ class GNNEstimator:
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
-        records = [features_of(case) for case in rows.cases]
+        steps = StepStore() if steps is None else steps
+        records = [steps.record(case) for case in rows.cases]
         traced = np.array([record.error is None for record in records], dtype=bool)
         if (~rows.censored[traced]).sum() < LEAST_ROWS:
             reason = next((record.error for record in records if record.error is not None), "")
@@ -117,13 +119,14 @@ class GNNEstimator:
         self._residuals = np.sort(label[judged] - self._centre([graphs[i] for i in judged]))
         return self
 
-    def predict(self, cases: Sequence[Case]) -> ResidualPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         if self._scaling is None:
             raise RuntimeError("fit or load the estimator before predicting")
+        steps = StepStore() if steps is None else steps
         refusals: dict[int, str] = {}
         graphs: dict[int, Graph] = {}
         for i, case in enumerate(cases):
-            record = features_of(case)
+            record = steps.record(case)
             if record.error is None:
                 graphs[i] = _Raw.of(case, record).scaled(self._scaling)
             else:

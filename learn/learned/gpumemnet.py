@@ -38,6 +38,7 @@ from learn.estimators import LEVEL, open_state, require_rows, require_target, to
 from learn.learned.binned import BinnedPrediction, cumulative
 from learn.learned.features import config_features
 from learn.learned.tabular import group_folds
+from learn.step_store import StepStore
 from learn.targets import MIB_PER_GB, Target, default_bin_gb, utilization_bins
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class GPUMemNetEstimator:
     def _training(self) -> Any:
         raise NotImplementedError
 
-    def fit(self, rows: Rows) -> Self:
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """One ensemble a family, of the rows with exact labels (10 at least, in 2 groups) and the out-of-memory ones.
         `UsageError` where no family has as many."""
         require_target(type(self), rows.target.name)
@@ -141,7 +142,7 @@ class GPUMemNetEstimator:
         scores = np.sort(score[~rows.censored & ~np.isnan(score)])
         return Ensemble(edges, mean, scale, tuple(weights), scores)
 
-    def predict(self, cases: Sequence[Case]) -> BinnedPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> BinnedPrediction:
         if not self._ensembles:
             raise RuntimeError("fit or load the estimator before predicting")
         families = list(self._ensembles)

@@ -21,7 +21,8 @@ from learn.learned.familiarity import Familiarity, torch_release
 from learn.learned.hybrid_boosting import Boosted, Settings
 from learn.learned.scaled_prediction import ScaledPrediction
 from learn.learned.tabular import group_folds
-from learn.step_store import StepRecord, features_of
+from learn.step_record import StepRecord
+from learn.step_store import StepStore
 from learn.targets import Target
 
 FOLDS = 5
@@ -77,13 +78,14 @@ class HybridEstimator:
         self._familiarity: Familiarity | None = None
         self._knots = np.empty(0)
 
-    def fit(self, rows: Rows) -> Self:
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the trusted rows whose step can be traced; `UsageError` for fewer than 10 of them or a single group.
 
         For memory, out-of-memory rows take part; for other targets only rows with a figure."""
         rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
-        records = [features_of(case) for case in rows.cases]
+        steps = StepStore() if steps is None else steps
+        records = [steps.record(case) for case in rows.cases]
         traced = np.array([record.error is None for record in records], dtype=bool)
         if int((traced & ~rows.censored).sum()) < LEAST_ROWS:
             reasons = sorted({record.error for record in records if record.error is not None})
@@ -119,10 +121,11 @@ class HybridEstimator:
         self._familiarity = Familiarity.learn(rows, records)
         return self
 
-    def predict(self, cases: Sequence[Case]) -> ScaledPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ScaledPrediction:
         if self._correction is None:
             raise RuntimeError("fit or load the estimator before predicting")
-        records = [features_of(case) for case in cases]
+        steps = StepStore() if steps is None else steps
+        records = [steps.record(case) for case in cases]
         refusals = {i: said for i, record in enumerate(records) if (said := self._refusal(record)) is not None}
         known = [i for i in range(len(cases)) if i not in refusals]
         n = len(cases)

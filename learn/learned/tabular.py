@@ -17,6 +17,7 @@ from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, ResidualPrediction, open_state, require_rows, to_space, too_few_for, write_state
 from learn.learned.features import FeatureTable, why_not
+from learn.step_store import StepStore
 from learn.targets import Target
 
 FOLDS = 5
@@ -54,7 +55,7 @@ class TabularEstimator(ABC):
     @abstractmethod
     def _load_model(cls, folder: Path) -> Any: ...
 
-    def fit(self, rows: Rows) -> Self:
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the rows with exact labels; at least 10 of them, in at least 2 groups, or `UsageError`.
 
         Out-of-memory rows are left out: a regressor has no use for "at least this much". So estimates near the
@@ -80,7 +81,7 @@ class TabularEstimator(ABC):
         self._model = self._train(features, label)
         return self
 
-    def predict(self, cases: Sequence[Case]) -> ResidualPrediction:
+    def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
         if self._model is None:
             raise RuntimeError("fit or load the estimator before predicting")
         warning = too_few_for(LEVEL, len(self._residuals))

@@ -11,7 +11,7 @@ import importlib.resources
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from learn.data import Rows, load_rows, make_rows
 from learn.estimators import from_space, to_space
 from learn.learned.features import FeatureTable
 from learn.learned.lightgbm_estimator import LightGBMEstimator
+from learn.step_store import StepStore
 from learn.targets import Target, get_target, utilization_bins
 
 DEVICE = load_device("A100-SXM4-40GB")
@@ -54,6 +55,7 @@ class Labelled:
     outlook: Outlook
     judged: tuple[str, ...]
     learners: tuple[str, ...] = ("lightgbm",)
+    steps: StepStore = field(default_factory=StepStore)  # records of the rows' steps
 
     def of(self, target: str, places: np.ndarray) -> Rows:
         """Those of the rows that have the target's label."""
@@ -79,7 +81,7 @@ class Looked:
 class Points(LightGBMEstimator):
     """The `lightgbm` estimator without its folds, which are for bounds only: a sixth of the time."""
 
-    def fit(self, rows: Rows) -> Points:
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Points:
         self.target, self._table = rows.target, FeatureTable.learn(rows.cases)
         self._model = self._train(self._table.matrix(rows.cases), to_space(rows.label, rows.target.space))
         return self
@@ -91,7 +93,7 @@ class Points(LightGBMEstimator):
 class Corrected:
     """The `hybrid`'s correction alone: its features, trees and monotone curve, without bounds."""
 
-    def fit(self, rows: Rows) -> Corrected:
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Corrected:
         from learn.learned.hybrid import HybridEstimator
 
         class OfPoints(HybridEstimator):
@@ -101,11 +103,12 @@ class Corrected:
             def _calibrated(self, rows, table, gap):
                 return {}, [np.zeros(1)]
 
-        self._inner = OfPoints().fit(rows)
+        self._steps = steps
+        self._inner = OfPoints().fit(rows, steps)
         return self
 
     def point(self, cases: Sequence[Case]) -> np.ndarray:
-        return self._inner.predict(cases).point
+        return self._inner.predict(cases, self._steps).point
 
 
 LEARNERS = {"lightgbm": Points, "hybrid": Corrected}
@@ -144,14 +147,14 @@ def run(
 def simulated(n: int, families: Sequence[str], data: str | None) -> Labelled:
     """Published spaces, as many of each family, with what the trace and the allocator's simulation say of them: the
     same as the simulated device's labels."""
-    from learn.step_store import features_of, prepare
 
     each = -(-n // len(families))
     configs = joined([candidates(space_of(family), "stratified", 0, 0, each) for family in families]).configs[:n]
     cases = [Case(config, DEVICE.name) for config in configs]
+    steps = StepStore(data)
     if data is not None:
-        prepare(cases, data, workers=0)
-    values = [features_of(case).values for case in cases]
+        steps.prepare(cases, workers=0)
+    values = [steps.record(case).values for case in cases]
     memory = np.array([of_case["job_memory_mib"] for of_case in values])
     out = memory >= DEVICE.memory_mib
     labels = {"memory": memory} | {
@@ -174,19 +177,21 @@ def imported(runs: str, judged: str, learners: tuple[str, ...] = ("lightgbm",)) 
         labels[name] = np.array([by_hash.get(config_hash(config), np.nan) for config in rows.configs])
     has = np.isfinite(labels[judged])
     rows, labels = rows.subset(has), {name: label[has] for name, label in labels.items()}
+    steps = StepStore()
     if "hybrid" in learners:
-        from learn.step_store import prepare
-
-        prepare(rows.cases, runs, workers=0)
+        steps = StepStore(runs)
+        steps.prepare(rows.cases, workers=0)
     name = "imported" if judged == "memory" else f"imported with {judged}"
-    return _labelled(name, rows.configs, labels, rows.censored, (judged,), learners, rows)
+    return _labelled(name, rows.configs, labels, rows.censored, (judged,), learners, rows, steps)
 
 
-def _labelled(name, configs: Sequence[TrialConfig], labels, out, judged, learners=("lightgbm",), rows=None) -> Labelled:
+def _labelled(
+    name, configs: Sequence[TrialConfig], labels, out, judged, learners=("lightgbm",), rows=None, steps=None
+) -> Labelled:
     rows = make_rows("memory", configs, labels["memory"]) if rows is None else rows
     labels = {target: np.where(out, np.nan, label) for target, label in labels.items()}
     outlook = Forecaster(device=DEVICE, workers=0).look(configs)
-    return Labelled(name, rows, labels, out, outlook, judged, learners)
+    return Labelled(name, rows, labels, out, outlook, judged, learners, steps or StepStore())
 
 
 def learning_curves(labelled: Labelled, seeds: int, most: int) -> dict[tuple[str, str], dict[str, np.ndarray]]:
@@ -226,7 +231,7 @@ def learning_curves(labelled: Labelled, seeds: int, most: int) -> dict[tuple[str
 
 
 def _told(labelled: Labelled, learner: str, target: str, night: np.ndarray, asked: Rows) -> np.ndarray:
-    return LEARNERS[learner]().fit(labelled.of(target, night)).point(asked.cases)
+    return LEARNERS[learner]().fit(labelled.of(target, night), labelled.steps).point(asked.cases)
 
 
 def _nights(labelled: Labelled, policy: str, first, order, sizes, seed) -> list[np.ndarray]:

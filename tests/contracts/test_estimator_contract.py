@@ -11,9 +11,11 @@ from featurize.families import mlp
 from learn import step_store
 from learn.data import make_rows
 from learn.estimators import ESTIMATORS, Estimator, Prediction, get_estimator, make_estimator
+from learn.step_store import StepStore
 from learn.targets import TARGETS
 
 N = 40
+STEPS = StepStore()  # of the cases that the tests share
 # They have a use for "at least this much": as members of the top bin, or as errors on one side.
 USE_OUT_OF_MEMORY_ROWS = [
     name for name in sorted(ESTIMATORS) if getattr(get_estimator(name), "uses_out_of_memory", False)
@@ -61,7 +63,7 @@ def any_name(request):
 
 @functools.cache
 def fit_once(name, target):
-    return make_estimator(name, seed=3).fit(make(target))
+    return make_estimator(name, seed=3).fit(make(target), STEPS)
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def same(one, other):
 
 def test_is_an_estimator_and_predicts_a_distribution(name, fitted, rows):
     assert isinstance(fitted, Estimator) and get_estimator(name).name == name
-    prediction = fitted.predict(rows.cases)
+    prediction = fitted.predict(rows.cases, STEPS)
     assert isinstance(prediction, Prediction)
     assert prediction.point.shape == (N,)
     known = prediction.point[answered(prediction)]
@@ -99,13 +101,13 @@ def test_is_an_estimator_and_predicts_a_distribution(name, fitted, rows):
 
 
 def test_quantiles_grow(fitted, rows):
-    prediction = fitted.predict(rows.cases)
+    prediction = fitted.predict(rows.cases, STEPS)
     stack = np.array([prediction.quantile(q) for q in np.linspace(0.01, 0.99, 25)])
     assert stack.shape == (25, N) and (np.diff(stack, axis=0)[:, answered(prediction)] >= 0).all()
 
 
 def test_a_refused_row_has_a_reason_and_no_figure(fitted, rows):
-    prediction = fitted.predict(rows.cases)
+    prediction = fitted.predict(rows.cases, STEPS)
     refused = ~answered(prediction)
     assert set(prediction.refusals) == set(np.flatnonzero(refused))
     assert all(isinstance(text, str) and text for text in prediction.refusals.values())
@@ -119,19 +121,19 @@ def test_a_target_that_it_has_no_answer_for_is_refused_when_fitted(any_name):
         return
     other = next(target for target in TARGETS if target not in targets)
     with pytest.raises(UsageError, match=f"estimator={any_name} estimates target={', '.join(targets)} only"):
-        make_estimator(any_name).fit(make(other))
+        make_estimator(any_name).fit(make(other), STEPS)
 
 
 def test_ratios_stay_between_0_and_1(fitted, rows):
     if rows.target.space != "ratio":
         return
-    prediction = fitted.predict(rows.cases)
+    prediction = fitted.predict(rows.cases, STEPS)
     for values in (prediction.point, prediction.quantile(0.999), prediction.quantile(0.001)):
         assert (values >= 0).all() and (values <= 1).all()
 
 
 def test_bins_hold_all_mass_and_agree_with_quantiles(fitted, rows):
-    prediction = fitted.predict(rows.cases)
+    prediction = fitted.predict(rows.cases, STEPS)
     edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
     mass = prediction.bin_probabilities(edges)
     known = answered(prediction)
@@ -144,7 +146,7 @@ def test_bins_hold_all_mass_and_agree_with_quantiles(fitted, rows):
 
 
 def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
-    prediction = fitted.predict(rows.cases)
+    prediction = fitted.predict(rows.cases, STEPS)
     upper = prediction.upper()
     if upper is None:
         assert any("bound" in text for text in prediction.warnings), "no bound has to be said in the warnings"
@@ -154,26 +156,28 @@ def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
 
 
 def test_same_seed_same_figures(name, fitted, rows):
-    same(fitted.predict(rows.cases), make_estimator(name, seed=3).fit(rows).predict(rows.cases))
+    same(fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(rows, STEPS).predict(rows.cases, STEPS))
 
 
 def test_order_of_rows_changes_nothing(name, fitted, rows):
     shuffled = rows.subset(np.random.default_rng(0).permutation(N))
-    same(fitted.predict(rows.cases), make_estimator(name, seed=3).fit(shuffled).predict(rows.cases))
+    same(
+        fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(shuffled, STEPS).predict(rows.cases, STEPS)
+    )
 
 
 def test_a_config_is_judged_by_itself(fitted, rows):
-    together = fitted.predict(rows.cases)
-    alone = fitted.predict(rows.cases[5:6])
+    together = fitted.predict(rows.cases, STEPS)
+    alone = fitted.predict(rows.cases[5:6], STEPS)
     np.testing.assert_array_equal(alone.point[0], together.point[5])
-    assert fitted.predict([]).point.shape == (0,)
+    assert fitted.predict([], STEPS).point.shape == (0,)
 
 
 def test_saved_and_loaded_predicts_the_same(name, fitted, rows, tmp_path):
     folder = tmp_path / "a'; echo foo"
     folder.mkdir()
     fitted.save(folder)
-    same(fitted.predict(rows.cases), get_estimator(name).load(folder).predict(rows.cases))
+    same(fitted.predict(rows.cases, STEPS), get_estimator(name).load(folder).predict(rows.cases, STEPS))
     json.loads((folder / "estimator.json").read_text())
     assert not [p for p in folder.iterdir() if p.suffix in (".pkl", ".pickle", ".joblib")]
 
@@ -188,7 +192,7 @@ def test_out_of_memory_rows_are_no_figures_to_fit(name, fitted, rows):
         [*rows.label, *np.full(8, 1e9)],
         censored=[False] * N + [True] * 8,
     )
-    same(fitted.predict(rows.cases), make_estimator(name, seed=3).fit(both).predict(rows.cases))
+    same(fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(both, STEPS).predict(rows.cases, STEPS))
 
 
 @pytest.mark.parametrize("name", USE_OUT_OF_MEMORY_ROWS)
@@ -200,8 +204,8 @@ def test_out_of_memory_rows_leave_the_others_where_they_are(name):
         [*rows.label, *np.full(8, 40_960.0)],
         censored=[False] * N + [True] * 8,
     )
-    before = fit_once(name, "memory").predict([*rows.cases, *large.cases]).point
-    after = make_estimator(name, seed=3).fit(both).predict([*rows.cases, *large.cases]).point
+    before = fit_once(name, "memory").predict([*rows.cases, *large.cases], STEPS).point
+    after = make_estimator(name, seed=3).fit(both, STEPS).predict([*rows.cases, *large.cases], STEPS).point
     assert not np.array_equal(before, after), "they are of use"
     before = before[:N]
     assert np.median(np.abs(np.log(after[:N] / before))) < 0.4 and (after[:N] < 20_000).mean() > 0.9
@@ -210,7 +214,6 @@ def test_out_of_memory_rows_leave_the_others_where_they_are(name):
 
 def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monkeypatch):
     asked, compute = [], step_store.compute
-    monkeypatch.setattr(step_store, "_memory", {})
     monkeypatch.setattr(step_store, "compute", lambda case: asked.append(case) or compute(case))
     fitted.predict(rows.cases[:1])
     assert bool(asked) == getattr(get_estimator(name), "needs_trace", False)
@@ -218,12 +221,12 @@ def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monke
 
 def test_empty_data_is_refused(name, rows):
     with pytest.raises(UsageError, match="rows"):
-        make_estimator(name).fit(rows.subset(np.array([], dtype=int)))
+        make_estimator(name).fit(rows.subset(np.array([], dtype=int)), STEPS)
 
 
 def test_predicting_unfitted_is_an_error_of_ours(name, rows):
     with pytest.raises(RuntimeError, match="fit"):
-        make_estimator(name).predict(rows.cases)
+        make_estimator(name).predict(rows.cases, STEPS)
 
 
 def test_unknown_name_lists_the_known():

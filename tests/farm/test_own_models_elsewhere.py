@@ -17,9 +17,8 @@ from featurize.own_code import config_of_user
 from learn import benchmark as benchmark_module
 from learn import estimate as estimate_module
 from learn import fit as fit_module
-from learn import step_store
 from learn.cases import Case
-from learn.step_store import prepare
+from learn.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -36,7 +35,6 @@ def own(batch_size):
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     """60 ordinary rows, and five of a model whose module is not here."""
-    monkeypatch.setattr(step_store, "_memory", {})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = DataFolder.resolve(tmp_path / "a'; echo data").create()
     write_batch(folder, make_configs(60))
@@ -104,10 +102,9 @@ def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(data, tmp_
     (there / f"{MODULE}.py").write_text(NETS)
     with monkeypatch.context() as importable:
         importable.syspath_prepend(str(there))
-        prepare([Case(config_of_user(own(1)))], data, workers=0)
+        StepStore(data).prepare([Case(config_of_user(own(1)))], workers=0)
     sys.modules.pop(MODULE)
     zoo._read.cache_clear()
-    monkeypatch.setattr(step_store, "_memory", {})
     code, out, err = run("estimate", estimate_module, data, capsys, "run=own-000000", "format=json")
     assert code == 0, err
     found = json.loads(out)

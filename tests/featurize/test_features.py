@@ -11,7 +11,7 @@ from farm.sampling import sample_range
 from farm.space import parse_space
 from featurize import features
 from featurize.families import cnn, family_names, get_family, mlp, transformer
-from featurize.features import feature_version, group_key, scalar_features
+from featurize.features import group_key, scalar_features
 from featurize.layers import rough_memory_mib, totals
 
 CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
@@ -93,15 +93,3 @@ def test_features_read_a_transformers_absolute_sizes():
     )  # fmt: skip
     found = scalar_features(config)
     assert (found["feed_forward"], found["count_attention"], found["parameters_embedding"]) == (70, 2, 32_000)
-
-
-def test_feature_version_follows_the_sources(tmp_path):
-    assert feature_version() == feature_version()
-    assert len(feature_version()) == 12
-    source = tmp_path / "a'; echo foo.py"
-    source.write_bytes(b"x = 1\ny = 2\n")
-    first = features._version.__wrapped__((source,))
-    source.write_bytes(b"x = 1\r\ny = 2\r\n")
-    assert features._version.__wrapped__((source,)) == first
-    source.write_bytes(b"x = 1\ny = 3\n")
-    assert features._version.__wrapped__((source,)) != first

@@ -20,13 +20,14 @@ from learn_rows import write_runs
 from conf import cli
 from conf.errors import UsageError
 from featurize.families import mlp
-from learn import build_defaults, step_store
+from learn import build_defaults
 from learn.build_defaults import TARGETS, BuildSettings, build, entry
 from learn.cases import of_configs
 from learn.estimators import get_estimator
 from learn.fastpath import fast_configs, fast_nets
 from learn.fastpath.fast import FastPath
 from learn.learned import hybrid
+from learn.step_record import StepRecord, compute
 from warehouse import dataset
 from warehouse.export import ExportSettings, export
 
@@ -126,7 +127,6 @@ def test_the_command_writes_a_model_a_target_the_fast_path_and_a_card(built):
 
 def test_the_same_build_gives_the_same_models_and_takes_the_place_of_older_ones(built, place, monkeypatch):
     small(monkeypatch)
-    monkeypatch.setattr(step_store, "_memory", {})  # as in a new process
     again = place / "again" / "models"
     old_models(again)
     steps = []
@@ -163,9 +163,9 @@ def test_models_that_path_names_are_kept_and_the_fast_path_is_distilled_from_the
 
 def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
     configs = fast_configs.distillation_configs(3, seed=5)
-    apart, looped = ([step_store.compute(case).values for case in of_configs(configs, training_loop=loop)]
+    apart, looped = ([compute(case).values for case in of_configs(configs, training_loop=loop)]
                      for loop in (False, True))  # fmt: skip
-    derived = build_defaults._without_input([step_store.StepRecord(values=values) for values in looped])
+    derived = build_defaults._without_input([StepRecord(values=values) for values in looped])
     assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
     assert derived["drama"] == pytest.approx([values["job_roofline_drama"] for values in apart])
 

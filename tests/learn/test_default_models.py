@@ -8,11 +8,11 @@ import pytest
 from featurize.device_spec import device_names
 from featurize.families import cnn, get_family, mlp, transformer
 from featurize.layers import totals
+from featurize.version import FEATURES_STAMP
 from learn import estimate
-from learn.artifacts import DEFAULT_MODELS, default_artifact, features_of_estimator
+from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.build_defaults import LIMIT_MIB, TARGETS
 from learn.cases import of_configs
-from learn.fastpath import fast_features
 from learn.fastpath.fast import FastPath
 from learn.model_card import write_card
 from learn.targets import TARGETS as KNOWN_TARGETS
@@ -75,14 +75,14 @@ def test_the_fast_path_loads_and_answers_the_same_targets_and_more():
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_models_features_are_those_that_this_code_computes(target):
     meta = default_artifact(target).meta
-    assert meta["feature_version"] == features_of_estimator(meta["estimator"]), (
-        "what features follow from has changed: python -m learn.build_defaults path=FOLDER fits the models anew"
+    assert meta["feature_version"] == FEATURES_STAMP, (
+        "features have another version: python -m learn.build_defaults path=FOLDER fits the models anew"
     )
 
 
 def test_the_fast_paths_features_are_those_that_this_code_computes():
     state = json.loads((DEFAULT_MODELS / "fast" / "fast.json").read_text())
-    assert state["features"] == fast_features.feature_version()
+    assert state["features"] == state["teacher"] == FEATURES_STAMP
 
 
 def test_all_of_it_is_small():

@@ -16,7 +16,7 @@ from learn.artifacts import default_artifact
 from learn.cases import Case
 from learn.estimation.loops import LOOPS, PIPELINE, RESIDENT
 from learn.fit import FitSettings, fit
-from learn.step_store import features_of
+from learn.step_record import compute
 from learn.traced import describe_device
 
 DEVICE = describe_device("A100-SXM4-40GB")
@@ -71,7 +71,7 @@ def test_of_the_farm_s_loop_an_estimate_is_what_the_simulator_says(config):
 def test_of_a_plain_loop_every_figure_waits_for_the_input():
     done = estimate(CONFIG, loop=PIPELINE)
     looped = Case(CONFIG, DEVICE.name, training_loop=True)
-    traced = features_of(looped).values
+    traced = compute(looped).values
     assert set(done.loops.values()) == {PIPELINE}
     assert done.smact == pytest.approx(float(default_artifact("smact").estimator.predict([looped]).point[0]))
     assert done.step_time_ms == pytest.approx(traced["job_step_time_ms"])

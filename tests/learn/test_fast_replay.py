@@ -160,7 +160,6 @@ def test_the_memory_of_sampled_cnns_is_what_their_traced_steps_reserve():
 
 
 def test_what_libraries_take_is_what_the_trace_assumes():
-    assert fast_replay.CUDNN_MIB == library_calls.CUDNN_MIB
     for name in device_names():
         spec, tape = load_device(name), Tape(empties_cache=False)
         tape.handle(spec.compute_capability)

@@ -7,13 +7,14 @@ from learn_rows import DEVICE
 from torch import nn
 
 from featurize.families import mlp
-from learn import step_store
 from learn.cases import Case
 from learn.data import make_rows
 from learn.estimators import make_estimator
-from learn.step_store import StepRecord, features_of
+from learn.step_record import StepRecord
+from learn.step_store import StepStore
 from learn.workload import of_module
 
+STEPS = StepStore()  # of the cases that the tests share
 BATCH, WIDTH = 64, 512
 
 
@@ -23,7 +24,7 @@ def configs(n=48):
 
 def need(cases):
     """MiB: a context, and three times what the trace finds beyond."""
-    return np.array([400 + 3 * features_of(case).values["job_allocated_mib"] for case in cases])
+    return np.array([400 + 3 * STEPS.record(case).values["job_allocated_mib"] for case in cases])
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def fitted(rows):
-    return make_estimator("gnn", seed=1).fit(rows)
+    return make_estimator("gnn", seed=1).fit(rows, STEPS)
 
 
 def module_case(depth=2):
@@ -46,34 +47,36 @@ def module_case(depth=2):
 
 
 def test_sizes_are_learnt(fitted, rows):
-    error = np.abs(fitted.predict(rows.cases).point / rows.label - 1)
+    error = np.abs(fitted.predict(rows.cases, STEPS).point / rows.label - 1)
     assert np.median(error) < 0.15
 
 
 def test_a_module_is_answered_like_the_configs(fitted):
     case = module_case()
-    answer = fitted.predict([case])
+    answer = fitted.predict([case], STEPS)
     assert not answer.refusals
     assert answer.point[0] == pytest.approx(need([case])[0], rel=0.4)
 
 
-def test_what_cannot_be_traced_is_refused_with_its_reason_and_left_out_of_the_fit(rows, monkeypatch):
+def test_what_cannot_be_traced_is_refused_with_its_reason_and_left_out_of_the_fit(rows):
     broken = Case(mlp.Config(batch_size=7, input_size=77, classes=7, depth=1), DEVICE)
-    monkeypatch.setitem(step_store._memory, broken.key, StepRecord(error="aten::odd has no meta kernel"))
+    steps = StepStore()
+    steps.keep(broken, StepRecord(error="aten::odd has no meta kernel"))
     both = make_rows("memory", [*rows.configs, broken.config], [*rows.label, 5e6])
     assert both.cases[-1].key == broken.key
-    estimator = make_estimator("gnn").fit(both)
-    answer = estimator.predict([rows.cases[0], broken])
+    estimator = make_estimator("gnn").fit(both, steps)
+    answer = estimator.predict([rows.cases[0], broken], steps)
     assert answer.refusals == {1: "aten::odd has no meta kernel"} and answer.point[0] < 5000
 
 
-def test_the_traces_own_figures_of_memory_and_time_are_not_read(fitted, rows, monkeypatch):
+def test_the_traces_own_figures_of_memory_and_time_are_not_read(fitted, rows):
     case = rows.cases[3]
-    record = features_of(case)
+    record = STEPS.record(case)
     changed = {n: v * 3 + 1 if n.startswith("job_") else v for n, v in record.values.items()}
-    before = fitted.predict([case]).point
-    monkeypatch.setitem(step_store._memory, case.key, StepRecord(values=changed, graph=record.graph))
-    np.testing.assert_array_equal(fitted.predict([case]).point, before)
+    before = fitted.predict([case], STEPS).point
+    steps = StepStore()
+    steps.keep(case, StepRecord(values=changed, graph=record.graph))
+    np.testing.assert_array_equal(fitted.predict([case], steps).point, before)
 
 
 def test_devices_make_a_difference_to_what_is_read(fitted):
@@ -85,8 +88,8 @@ def test_out_of_memory_rows_push_up_and_never_down(rows):
     big = rows.label > np.quantile(rows.label, 0.7)
     ceiling = float(np.quantile(rows.label, 0.7))
     cut = make_rows("memory", rows.configs, np.where(big, ceiling, rows.label), censored=big, training_loop=True)
-    without = make_estimator("gnn").fit(cut.exact).predict(rows.cases).point
-    with_them = make_estimator("gnn").fit(cut).predict(rows.cases).point
+    without = make_estimator("gnn").fit(cut.exact, STEPS).predict(rows.cases, STEPS).point
+    with_them = make_estimator("gnn").fit(cut, STEPS).predict(rows.cases, STEPS).point
     assert (with_them[big] > 0.9 * ceiling).mean() > 0.8
     assert np.median(np.abs(with_them[~big] / without[~big] - 1)) < 0.3
 
@@ -94,7 +97,7 @@ def test_out_of_memory_rows_push_up_and_never_down(rows):
 def test_torch_is_left_as_it_was(fitted, rows):
     torch.manual_seed(5)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    make_estimator("gnn").fit(rows.subset(np.arange(20))).predict(rows.cases[:2])
+    make_estimator("gnn").fit(rows.subset(np.arange(20)), STEPS).predict(rows.cases[:2], STEPS)
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
 
 
@@ -103,4 +106,4 @@ def test_saved_as_arrays_and_json_alone(fitted, rows, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["estimator.json", "gnn.npz"]
     loaded = type(fitted).load(tmp_path)
     case = module_case(depth=3)
-    np.testing.assert_array_equal(loaded.predict([case]).upper(0.9), fitted.predict([case]).upper(0.9))
+    np.testing.assert_array_equal(loaded.predict([case], STEPS).upper(0.9), fitted.predict([case], STEPS).upper(0.9))

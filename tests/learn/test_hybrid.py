@@ -9,9 +9,10 @@ from featurize.families import cnn, mlp, transformer
 from learn.cases import Case, of_configs
 from learn.data import make_rows
 from learn.learned.hybrid import HybridEstimator
-from learn.step_store import features_of
+from learn.step_store import StepStore
 from learn.workload import of_config
 
+STEPS = StepStore()  # of the cases that the tests share
 CARD = 40_960.0
 
 
@@ -33,7 +34,7 @@ def configs_of(n=60):
 
 
 def traced(configs):
-    return np.array([features_of(case).values["job_memory_mib"] for case in of_configs(configs)])
+    return np.array([STEPS.record(case).values["job_memory_mib"] for case in of_configs(configs)])
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def fitted():
     configs = configs_of()
     factor = np.where([c.family == "cnn" for c in configs], 1.2, 1.0)
     noise = np.exp(0.01 * np.random.default_rng(1).standard_normal(len(configs)))
-    return HybridEstimator(0).fit(make_rows("memory", configs, traced(configs) * factor * noise))
+    return HybridEstimator(0).fit(make_rows("memory", configs, traced(configs) * factor * noise), STEPS)
 
 
 def test_it_learns_what_the_trace_misses(fitted):
@@ -50,7 +51,7 @@ def test_it_learns_what_the_trace_misses(fitted):
         cnn.Config(batch_size=96, image_size=32, channels=3, classes=10, base_filters=20, depth=3),
         mlp.Config(batch_size=96, input_size=900, classes=10, depth=2),
     ]
-    ratio = fitted.predict(of_configs(new)).point / traced(new)
+    ratio = fitted.predict(of_configs(new), STEPS).point / traced(new)
     assert 1.08 < ratio[0] < 1.25 and 0.97 < ratio[1] < 1.05
 
 
@@ -65,8 +66,8 @@ def test_it_learns_what_the_trace_misses(fitted):
 )
 def test_estimate_and_bound_grow_with_the_batch_wherever_the_trace_does(fitted, config):
     cases = of_configs([dataclasses.replace(config, batch_size=b) for b in (1, 3, 8, 13, 50, 64, 65, 200, 777, 4096)])
-    by_trace = np.array([features_of(case).values["job_memory_mib"] for case in cases])
-    prediction = fitted.predict(cases)
+    by_trace = np.array([STEPS.record(case).values["job_memory_mib"] for case in cases])
+    prediction = fitted.predict(cases, STEPS)
     for figures in (prediction.point, prediction.upper()):
         for i in range(len(cases) - 1):
             if by_trace[i] <= by_trace[i + 1]:
@@ -75,8 +76,8 @@ def test_estimate_and_bound_grow_with_the_batch_wherever_the_trace_does(fitted, 
 
 def test_it_is_never_below_what_the_weights_take(fitted):
     large = mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1)
-    values = features_of(*of_configs([large])).values
-    point = fitted.predict(of_configs([large])).point[0]
+    values = STEPS.record(*of_configs([large])).values
+    point = fitted.predict(of_configs([large]), STEPS).point[0]
     assert point >= values["job_weights_mib"] + values["job_outside_mib"]
     assert point / values["job_memory_mib"] == pytest.approx(1, abs=0.35), "far from what it was fitted on: the trace's"
 
@@ -91,13 +92,13 @@ def test_jobs_that_ran_out_of_memory_lift_the_estimate_of_their_like_to_the_card
     censored = need > CARD
     assert 3 < censored.sum() < len(sizes) - 10
     rows = make_rows("memory", sizes, np.where(censored, CARD, need), censored=censored)
-    point = HybridEstimator(0).fit(rows).predict(rows.cases).point
+    point = HybridEstimator(0).fit(rows, STEPS).predict(rows.cases, STEPS).point
     assert (point[need > 1.3 * CARD] > CARD).mean() > 0.9
 
 
 def test_a_device_never_measured_gets_an_answer_with_a_wider_bound_and_the_reason(fitted):
     config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
-    known, other = (fitted.predict([Case(config, device)]) for device in ("A100-SXM4-40GB", "H200-SXM-141GB"))
+    known, other = (fitted.predict([Case(config, device)], STEPS) for device in ("A100-SXM4-40GB", "H200-SXM-141GB"))
     assert known.unfamiliar == {}
     assert "nothing was measured on H200-SXM-141GB, only on a100-sxm4-40gb" in other.unfamiliar[0]
     assert other.upper()[0] / other.point[0] > known.upper()[0] / known.point[0]
@@ -112,7 +113,7 @@ def test_what_is_unlike_anything_fitted_on_is_said(fitted):
             feed_forward=128, classes=10,
         ),
     ]  # fmt: skip
-    said = fitted.predict(of_configs(odd)).unfamiliar
+    said = fitted.predict(of_configs(odd), STEPS).unfamiliar
     assert "a batch of 100,000, fitted on 8 to 512" in said[0]
     assert any("half precision: only fp32 was fitted on" in reason for reason in said[1])
     assert any("operators that no fitted network had" in reason and "attention" in reason for reason in said[2])
@@ -120,7 +121,7 @@ def test_what_is_unlike_anything_fitted_on_is_said(fitted):
 
 def test_a_case_without_a_trace_is_refused_and_the_others_are_not(fitted):
     config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
-    prediction = fitted.predict([Case(config, "AMD EPYC"), Case(config)])
+    prediction = fitted.predict([Case(config, "AMD EPYC"), Case(config)], STEPS)
     assert "no description of the device AMD EPYC" in prediction.refusals[0] and np.isnan(prediction.point[0])
     assert prediction.point[1] > 0 and prediction.upper()[1] >= prediction.point[1]
 
@@ -136,7 +137,7 @@ def test_rows_in_doubt_are_not_fitted_on():
         doubted, doubt=np.array(["odd" if i % 4 == 0 else "" for i in range(40)], dtype=object)
     )
     clean = rows.subset(np.arange(40) % 4 != 0)
-    one, other = (HybridEstimator(0).fit(r).predict(rows.cases).point for r in (doubted, clean))
+    one, other = (HybridEstimator(0).fit(r, STEPS).predict(rows.cases, STEPS).point for r in (doubted, clean))
     np.testing.assert_array_equal(one, other)
 
 
@@ -156,9 +157,9 @@ def test_an_easy_family_does_not_speak_for_what_is_of_no_family():
             )
     spread = np.where([c.family == "cnn" for c in configs], 0.3, 0.003)
     labels = traced(configs) * np.exp(spread * rng.standard_normal(len(configs)))
-    fitted = HybridEstimator(0).fit(make_rows("memory", configs, labels))
+    fitted = HybridEstimator(0).fit(make_rows("memory", configs, labels), STEPS)
     hard = [config for config in configs if config.family == "cnn"]
-    modules = fitted.predict([Case(module=of_config(config)) for config in hard])
+    modules = fitted.predict([Case(module=of_config(config)) for config in hard], STEPS)
     below = labels[[config.family == "cnn" for config in configs]] <= modules.upper()
     assert below.mean() >= 0.95
 
@@ -168,13 +169,13 @@ def test_what_is_unfamiliar_stretches_a_bound_to_four_times_the_point_at_most(fi
         batch_size=8, vocabulary_size=100, sequence_length=64, embedding_size=64, heads=4, depth=2, feed_forward=128,
         classes=10, precision="bf16", optimizer="sgd",
     )  # fmt: skip
-    found = fitted.predict([Case(config, "H200-SXM-141GB")])
+    found = fitted.predict([Case(config, "H200-SXM-141GB")], STEPS)
     assert 1 < found.upper()[0] / found.point[0] <= 4.0001
 
 
 def test_another_release_of_pytorch_is_said(fitted):
     config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
-    same, other = (fitted.predict([Case(config, torch_version=version)]) for version in (None, "9.1.0+cu130"))
+    same, other = (fitted.predict([Case(config, torch_version=version)], STEPS) for version in (None, "9.1.0+cu130"))
     assert same.unfamiliar == {} and other.unfamiliar[0][0].startswith("PyTorch 9.1: measured under ")
     assert other.upper()[0] == same.upper()[0]
 
@@ -182,14 +183,14 @@ def test_another_release_of_pytorch_is_said(fitted):
 def test_utilization_in_a_loop_of_the_other_kind_is_said():
     configs = configs_of(40)
     rows = make_rows("smact", configs, np.linspace(0.2, 0.9, 40), training_loop=True)
-    fitted = HybridEstimator(0).fit(rows)
-    said = fitted.predict(of_configs(configs[:1])).unfamiliar[0]
+    fitted = HybridEstimator(0).fit(rows, STEPS)
+    said = fitted.predict(of_configs(configs[:1]), STEPS).unfamiliar[0]
     assert any("a loop without an input pipeline" in text for text in said)
-    assert 0 not in fitted.predict(of_configs(configs[:1], training_loop=True)).unfamiliar
+    assert 0 not in fitted.predict(of_configs(configs[:1], training_loop=True), STEPS).unfamiliar
 
 
 def test_features_that_this_code_does_not_compute_are_a_refusal(fitted, monkeypatch):
     monkeypatch.setattr(fitted, "_columns", (*fitted._columns, "net_of_another_time"))
     config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
-    said = fitted.predict([Case(config)])
+    said = fitted.predict([Case(config)], STEPS)
     assert "net_of_another_time" in said.refusals[0] and np.isnan(said.point[0])

@@ -19,13 +19,15 @@ from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.families import get_family, mlp
 from featurize.trace import TraceError
-from learn import estimate, step_store
+from featurize.version import FEATURES_STAMP
+from learn import estimate, step_record
 from learn.analytical.base import analyse
-from learn.artifacts import default_artifact, features_of_estimator, find_latest, load_latest
+from learn.artifacts import default_artifact, find_latest, load_latest
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
 from learn.fit import FitSettings, fit
+from learn.step_store import StepStore
 from learn.traced import describe_device
 from learn.workload import of_module
 from warehouse.folder import DataFolder
@@ -248,9 +250,9 @@ def graphs(tmp_path_factory):
     """A data folder with a graph network, fitted on rows that are no trace's own."""
     folder = tmp_path_factory.mktemp("graphs")
     write_runs(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
-    step_store.prepare(load_rows(folder, "memory").cases, folder, workers=0)
+    StepStore(folder).prepare(load_rows(folder, "memory").cases, workers=0)
     path = fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(folder))).path
-    assert json.loads((path / "meta.json").read_text())["feature_version"] == step_store.step_feature_version()
+    assert json.loads((path / "meta.json").read_text())["feature_version"] == FEATURES_STAMP
     return folder
 
 
@@ -260,14 +262,14 @@ def test_a_fitted_graph_network_answers_configs_and_modules(graphs):
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
     prediction = load_latest(graphs, "memory").estimator.predict([Case(new, DEVICE, training_loop=True)])
     assert done.peak_memory_mib == prediction.point[0], "the graph is that of a trace of its own"
-    assert step_store.features_of(*of_configs([new])).operator_graph()["edges"].size
+    assert step_record.compute(*of_configs([new])).operator_graph()["edges"].size
     done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=graphs)
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
 
 
 def test_nobody_packs_a_graph_that_is_not_read(data, graphs, monkeypatch):
-    packed, pack = [], step_store._packed
-    monkeypatch.setattr(step_store, "_packed", lambda graph: packed.append(graph) or pack(graph))
+    packed, pack = [], step_record.packed
+    monkeypatch.setattr(step_record, "packed", lambda graph: packed.append(graph) or pack(graph))
     new = mlp.Config(batch_size=47, input_size=81, classes=10, depth=2)
     estimate(new)
     estimate(new, data=data)
@@ -519,7 +521,6 @@ def test_what_only_the_trace_knows_is_missing_where_it_fails_and_the_rest_is_ans
     def failing(*_args, **_settings):
         raise TraceError("the model cannot be traced: it fails", "aten::odd", "layers.3", NotImplementedError("meta"))
 
-    monkeypatch.setattr(step_store, "_memory", dict(step_store._memory))  # a failure is remembered
     monkeypatch.setattr("featurize.trace.trace_step", failing)
     done = estimate(CONFIG, data=data)
     assert done.answered_by["memory"].startswith("lightgbm ") and done.upper_mib > 0 and done.step_time_ms is None
@@ -645,7 +646,7 @@ def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
     home = tmp_path / "models" / "memory"
     for version, name in (("20260101T000000Z-a", "hybrid"), ("20260102T000000Z-b", "forest")):
         meta = {
-            "target": "memory", "estimator": name, "feature_version": features_of_estimator(name),
+            "target": "memory", "estimator": name, "feature_version": FEATURES_STAMP,
             "rows": {"family": {"mlp": 40}, "device": {DEVICE: 40}, "source": {"measured": 40}},
         }  # fmt: skip
         (home / version).mkdir(parents=True)

@@ -12,7 +12,7 @@ from learn_rows import make_configs, restamp, write_runs
 from conf import cli
 from conf.bars import StepBar
 from conf.errors import UsageError
-from featurize.features import feature_version
+from featurize.version import FEATURES_STAMP
 from learn import fit as fit_module
 from learn.artifacts import StaleArtifact, find_latest, load_latest, versions
 from learn.data import load_rows
@@ -75,7 +75,7 @@ def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
     meta = json.loads((fitted.path / "meta.json").read_text())
     rows = load_rows(data, "memory")
     assert meta["target"] == "memory" and meta["estimator"] == "lightgbm" and meta["seed"] == 0
-    assert meta["feature_version"] == feature_version() and meta["data_fingerprint"] == rows.fingerprint()
+    assert meta["feature_version"] == FEATURES_STAMP and meta["data_fingerprint"] == rows.fingerprint()
     assert meta["rows"]["family"] == rows.count("family") and meta["rows"]["source"] == {"simulated": N}
     assert meta["rows"]["status"]["oom"] == meta["rows"]["censored"] > 0
     assert meta["environment"]["lightgbm"] and meta["bins"]["labels"][-1] == "32+ GB"

@@ -220,9 +220,9 @@ def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitt
     write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
     predict = tabular.TabularEstimator.predict
 
-    def forgetful(self, cases):
+    def forgetful(self, cases, steps=None):
         """Has no answer for large batches, once it was fitted on more than the 90 rows."""
-        answer = predict(self, cases)
+        answer = predict(self, cases, steps)
         large = {i: "too large" for i, case in enumerate(cases) if case.config.batch_size > 64}
         return answer if len(self._residuals) == 90 else replace(answer, refusals=large)
 

@@ -19,11 +19,11 @@ from conf.errors import UsageError
 from featurize.families import zoo
 from featurize.own_code import CodeName, NotTrusted, config_of_user, library_problem, named_by_user, trusting
 from featurize.row_config import UnreadableConfig, config_of_row
-from learn import estimate, step_store
+from learn import estimate
 from learn import estimate as estimate_module
 from learn.cases import Case
 from learn.data import load_rows
-from learn.step_store import prepare
+from learn.step_store import StepStore
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 
@@ -45,7 +45,6 @@ def evil(tmp_path, monkeypatch):
     (folder / "rows_are_data_evil.py").write_text(EVIL)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
-    monkeypatch.setattr(step_store, "_memory", {})
     yield folder / "it ran"
     sys.modules.pop("rows_are_data_evil", None)
     zoo._read.cache_clear()
@@ -118,14 +117,13 @@ def test_trust_is_kept_by_copies_between_processes_and_lost_in_text():
         estimate(OWN, trust=["os; rm"])
 
 
-def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, tmp_path, monkeypatch):
+def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, tmp_path):
     data = tmp_path / "data"
     looped = Case(config_of_user(OWN), training_loop=True)
-    prepare([Case(config_of_user(OWN)), looped], DataFolder.resolve(data).create(), workers=0)
+    StepStore(DataFolder.resolve(data).create()).prepare([Case(config_of_user(OWN)), looped], workers=0)
     evil.unlink()
     sys.modules.pop("rows_are_data_evil")
     zoo._read.cache_clear()
-    monkeypatch.setattr(step_store, "_memory", {})
     found = estimate(OWN, data=str(data))
     assert not evil.exists()
     assert found.answered_by["memory"] == "hybrid (default)" and found.peak_memory_mib > 0
@@ -134,11 +132,12 @@ def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, t
 
 def test_a_refusal_is_not_stored_as_a_property_of_the_case(evil, tmp_path):
     data = DataFolder.resolve(tmp_path / "data").create()
-    assert step_store.features_of(Case(own_config())).error is not None
-    prepare([Case(own_config())], data, workers=0)
+    steps = StepStore(data)
+    assert steps.record(Case(own_config())).error is not None
+    steps.prepare([Case(own_config())], workers=0)
     assert not list(data.features.rglob("*.parquet")) and not evil.exists()
-    prepare([Case(config_of_user(OWN))], data, workers=0)
-    assert step_store.features_of(Case(config_of_user(OWN))).error is None
+    steps.prepare([Case(config_of_user(OWN))], workers=0)
+    assert steps.record(Case(config_of_user(OWN))).error is None
     assert list(data.features.rglob("*.parquet"))
 
 

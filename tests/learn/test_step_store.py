@@ -16,9 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from featurize.families import cnn, mlp, timm
-from learn import step_store
+from learn import step_files, step_store
 from learn.cases import Case, of_configs
-from learn.step_store import features_of, prepare, record_version
+from learn.legacy_records import legacy_folder_name
+from learn.step_files import libraries, record_version
+from learn.step_store import StepStore
+from learn.traced import step_of
 from learn.workload import of_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,21 +29,15 @@ MLPS = [mlp.Config(batch_size=batch, input_size=30, classes=4, depth=2) for batc
 CASES = of_configs([*MLPS, cnn.Config(batch_size=2, image_size=16, channels=3, classes=4, base_filters=8, depth=2)])
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """A memory of the test's own; calling it is what a new process begins with."""
-
-    def forget():
-        monkeypatch.setattr(step_store, "_memory", {})
-        monkeypatch.setattr(step_store, "_told", set())
-
-    forget()
-    return forget
-
-
 @pytest.fixture
 def data(tmp_path):
     return tmp_path / "a'; echo foo [b]*?"
+
+
+@pytest.fixture
+def steps(data):
+    """What a process begins with; another store of the folder is what the next one begins with."""
+    return StepStore(data)
 
 
 @pytest.fixture
@@ -65,28 +62,28 @@ def kept_keys(data):
     return sorted(key for path in parts(data) for key in pq.read_table(path)["key"].to_pylist())
 
 
-def test_each_case_is_traced_once_kept_and_read_by_the_next_process(data, traced, fresh):
+def test_each_case_is_traced_once_kept_and_read_by_the_next_process(data, steps, traced):
     heard = []
     wanted = [*CASES, CASES[0], *of_configs(MLPS)]
-    assert prepare(wanted, data, workers=0, progress=lambda done, of: heard.append((done, of))) == len(CASES)
+    assert steps.prepare(wanted, workers=0, progress=lambda done, of: heard.append((done, of))) == len(CASES)
     assert traced == list(CASES) and heard == [(done, len(CASES)) for done in range(len(CASES) + 1)]
     assert kept_keys(data) == sorted(case.key for case in CASES)
-    first = [features_of(case) for case in CASES]
-    assert prepare(CASES, data, workers=0) == 0, "at hand"
+    first = [steps.record(case) for case in CASES]
+    assert steps.prepare(CASES, workers=0) == 0, "at hand"
 
-    fresh()
+    steps = StepStore(data)
     before = parts(data)
-    assert prepare(CASES, data, workers=0, progress=lambda *_: pytest.fail("nothing is to be done")) == 0
-    assert [features_of(case) for case in CASES] == first
+    assert steps.prepare(CASES, workers=0, progress=lambda *_: pytest.fail("nothing is to be done")) == 0
+    assert [steps.record(case) for case in CASES] == first
     assert len(traced) == len(CASES) and parts(data) == before
 
 
-def test_what_is_read_is_what_was_computed_the_operator_graph_too(data, fresh):
-    prepare(CASES[-2:], data, workers=0)
-    fresh()
-    prepare(CASES[-2:], data, workers=0)
+def test_what_is_read_is_what_was_computed_the_operator_graph_too(data, steps):
+    steps.prepare(CASES[-2:], workers=0)
+    steps = StepStore(data)
+    steps.prepare(CASES[-2:], workers=0)
     for case in CASES[-2:]:
-        kept, anew = features_of(case), step_store.compute(case)
+        kept, anew = steps.record(case), step_store.compute(case)
         assert kept.error is None and kept.seconds > 0
         assert kept.values == anew.values and all(map(math.isfinite, kept.values.values()))
         graph, wanted = kept.operator_graph(), anew.operator_graph()
@@ -96,61 +93,61 @@ def test_what_is_read_is_what_was_computed_the_operator_graph_too(data, fresh):
         assert graph["nodes"].shape == (len(graph["categories"]), len(graph["node_columns"]))
 
 
-def test_only_new_cases_are_traced_and_added(data, traced, fresh):
-    prepare(CASES[:3], data, workers=0)
-    fresh()
-    assert prepare(CASES, data, workers=0) == len(CASES) - 3
+def test_only_new_cases_are_traced_and_added(data, steps, traced):
+    steps.prepare(CASES[:3], workers=0)
+    steps = StepStore(data)
+    assert steps.prepare(CASES, workers=0) == len(CASES) - 3
     assert traced == list(CASES) and len(parts(data)) == 2
     assert kept_keys(data) == sorted(case.key for case in CASES)
 
 
-def test_another_device_or_loop_is_another_case(data, traced):
+def test_another_device_or_loop_is_another_case(data, steps, traced):
     config = MLPS[0]
     cases = [Case(config), Case(config, "H200-SXM-141GB"), Case(config, training_loop=True)]
     spelled = Case(config, "NVIDIA A100-SXM4-40GB", torch_version="2.4.1")
-    assert prepare([*cases, spelled], data, workers=0) == 3
-    assert features_of(spelled) == features_of(cases[0]) and len(traced) == 3
-    seen = [features_of(case).values for case in cases]
+    assert steps.prepare([*cases, spelled], workers=0) == 3
+    assert steps.record(spelled) == steps.record(cases[0]) and len(traced) == 3
+    seen = [steps.record(case).values for case in cases]
     assert seen[0]["job_memory_mib"] != seen[1]["job_memory_mib"], "the H200's context is smaller"
     assert [values["net_training_loop"] for values in seen] == [0, 0, 1]
 
 
-def test_an_interrupted_call_goes_on_where_it_was(data, traced, fresh, monkeypatch):
+def test_an_interrupted_call_goes_on_where_it_was(data, steps, traced, monkeypatch):
     clock = iter(range(0, 10_000, 30))  # every case takes half a minute
-    monkeypatch.setattr(step_store, "time", SimpleNamespace(monotonic=lambda: next(clock), monotonic_ns=lambda: 0))
+    monkeypatch.setattr(step_store, "time", SimpleNamespace(monotonic=lambda: next(clock)))
 
     def interrupted(done, _of):
         if done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(CASES, data, workers=0, progress=interrupted)
+        steps.prepare(CASES, workers=0, progress=interrupted)
     assert kept_keys(data) == sorted(case.key for case in CASES[:4])
-    fresh()
+    steps = StepStore(data)
     traced.clear()
-    assert prepare(CASES, data, workers=0) == len(CASES) - 4
+    assert steps.prepare(CASES, workers=0) == len(CASES) - 4
     assert traced == list(CASES[4:]) and kept_keys(data) == sorted(case.key for case in CASES)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ZeroDivisionError])
-def test_nothing_that_was_computed_is_lost_however_the_call_ends(data, traced, fresh, stop):
+def test_nothing_that_was_computed_is_lost_however_the_call_ends(data, steps, traced, stop):
     def interrupted(done, _of):
         if done == 2:
             raise stop
 
     with pytest.raises(stop):
-        prepare(CASES, data, workers=0, progress=interrupted)
+        steps.prepare(CASES, workers=0, progress=interrupted)
     assert len(parts(data)) == 1 and kept_keys(data) == sorted(case.key for case in CASES[:2])
-    fresh()
-    assert prepare(CASES[:2], data, workers=0) == 0
+    steps = StepStore(data)
+    assert steps.prepare(CASES[:2], workers=0) == 0
 
 
-def test_what_a_killed_writer_left_half_written_does_not_count(data, traced, fresh):
-    prepare(CASES[:2], data, workers=0)
+def test_what_a_killed_writer_left_half_written_does_not_count(data, steps, traced):
+    steps.prepare(CASES[:2], workers=0)
     (whole,) = parts(data)
     (whole.parent / f".{whole.name}.123-abc.tmp").write_bytes(whole.read_bytes()[:100])
-    fresh()
-    assert prepare(CASES[:2], data, workers=0) == 0 and len(traced) == 2
+    steps = StepStore(data)
+    assert steps.prepare(CASES[:2], workers=0) == 0 and len(traced) == 2
 
 
 def torn(path):
@@ -183,99 +180,108 @@ def a_folder(path):
 
 
 @pytest.mark.parametrize("harm", [torn, empty, foreign, of_other_types, without_values, a_folder])
-def test_a_damaged_part_is_left_out_with_a_warning_and_computed_again(data, traced, fresh, harm):
-    prepare(CASES[:3], data, workers=0)
+def test_a_damaged_part_is_left_out_with_a_warning_and_computed_again(data, steps, traced, harm):
+    steps.prepare(CASES[:3], workers=0)
     (damaged,) = parts(data)
-    fresh()
-    prepare(CASES[3:], data, workers=0)
+    steps = StepStore(data)
+    steps.prepare(CASES[3:], workers=0)
     harm(damaged)
-    fresh()
+    steps = StepStore(data)
     traced.clear()
     with pytest.warns(UserWarning) as said:
-        assert prepare(CASES[:5], data, workers=0) == 3
-        assert prepare(CASES, data, workers=0) == 0
+        assert steps.prepare(CASES[:5], workers=0) == 3
+        assert steps.prepare(CASES, workers=0) == 0
     assert len(said) == 1 and str(said[0].message).startswith(f"{damaged} holds no features that can be read (")
     assert traced == list(CASES[:3]) and damaged.exists()
 
-    fresh()
+    steps = StepStore(data)
     with pytest.warns(UserWarning, match="holds no features"):
-        assert prepare(CASES, data, workers=0) == 0, "what was computed again is kept"
-    assert all(features_of(case).error is None for case in CASES) and len(traced) == 3
+        assert steps.prepare(CASES, workers=0) == 0, "what was computed again is kept"
+    assert all(steps.record(case).error is None for case in CASES) and len(traced) == 3
 
 
-def test_no_flipped_bit_of_a_part_changes_a_feature_without_a_word(data, fresh):
-    prepare(CASES[:1], data, workers=0)
-    true = {case.key: (dict(features_of(case).values), features_of(case).graph) for case in CASES[:1]}
+def test_no_flipped_bit_of_a_part_changes_a_feature_without_a_word(data, steps):
+    steps.prepare(CASES[:1], workers=0)
+    true = {case.key: (dict(steps.record(case).values), steps.record(case).graph) for case in CASES[:1]}
     (part,) = parts(data)
     content = part.read_bytes()
     draw = random.Random(11)
     noticed = 0
     for at in [draw.randrange(len(content)) for _ in range(150)]:
-        fresh()
+        steps = StepStore(data)
         part.write_bytes(content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :])
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            step_store.recall(CASES[:1], data)
-        for key, record in step_store._memory.items():
+            steps.recall(CASES[:1])
+        for key, record in steps._records.items():
             assert (dict(record.values), record.graph) == true[key], at
         noticed += bool(said)
-        assert said or len(step_store._memory) == 1, "what is missing is said"
+        assert said or len(steps._records) == 1, "what is missing is said"
     assert noticed
 
 
-def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_again(data, traced, fresh):
+def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_again(data, steps, traced):
     unknown = Case(timm.Config(model="no_such_net", batch_size=2))
     undescribed = Case(MLPS[0], "GTX-9000")
     cases = [CASES[0], unknown, undescribed]
-    assert prepare(cases, data, workers=0) == 3
-    fresh()
-    assert prepare(cases, data, workers=0) == 0
+    assert steps.prepare(cases, workers=0) == 3
+    steps = StepStore(data)
+    assert steps.prepare(cases, workers=0) == 0
     assert len(traced) == 3, "not even those that failed"
-    assert features_of(CASES[0]).error is None
-    assert "no_such_net" in features_of(unknown).error
-    assert features_of(undescribed).error == "no description of the device GTX-9000: see conf/device"
-    assert not features_of(unknown).values and not features_of(undescribed).values
+    assert steps.record(CASES[0]).error is None
+    assert "no_such_net" in steps.record(unknown).error
+    assert steps.record(undescribed).error == "no description of the device GTX-9000: see conf/device"
+    assert not steps.record(unknown).values and not steps.record(undescribed).values
 
 
-def test_features_of_another_version_are_kept_in_another_folder(data, traced, fresh, monkeypatch):
-    prepare(CASES[:2], data, workers=0)
+def test_features_of_another_version_are_kept_in_another_folder(data, steps, traced, monkeypatch):
+    steps.prepare(CASES[:2], workers=0)
     before, version = parts(data), record_version()
-    fresh()
-    monkeypatch.setattr(step_store, "record_version", lambda: "0123456789ab")
-    assert prepare(CASES[:2], data, workers=0) == 2 and len(traced) == 4
+    steps = StepStore(data)
+    monkeypatch.setattr(step_files, "record_version", lambda: "0123456789ab")
+    assert steps.prepare(CASES[:2], workers=0) == 2 and len(traced) == 4
     assert {path.name for path in (data / "features").iterdir()} == {version, "0123456789ab"}
     assert parts(data) == before, "what the other code reads is as it was"
 
 
+def test_features_whose_folder_a_hash_of_sources_named_are_read_and_not_computed_again(data, steps, traced):
+    steps.prepare(CASES[:2], workers=0)
+    (data / "features" / record_version()).rename(data / "features" / legacy_folder_name(libraries()))
+    steps = StepStore(data)
+    assert steps.prepare(CASES[:3], workers=0) == 1 and len(traced) == 3
+    assert kept_keys(data) == [CASES[2].key], "what is new goes where today's version is"
+    steps = StepStore(data)
+    assert steps.prepare(CASES[:3], workers=0) == 0
+
+
 def test_the_version_is_the_same_in_every_process():
-    code = "from learn import step_store as s; print(s.record_version(), s.step_feature_version())"
+    code = "from learn.step_files import record_version; print(record_version())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"},
     )  # fmt: skip
-    assert done.stdout.split() == [record_version(), step_store.step_feature_version()]
-    assert len(set(done.stdout.split())) == 2
+    assert done.stdout.split() == [record_version()]
 
 
-def test_without_a_folder_to_read_a_case_is_traced_when_it_is_asked_for(traced):
-    record = features_of(CASES[0])
-    assert features_of(Case(MLPS[0])) is record and traced == [CASES[0]]
+def test_without_a_folder_to_read_a_case_is_traced_when_it_is_asked_for(steps, traced):
+    record = steps.record(CASES[0])
+    assert steps.record(Case(MLPS[0])) is record and traced == [CASES[0]]
 
 
-def test_a_modules_features_are_at_hand_and_never_written(data, traced):
+def test_a_modules_features_are_at_hand_and_never_written(data, steps, traced):
     from torch import nn
 
     case = Case(module=of_module(nn.Linear(8, 3), (4, 8)))
-    assert prepare([case], data, workers=0) == 0 and not data.exists()
-    assert features_of(case) is features_of(case) and len(traced) == 1
+    assert steps.prepare([case], workers=0) == 0 and not data.exists()
+    assert steps.record(case) is steps.record(case) and len(traced) == 1
 
 
-def test_no_case_touches_no_folder(data):
-    assert prepare([], data, workers=0) == 0
+def test_no_case_touches_no_folder(data, steps):
+    assert steps.prepare([], workers=0) == 0
     assert not data.exists()
 
 
-def test_rays_processes_compute_the_same(data, fresh):
+def test_rays_processes_compute_the_same(data, steps):
     many = of_configs(
         [
             mlp.Config(batch_size=batch, input_size=16, classes=4, depth=1)
@@ -283,9 +289,32 @@ def test_rays_processes_compute_the_same(data, fresh):
         ]
     )
     heard, before = [], signal.getsignal(signal.SIGTERM)
-    assert prepare(many, data, workers=1, progress=lambda done, of: heard.append((done, of))) == len(many)
+    assert steps.prepare(many, workers=1, progress=lambda done, of: heard.append((done, of))) == len(many)
     assert signal.getsignal(signal.SIGTERM) is before, "who waits for SIGTERM hears it, whatever Ray does"
     assert heard == [(done, len(many)) for done in range(len(many) + 1)]
     assert kept_keys(data) == sorted(case.key for case in many)
     for case in many[:: step_store.BATCH]:
-        assert features_of(case).values == step_store.compute(case).values
+        assert steps.record(case).values == step_store.compute(case).values
+
+
+def test_two_stores_share_the_data_folder_and_nothing_else(data, steps, traced):
+    other = StepStore(data)
+    record = steps.record(CASES[0])
+    assert other.features(CASES[0]) is None and other.record(CASES[0]) is not record and len(traced) == 2
+    steps.prepare(CASES[1:2], workers=0)
+    assert other.prepare(CASES[1:2], workers=0) == 0 and len(traced) == 3
+
+
+def test_a_module_is_known_by_itself_and_let_go_when_it_was_lent(steps, traced):
+    """The workload of another module may take the place in memory of one that is gone, and so have its `id`."""
+    from torch import nn
+
+    def case(width):
+        return Case(module=of_module(nn.Linear(8, width), (4, 8)))
+
+    parameters = [steps.record(case(width)).values["net_log_parameters"] for width in range(1, 40)]
+    assert parameters == sorted(set(parameters)) and len(traced) == 39
+    lent = case(50)
+    with steps.lent(lent, step_of(lent.workload, lent.spec)):
+        assert steps.features(lent)["net_log_parameters"] > parameters[-1] and len(traced) == 39
+    assert steps.features(lent) is None

@@ -10,7 +10,6 @@ import math
 from workers.devices.base import DeviceChoice, Link, Slot
 from workers.environment import TRACES_ONLY
 
-DEFAULT_MODEL = "A100-SXM4-40GB"
 _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
 
 
@@ -23,9 +22,9 @@ class SimulatedDevice:
     prepares = False  # tracing the step is the whole work, and every core has a trial already
 
     def __init__(self, choice: DeviceChoice):
-        from featurize.device_spec import device_from_mapping, load_device
+        from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, load_device
 
-        self.spec = device_from_mapping(dict(choice.spec)) if choice.spec else load_device(DEFAULT_MODEL)
+        self.spec = device_from_mapping(dict(choice.spec)) if choice.spec else load_device(DEFAULT_DEVICE)
         self.choice = choice
         self.count = choice.count or 4
 

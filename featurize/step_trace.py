@@ -1,0 +1,96 @@
+"""What a trace of a training step holds: its operators, its blocks of memory, when they are taken and given back.
+
+Start reading at `StepTrace`; `featurize.trace` makes one, `featurize.recorder` sees the step happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from featurize.library_calls import LibraryCall
+
+PHASES = ("setup", "forward", "backward", "optimizer")
+BLOCK_KINDS = (
+    "parameter", "buffer", "batch", "gradient", "optimizer_state",
+    "activation",  # made by a forward pass and needed by the backward
+    "temporary",
+    "workspace",  # taken by a kernel for its own run
+)  # fmt: skip
+
+
+BATCH = -2  # the source of an input that is the step's batch
+
+
+class Operator(NamedTuple):
+    """One operator of the steady step that runs on the GPU. Bytes are of distinct tensors, not of cache misses."""
+
+    name: str  # aten::mm
+    phase: str
+    dtype: str  # of its arithmetic: float32, bfloat16, ...
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    launches: int  # kernels
+    module: str = ""  # path of the module that called it, in the backward pass of the one whose operator it derives
+    sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it was there before
+
+
+class Event(NamedTuple):
+    """Memory taken (`nbytes` > 0) or given back (< 0), in order. `block` indexes `StepTrace.blocks`.
+
+    A workspace is one event of 0 bytes: how much the library takes at that moment is said by `Block.call`."""
+
+    block: int
+    nbytes: int
+    step: int  # 0 for what exists before the first step
+    phase: str
+
+
+class Block(NamedTuple):
+    """One storage, whatever number of views it has, or one library call's workspace."""
+
+    nbytes: int
+    kind: str
+    operator: str = ""  # that made it, empty for what the step began with
+    module: str = ""  # path of the module that ran it
+    call: LibraryCall | None = None  # of a workspace
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """`operators` of the second step; `events` of the set-up and both steps."""
+
+    operators: tuple[Operator, ...]
+    events: tuple[Event, ...]
+    blocks: tuple[Block, ...]
+    parameters: int  # elements
+    parameter_bytes: int
+    compute_capability: tuple[int, int]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one steady step."""
+        return sum(op.flops for op in self.operators)
+
+    @cached_property
+    def peak_live_bytes(self) -> int:
+        """The most bytes alive at once, without any allocator's rounding and library's workspace."""
+        return sum(self.breakdown.values())
+
+    @cached_property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes alive at the peak, by block kind."""
+        live = peak = peak_at = 0
+        for index, event in enumerate(self.events):
+            live += event.nbytes
+            if live > peak:
+                peak, peak_at = live, index
+        by_kind: Counter[str] = Counter()
+        for event in self.events[: peak_at + 1] if peak else ():
+            by_kind[self.blocks[event.block].kind] += event.nbytes
+        return {kind: by_kind[kind] for kind in BLOCK_KINDS}

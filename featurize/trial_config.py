@@ -1,0 +1,82 @@
+"""The trial config, which every family extends: hyper-parameters plus the training settings that all share.
+
+Start reading at `TrialConfig`; `featurize.trial` makes one of a mapping. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from conf.errors import UsageError
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # bf16 and fp16 are autocast over fp32 weights
+# Tensors of each parameter's size that the optimizer keeps.
+OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType({"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0})
+# Bits of a number as a product reads it: sign, exponent and mantissa.
+MATH_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "tf32": 19, "bf16": 16, "fp16": 16})
+ACTIVATIONS = (
+    "relu", "leaky_relu", "prelu", "elu", "selu", "gelu", "tanh", "silu", "softplus", "mish", "identity",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig:
+    """Base of every family's config. Raises `ValueError` naming the field, the rule and the value.
+
+    A subclass sets `family`, adds its fields, and extends `problems`.
+    """
+
+    family: ClassVar[str]
+
+    batch_size: int
+    optimizer: str = "adam"
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    cudnn_benchmark: bool = False
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        if found := self.problems():
+            raise UsageError(f"{self.family}: " + "; ".join(found))
+
+    def problems(self) -> list[str]:
+        """Every rule this config breaks, in words; empty when it can be built."""
+        found = [
+            *at_least(self, batch_size=1),
+            *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
+        ]
+        for name in ("activation_checkpointing", "cudnn_benchmark", "channels_last"):
+            if not isinstance(getattr(self, name), bool):
+                found.append(f"{name} must be true or false, got {getattr(self, name)!r}")
+        return found
+
+    def to_mapping(self) -> dict[str, Any]:
+        """`{"family": ..., field: value, ...}`: what `runs.config` holds as JSON."""
+        return {"family": self.family, **dataclasses.asdict(self)}
+
+
+TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
+
+
+def at_least(config: TrialConfig, **floors: int) -> list[str]:
+    """`batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
+    found = []
+    for name, floor in floors.items():
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < floor:
+            found.append(f"{name} must be an integer >= {floor}, got {value!r}")
+    return found
+
+
+def one_of(config: TrialConfig, **choices: tuple) -> list[str]:
+    """`optimizer must be one of adam, ..., got 'lion'` for each field outside its choices."""
+    return [
+        f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
+        for name, known in choices.items()
+        if getattr(config, name) not in known
+    ]

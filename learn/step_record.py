@@ -1,0 +1,120 @@
+"""What is known of one training job before it runs, from its traced step, and how it is computed.
+
+Start reading at `StepRecord` and `compute`; `learn.step_store` keeps records.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from conf.errors import UsageError
+from featurize.own_code import NotTrusted
+from learn.cases import Case
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from featurize.opgraph import OpGraph
+    from learn.traced import TracedStep
+    from learn.workload import Workload
+
+_SHARE = "net_share_elements_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What is known of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
+
+    values   `featurize.step_features.step_features`
+    graph    the forward pass as `featurize.opgraph.OpGraph` arrays, packed, or what packs it; see `operator_graph`
+    seconds  what it took to compute
+    passing  the error says nothing of the case: its code may not run here, or cannot be imported. It is never stored
+    """
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    graph: bytes | Callable[[], bytes] = b""
+    error: str | None = None
+    seconds: float = 0.0
+    passing: bool = False
+
+    def packed_graph(self) -> bytes:
+        """Return the packed graph, which is packed now where it has not been."""
+        return self.graph() if callable(self.graph) else self.graph
+
+    def operator_graph(self) -> dict[str, np.ndarray]:
+        """categories (n,), nodes (n, f) float32, edges (2, e), node_columns (f,): operators of the forward pass."""
+        with np.load(io.BytesIO(self.packed_graph()), allow_pickle=False) as arrays:
+            graph = {name: arrays[name] for name in arrays.files}
+        return {**graph, "nodes": graph["nodes"].astype(np.float32)}
+
+    @property
+    def main_operator(self) -> str | None:
+        """The kind of operator that makes the largest share of what the forward pass makes; None without features."""
+        shares = {name: share for name, share in self.values.items() if name.startswith(_SHARE)}
+        return max(sorted(shares), key=lambda name: shares[name]).removeprefix(_SHARE) if shares else None
+
+
+def compute(case: Case) -> StepRecord:
+    """Trace, replay and price one case. A case that can't be traced gives a record that says why."""
+    from learn.traced import step_of
+
+    began = time.monotonic_ns()
+    spec = case.spec
+    if spec is None:
+        return StepRecord(error=f"no description of the device {case.device}: see conf/device")
+    try:
+        job = case.workload
+        traced = step_of(job, spec)
+        graph = _graph(traced, job, spec)
+    except UsageError as error:
+        passing = isinstance(error, NotTrusted) or isinstance(error.__cause__, ImportError | NotTrusted)
+        return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
+    except MemoryError:  # of this machine, and no property of the case
+        raise
+    except Exception as error:  # a config of a row may be as absurd as it likes, and a model may raise anything
+        first = next(iter(str(error).strip().splitlines()), "")
+        return StepRecord(error=f"{type(error).__name__}: {first}", seconds=(time.monotonic_ns() - began) / 1e9)
+    return StepRecord(values=_values(traced, job, spec), graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
+
+
+def record_of(traced: TracedStep, job: Workload, spec: DeviceSpec) -> StepRecord:
+    """Return the record of a traced step that was replayed with the default allocator. Its graph is packed when
+    somebody reads it."""
+    return StepRecord(values=_values(traced, job, spec), graph=cache(partial(_graph, traced, job, spec)))
+
+
+def _graph(traced: TracedStep, job: Workload, spec: DeviceSpec) -> bytes:
+    from featurize.opgraph import opgraph
+
+    return packed(opgraph(traced.trace, spec, job.settings))
+
+
+def _values(traced: TracedStep, job: Workload, spec: DeviceSpec) -> Mapping[str, float]:
+    from featurize.step_features import step_features
+
+    return step_features(
+        traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
+    )
+
+
+def packed(graph: OpGraph) -> bytes:
+    """The forward part of an operator graph; half precision is enough for logarithms and shares."""
+    inside = graph.nodes[:, graph.node_columns.index("in_forward")] > 0
+    place = np.cumsum(inside) - 1
+    source, reader = graph.edges
+    both = inside[source] & inside[reader]
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        categories=graph.categories[inside].astype(np.uint8),
+        nodes=graph.nodes[inside].astype(np.float16),
+        node_columns=np.array(graph.node_columns),
+        edges=place[graph.edges[:, both]].astype(np.int32),
+    )
+    return buffer.getvalue()

@@ -1,0 +1,169 @@
+"""Features of some twenty fixed cases: what they must be as long as `FEATURES_VERSION` stays the same.
+
+Start reading at `differences`. `golden_features.json` beside this file holds the values. Where they are meant to move:
+raise `FEATURES_VERSION` in `featurize/version.py`, add a line to its `HISTORY`, then write them anew with
+`python -m tests.learn.golden_features write=true` from the repository.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from conf.identity import version_of
+from featurize.device_spec import load_device
+from featurize.features import scalar_features
+from featurize.own_code import config_of_user
+from featurize.trial import TrialConfig
+from featurize.version import FEATURES_VERSION
+from learn.cases import Case
+from learn.fastpath.fast_configs import FAMILIES as FAST_FAMILIES
+from learn.fastpath.fast_features import step_sketch
+from learn.step_store import compute
+from learn.workload import Workload, of_module
+
+GOLDEN = Path(__file__).with_name("golden_features.json")
+TOLERANCE = 1e-9  # relative: libraries of other machines may round the last digit in another way
+DIGITS = 12
+HOW = (
+    "If this is meant: raise FEATURES_VERSION in featurize/version.py, add a line to its HISTORY, and run "
+    "`python -m tests.learn.golden_features write=true`. Artifacts of the version before are stale then."
+)
+Values = dict[str, dict[str, float | str]]  # kind of features -> name -> value; zeros are left out
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(16, 10),
+    )  # fmt: skip
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.LSTM(24, 32, num_layers=2, batch_first=True), nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x)[0][:, -1])
+
+
+def _attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=96, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 7))
+
+
+MODULES: Mapping[str, Callable[[], Workload]] = {
+    "module_convolutions": lambda: of_module(_convolutions, (6, 3, 33, 33), name="convolutions"),
+    "module_recurrent": lambda: of_module(_Recurrent, (5, 11, 24), name="recurrent"),
+    "module_attention": lambda: of_module(_attention, (3, 17, 64), name="attention"),
+}
+
+
+def golden() -> dict[str, Any]:
+    """`version`: the `FEATURES_VERSION` of the values. `torch`, `timm`: the releases that traced the steps. `cases`:
+    name -> `config` (none for a module), `device`, `training_loop`, `values`."""
+    return json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+def same_libraries(stored: Mapping[str, Any]) -> bool:
+    """Whether the libraries here are those that traced the stored steps."""
+    return _libraries() == {name: stored[name] for name in _libraries()}
+
+
+def values_of(name: str, case: Mapping[str, Any], *, traced: bool = True) -> Values:
+    """What this code computes of a case. `traced=False` leaves the traced step's features out."""
+    spec = load_device(case["device"])
+    values: Values = {}
+    if (mapping := case.get("config")) is None:
+        asked = Case(device=spec.name, training_loop=True, module=MODULES[name]())
+    else:
+        config = config_of_user(mapping)
+        asked = Case(config, spec.name, training_loop=case["training_loop"])
+        values["plan"] = dict(scalar_features(config))
+        if config.family in FAST_FAMILIES:
+            values["fast"] = _of_sketch(config, case["device"])
+    if traced:
+        record = compute(asked)
+        if record.error is not None:
+            raise RuntimeError(f"{name}: {record.error}")
+        values["step"] = dict(record.values)
+        values["graph"] = _of_graph(record.operator_graph())
+    return {kind: {key: value for key, value in found.items() if value != 0} for kind, found in values.items()}
+
+
+def differences(name: str, case: Mapping[str, Any], *, traced: bool = True) -> Iterator[str]:
+    """A line for each value that is not the stored one."""
+    for kind, computed in values_of(name, case, traced=traced).items():
+        stored = case["values"][kind]
+        for key in sorted(stored.keys() | computed.keys()):
+            before, now = stored.get(key, 0.0), computed.get(key, 0.0)
+            if not _same(before, now):
+                yield f"{name}: {kind} {key} is {now}, was {before}"
+
+
+def write() -> None:
+    """Write the values anew. Refused where a value moves and `FEATURES_VERSION` has not been raised."""
+    stored = golden()
+    if stored["version"] == FEATURES_VERSION:
+        moved = [line for name, case in stored["cases"].items() if "values" in case for line in differences(name, case)]
+        if moved:
+            sys.exit("\n".join([*moved, f"{len(moved)} values moved. {HOW}"]))
+    for name, case in stored["cases"].items():
+        case["values"] = {kind: _rounded(found) for kind, found in values_of(name, case).items()}
+    stored |= {"version": FEATURES_VERSION, **_libraries()}
+    lines = [f"  {json.dumps(name)}: {json.dumps(case)}" for name, case in stored.pop("cases").items()]
+    head = json.dumps(stored, indent=1).removesuffix("\n}")
+    GOLDEN.write_text(head + ',\n "cases": {\n' + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
+
+
+def _libraries() -> dict[str, str]:
+    return {name: str(version_of(name)).partition("+")[0] for name in ("torch", "timm")}
+
+
+def _of_sketch(config: TrialConfig, device: str) -> dict[str, float | str]:
+    sketch = step_sketch([config], load_device(device))
+    arrays: dict[str, np.ndarray] = {
+        "value": sketch.values, "replayed": sketch.replayed, "total": sketch.totals, "least_mib": sketch.least_mib,
+    }  # fmt: skip
+    arrays |= {f"base_{name}": array for name, array in sketch.base.items()}
+    return {f"{name}_{i:02}": float(value) for name, array in arrays.items() for i, value in enumerate(array.ravel())}
+
+
+def _of_graph(graph: Mapping[str, np.ndarray]) -> dict[str, float | str]:
+    sums = graph["nodes"].sum(axis=0, dtype=float)
+    columns = {f"sum_{name}": float(total) for name, total in zip(graph["node_columns"], sums, strict=True)}
+    return {"nodes": float(len(graph["nodes"])), "edges": float(graph["edges"].shape[1]), **columns}
+
+
+def _rounded(values: Mapping[str, float | str]) -> dict[str, float | str]:
+    return {key: float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for key, v in values.items()}
+
+
+def _same(before: float | str, now: float | str) -> bool:
+    if isinstance(before, str) or isinstance(now, str):
+        return before == now
+    return math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def main() -> int:
+    """Print a line for each value that moved and return 1 if there is one; `write=true` writes them anew."""
+    torch.set_num_threads(1)
+    if "write=true" in sys.argv[1:]:
+        write()
+        return 0
+    lines = [line for name, case in golden()["cases"].items() for line in differences(name, case)]
+    print("\n".join(lines) or "no value moved")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Features move only with their version: golden values, artifacts of hashes, and source text that changes nothing."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import golden_features
+import pytest
+from golden_features import differences, golden, same_libraries, values_of
+
+from conf.errors import UsageError
+from featurize import kernel_constants, version
+from featurize.families import family_names
+from featurize.kernel_constants import KERNEL_GAP_US
+from featurize.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
+from learn.artifact_files import stamped
+from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
+from learn.fastpath.fast import FastPath
+from learn.legacy_records import legacy_folder_name
+from learn.step_files import record_version
+
+ROOT = Path(__file__).resolve().parents[2]
+STORED = golden()
+CASES = STORED["cases"]
+HASHES = ("40c75313b7a5", "143632fa0067", "199c62bcc1e4")  # of traced steps, of trial configs, of the fast path
+# Of the fast path's sketch over the traced step: step time, memory.
+RATIOS = {
+    "cnn": (0.962, 1.0),
+    "mlp": (1.059, 0.985),
+    "transformer": (0.86, 0.972),
+    "cnn_long": (1.031, 1.0),
+    "mlp_momentum": (1.0, 0.909),
+    "transformer_adam": (0.888, 0.88),
+}
+TRACED_HERE = same_libraries(STORED)  # under other releases, what needs no trace is compared alone
+
+
+def test_the_golden_values_are_of_todays_version():
+    assert STORED["version"] == FEATURES_VERSION, golden_features.HOW
+    assert set(HISTORY) == set(range(1, FEATURES_VERSION + 1)) and all(HISTORY.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_feature_moves_while_the_version_stays(name):
+    lines = list(differences(name, CASES[name], traced=TRACED_HERE))
+    assert not lines, "\n".join([*lines, golden_features.HOW])
+
+
+def test_every_family_has_a_golden_case_and_modules_have_some():
+    assert {case["config"]["family"] for case in CASES.values() if "config" in case} == set(family_names())
+    assert {name for name, case in CASES.items() if "config" not in case} == set(golden_features.MODULES)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        pytest.param("featurize.roofline", "step", marks=pytest.mark.skipif(not TRACED_HERE, reason="other releases")),
+        ("learn.fastpath.fast_features", "fast"),
+    ],
+)
+def test_a_constant_of_kernels_that_differs_in_one_place_moves_golden_values(module, kind, monkeypatch):
+    monkeypatch.setattr(f"{module}.KERNEL_GAP_US", 1.01 * KERNEL_GAP_US)
+    moved = list(differences("mlp", CASES["mlp"], traced=TRACED_HERE))
+    assert moved and all(f"mlp: {kind} " in line for line in moved)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "fast" in case["values"]])
+def test_the_fast_path_s_sketch_keeps_its_ratio_to_the_traced_step(name):
+    """What the fast path starts from and what its teacher traces are of one scheme, with the same constants."""
+    case = CASES[name]
+    sketch, traced = values_of(name, case, traced=False)["fast"], case["values"]["step"]
+    time_ratio = sketch["base_step_time_00"] / (traced["job_step_time_ms"] * (1 - traced.get("job_input_share", 0.0)))
+    memory_ratio = sketch["base_memory_00"] / traced["job_memory_mib"]
+    assert (round(time_ratio, 3), round(memory_ratio, 3)) == RATIOS[name]
+
+
+def test_every_constant_of_kernels_has_one_home():
+    """Nobody else gives a name of `featurize.kernel_constants` a value, and it is read without torch."""
+    names = {name for name in vars(kernel_constants) if name.isupper()}
+    assert "KERNEL_GAP_US" in names and len(names) > 20
+    for path in [*ROOT.glob("featurize/**/*.py"), *ROOT.glob("learn/**/*.py")]:
+        if path.name == "kernel_constants.py":
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            assigned = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            assert not names & assigned, f"{path} gives {names & assigned} a value of its own"
+
+
+def test_values_that_moved_are_not_written_until_the_version_is_raised(tmp_path, monkeypatch):
+    path = tmp_path / "a'; echo foo.json"
+    monkeypatch.setattr(golden_features, "GOLDEN", path)
+    moved = json.loads(json.dumps({**STORED, "cases": {"mlp": CASES["mlp"]}}))
+    moved["cases"]["mlp"]["values"]["plan"]["layers"] += 1
+    path.write_text(json.dumps(moved))
+    with pytest.raises(SystemExit, match=r"plan layers is .*\n.*raise FEATURES_VERSION in featurize/version\.py"):
+        golden_features.write()
+    assert json.loads(path.read_text()) == moved
+    path.write_text(json.dumps({**moved, "version": FEATURES_VERSION - 1}))
+    golden_features.write()
+    assert golden()["version"] == FEATURES_VERSION and not list(differences("mlp", golden()["cases"]["mlp"]))
+
+
+def test_a_hash_of_source_text_counts_as_the_version_that_it_became(monkeypatch):
+    assert FEATURES_VERSION > 1 or all(map(is_current, (FEATURES_STAMP, *HASHES)))
+    assert not any(map(is_current, ("0ld", "2", "", 1, None, HASHES[0][:11])))
+    monkeypatch.setattr(version, "FEATURES_VERSION", 2)
+    monkeypatch.setattr(version, "FEATURES_STAMP", "2")
+    assert is_current("2") and not any(map(is_current, ("1", *HASHES)))
+
+
+@pytest.mark.skipif(FEATURES_VERSION > 1, reason="the artifacts of hashes are stale")
+def test_artifacts_that_carry_a_hash_open_and_those_of_other_hashes_do_not(tmp_path):
+    models = tmp_path / "a'; echo foo"
+    shutil.copytree(DEFAULT_MODELS, models)
+
+    def carry(folder: str, name: str, **stamps: str) -> None:
+        path = models / folder / name
+        path.write_text(json.dumps(stamped(models / folder, {**json.loads(path.read_text()), **stamps}, name)))
+
+    carry("memory", "meta.json", feature_version=HASHES[0])
+    carry("fast", "fast.json", features=HASHES[2], teacher=HASHES[0])
+    assert require_current(open_artifact(models / "memory")).estimator.name == "hybrid"
+    assert FastPath.load(models / "fast").families
+    carry("memory", "meta.json", feature_version="0123456789ab")
+    carry("fast", "fast.json", features="0123456789ab")
+    with pytest.raises(StaleArtifact, match="features 0123456789ab, and this code computes features 1; fit it again"):
+        require_current(open_artifact(models / "memory"))
+    with pytest.raises(UsageError, match="distil it again"):
+        FastPath.load(models / "fast")
+
+
+def test_the_folder_of_stored_features_that_a_hash_named_is_known_by_the_libraries():
+    """As the code wrote that named it so, in an environment of these releases."""
+    here = "torch 2.13.0+cpu timm 1.0.15 torchvision 0.28.0 transformers 5.23.0"
+    assert legacy_folder_name(here) == "7935048a9f7e"
+    assert len({legacy_folder_name(f"torch {release} {'x' * release}") for release in range(1, 140)}) == 139
+
+
+def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):
+    code = tmp_path / "a'; echo foo"
+    for package in ("conf", "featurize", "learn", "warehouse"):
+        shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__", "dist"))
+    for path in (code / "featurize").rglob("*.py"):
+        path.write_text(path.read_text(encoding="utf-8").replace('"""', '""" ', 1), encoding="utf-8")
+    program = (
+        "import featurize, learn.fastpath.fast as fast\n"
+        "from featurize.version import FEATURES_STAMP\n"
+        "from learn.artifacts import DEFAULT_MODELS, open_artifact, require_current\n"
+        "from learn.step_files import record_version\n"
+        "fast.FastPath.load(DEFAULT_MODELS / 'fast'), require_current(open_artifact(DEFAULT_MODELS / 'memory'))\n"
+        "print(featurize.__file__, FEATURES_STAMP, record_version(), sep='\\n')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(code)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(code / "featurize" / "__init__.py"), FEATURES_STAMP, record_version()]
