@@ -21,18 +21,21 @@ from farm.job_records import (
     Doubt,
     Job,
     JobProgress,
+    Lease,
     Task,
     TaskError,
+    UnreadableTask,
     counts_of,
     job_id_for,
     job_of,
     progress_of,
 )
 from farm.queue_file import QUALITIES_TABLE, QueueError, QueueFile
+from farm.queue_values import TASK_COLUMNS, config_hash_of_text, task_of_row
 
 __all__ = [
-    "MIXED_FAMILY", "Added", "Counts", "Doubt", "Job", "JobProgress", "Queue", "QueueError", "Task", "TaskError",
-    "job_id_for",
+    "MIXED_FAMILY", "Added", "Counts", "Doubt", "Job", "JobProgress", "Lease", "Queue", "QueueError", "Task",
+    "TaskError", "UnreadableTask", "job_id_for",
 ]  # fmt: skip
 
 MAX_ATTEMPTS = 3
@@ -51,9 +54,9 @@ _FINISH = (
     "UPDATE tasks SET state = 'done', status = ?, finished_at = ?, due = NULL, "
     f"error = coalesce(?, error), error_at = coalesce(?, error_at) WHERE {_AT} AND state != 'done'"
 )
-_TASK_NAMES = ("job_id", "family", "settings_json", "device", "task_index", "attempt", "config_json")
 _TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and reads every task of the job
-    f"SELECT {', '.join(_TASK_NAMES)} FROM tasks INDEXED BY {{}} JOIN configs USING (job_seq, task_index) "
+    f"SELECT {', '.join(TASK_COLUMNS).replace('attempt', '{}')} FROM tasks INDEXED BY {{}} "
+    "JOIN configs USING (job_seq, task_index) "
     "JOIN jobs ON seq = job_seq "
 )
 # Of one job (?1), of one device (?2), or of all.
@@ -223,8 +226,8 @@ class Queue:
         job_id: str | None = None,
         device: str | None = None,
         share: tuple[int, int] | None = None,
-        held: Collection[Task] = (),
-    ) -> list[Task]:
+        held: Collection[Lease] = (),
+    ) -> list[Task | UnreadableTask]:
         """Up to `limit` tasks for `worker`, held until now + lease_s: highest priority, oldest job, lowest index.
 
         Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
@@ -233,7 +236,7 @@ class Queue:
         """
         rest, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
-        tasks: list[Task] = []
+        tasks: list[Task | UnreadableTask] = []
         with self._file.transaction():
             self._queue_what_is_due(now, held)
             ready = self._file.all(
@@ -245,28 +248,28 @@ class Queue:
                 if wanted <= 0:
                     break
                 rows = self._file.all(
-                    _TASKS.format("tasks_queued")
+                    _TASKS.format("attempt + 1", "tasks_queued")
                     + "WHERE job_seq = ? AND state = 'queued' AND task_index % ? = ? ORDER BY task_index LIMIT ?",
                     (seq, shares, rest, wanted),
                 )
                 if len(rows) < wanted and shares == 1:
                     self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
-                found = [_task(row, further=1) for row in rows]
+                leased = [task_of_row(row) for row in rows]
                 self._file.many(
                     f"UPDATE tasks SET state = 'leased', attempt = ?, due = ?, worker = ? WHERE {_AT}",
-                    [(task.attempt, now + lease_s, worker, seq, task.task_index) for task in found],
+                    [(task.attempt, now + lease_s, worker, seq, task.task_index) for task in leased],
                 )
-                tasks += found
+                tasks += leased
         return tasks
 
-    def renew(self, tasks: Sequence[Task], now: float, lease_s: float) -> int:
+    def renew(self, tasks: Sequence[Lease], now: float, lease_s: float) -> int:
         """Hold these tasks until now + lease_s; how many are still held by this attempt."""
         with self._file.transaction():
             return self._file.many(
                 f"UPDATE tasks SET due = ? WHERE {_HELD}", [(now + lease_s, *self._held(t)) for t in tasks]
             )
 
-    def release(self, tasks: Sequence[Task]) -> int:
+    def release(self, tasks: Sequence[Lease]) -> int:
         """Give back tasks that were not started: no attempt is counted. How many were still held."""
         released = 0
         with self._file.transaction():
@@ -279,7 +282,9 @@ class Queue:
                 self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
         return released
 
-    def finish(self, task: Task, status: str, now: float, error: str | None = None, doubt: Doubt | None = None) -> bool:
+    def finish(
+        self, task: Lease, status: str, now: float, error: str | None = None, doubt: Doubt | None = None
+    ) -> bool:
         """The task's run is durable: done with this status. False if it was done already: drop the result.
 
         Also true for a holder whose lease has expired meanwhile, whoever holds the task now. `doubt`: how the run was
@@ -295,7 +300,7 @@ class Queue:
                 self._tally(seq, doubt)
         return changed == 1
 
-    def retry(self, task: Task, now: float, error: str) -> bool:
+    def retry(self, task: Lease, now: float, error: str) -> bool:
         """The attempt failed through no fault of the trial. True: nothing left to do for the caller.
 
         True: queued again after a backoff, or no longer this holder's, or its job was cancelled. False: that was the
@@ -318,11 +323,11 @@ class Queue:
             )
             return True
 
-    def may_repeat(self, task: Task) -> bool:
+    def may_repeat(self, task: Lease) -> bool:
         """Whether `repeat` queues the task again: it is held, has an attempt left, and its job is not cancelled."""
         return task.attempt < self.max_attempts and self._file.one(_REPEATABLE, self._held(task)) is not None
 
-    def repeat(self, task: Task, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
+    def repeat(self, task: Lease, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
         """The trial ended, but its labels cannot be trusted: queued again after a backoff, if `may_repeat`.
 
         It is one of the task's attempts, as a retry is. False: nothing has changed; finish the task with what there is.
@@ -345,10 +350,12 @@ class Queue:
             [(seq, doubt.quality, reason) for reason in ("", *doubt.reasons)],
         )
 
-    def _backoff_s(self, task: Task) -> float:
+    def _backoff_s(self, task: Lease) -> float:
         return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
 
-    def expired(self, now: float, device: str | None = None, held: Collection[Task] = ()) -> list[Task]:
+    def expired(
+        self, now: float, device: str | None = None, held: Collection[Lease] = ()
+    ) -> list[Task | UnreadableTask]:
         """Tasks whose lease ran out on their last attempt, again at each call until `finish`: land them as crashed.
 
         `held` as in `lease`.
@@ -356,22 +363,23 @@ class Queue:
         with self._file.transaction():
             self._queue_what_is_due(now, held)
             rows = self._file.all(
-                _TASKS.format("tasks_exhausted") + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
+                _TASKS.format("attempt", "tasks_exhausted")
+                + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
                 (None, device),
             )
-        return [_task(row) for row in rows]
+        return [task_of_row(row) for row in rows]
 
-    def leased(self) -> list[Task]:
+    def leased(self) -> list[Task | UnreadableTask]:
         """All tasks that somebody holds, or held last and has not landed."""
-        due = _TASKS.format("tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
-        exhausted = _TASKS.format("tasks_exhausted") + "WHERE state = 'exhausted'"
-        return [_task(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
+        due = _TASKS.format("attempt", "tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
+        exhausted = _TASKS.format("attempt", "tasks_exhausted") + "WHERE state = 'exhausted'"
+        return [task_of_row(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
 
     def void_leases(self) -> int:
         """End every lease, when no holder can be alive any more; how many. Counts as an attempt, as an expiry does."""
         return self._file.change("UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'")
 
-    def is_done(self, task: Task) -> bool:
+    def is_done(self, task: Lease) -> bool:
         """Whether somebody has finished the task."""
         row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
         return row == ("done",)
@@ -430,7 +438,7 @@ class Queue:
             )
         )  # fmt: skip
 
-    def _queue_what_is_due(self, now: float, held: Collection[Task]) -> None:
+    def _queue_what_is_due(self, now: float, held: Collection[Lease]) -> None:
         """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""
         rows = self._file.all(
             "SELECT job_seq, task_index, state, attempt, cancelled_at FROM tasks INDEXED BY tasks_due "
@@ -477,15 +485,13 @@ class Queue:
         """Tasks that are neither done nor cancelled."""
         return self.counts(job_id, device).pending
 
-    def waiting_configs(self, device: str) -> list[str]:
-        """Configs, as JSON, of the tasks of this device that are neither done nor cancelled."""
-        return [
-            text
-            for (text,) in self._file.all(
-                "SELECT config_json FROM tasks JOIN configs USING (job_seq, task_index) JOIN jobs ON seq = job_seq "
-                "WHERE device = ? AND state NOT IN ('done', 'cancelled') ORDER BY job_seq, task_index", (device,),
-            )
-        ]  # fmt: skip
+    def waiting_hashes(self, device: str) -> frozenset[str]:
+        """Return the config hashes of the tasks of this device that are neither done nor cancelled."""
+        rows = self._file.all(
+            "SELECT config_json FROM tasks JOIN configs USING (job_seq, task_index) JOIN jobs ON seq = job_seq "
+            "WHERE device = ? AND state NOT IN ('done', 'cancelled')", (device,),
+        )  # fmt: skip
+        return frozenset(filter(None, (config_hash_of_text(text) for (text,) in rows)))
 
     def next_device(self, job_id: str | None = None) -> str | None:
         """The device of the job to work on next, of those with pending tasks; None when nothing is pending."""
@@ -565,13 +571,8 @@ class Queue:
             self._seqs[job_id] = row[0]
         return self._seqs[job_id]
 
-    def _held(self, task: Task) -> tuple[int, int, int]:
+    def _held(self, task: Lease) -> tuple[int, int, int]:
         return self._seq(task.job_id), task.task_index, task.attempt
-
-
-def _task(row: Sequence, further: int = 0) -> Task:
-    task = dict(zip(_TASK_NAMES, row, strict=True))
-    return Task(**{**task, "attempt": task["attempt"] + further})
 
 
 def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:

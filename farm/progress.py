@@ -8,9 +8,9 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from conf.bars import start_bar
+from warehouse.run import Run
 from warehouse.schema import STATUSES
 
 _RATE_WINDOW_S = 60.0  # the rate is that of the last minute: trials differ in length by orders of magnitude
@@ -65,9 +65,9 @@ class Progress:
         """One line, above the bar where there is one."""
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
-    def landed(self, run: Mapping[str, Any]) -> None:
+    def landed(self, run: Run) -> None:
         """Count one run that has landed."""
-        self._counts[run["status"]] += 1
+        self._counts[run.status] += 1
         self._landed.append(self._clock())
 
     def update(self) -> None:

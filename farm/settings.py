@@ -5,7 +5,6 @@ Start reading at `SubmitSettings.from_config`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from farm.sampling import POLICIES, Limits, checked_batch_sizes
 from farm.space import Space
 from farm.space_limits import require_within_limits
 from featurize.families import family_names
-from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 
@@ -114,16 +112,6 @@ def device_choice(values: dict[str, Any]) -> DeviceChoice:
         memory_limit_mib=values.get("memory_limit_mib"),
         memory_fraction=values.get("memory_fraction"),
     )
-
-
-def device_key(choice: DeviceChoice) -> str:
-    """The device of a job as text: tasks are leased only to workers of the very same device."""
-    return canonical_json(choice.to_mapping())
-
-
-def device_from_key(key: str) -> DeviceChoice:
-    """The device that `device_key` wrote."""
-    return DeviceChoice(**json.loads(key))
 
 
 def trial_settings(values: Mapping[str, Any]) -> TrialSettings:

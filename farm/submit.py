@@ -16,8 +16,9 @@ from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
 from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.queue_copy import queue_to_read
+from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.sampling import sample_range
-from farm.settings import SubmitSettings, device_key
+from farm.settings import SubmitSettings
 from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json
@@ -45,7 +46,7 @@ def entry(cfg) -> int:
     folder = DataFolder.resolve(settings.data)
     if settings.n > ASK_ABOVE:
         examples = _configs(settings, 0, EXAMPLES)
-        texts = [canonical_json(config.to_mapping()) for config in examples]
+        texts = [text_of_config(config) for config in examples]
         require_consent(folder, settings.n - _queued(folder, settings), texts, settings.agreed)
     folder.create()
     with Service.open(folder, log, metrics) as service, Queue.open(folder.queue) as queue:
@@ -73,7 +74,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
         policy=settings.policy,
         priority=settings.priority,
         device=device_key(settings.device),
-        settings_json=canonical_json(settings.trial.to_mapping()),
+        settings_json=text_of_settings(settings.trial),
         submitted_at=time.time(),
     )
     existing = queue.next_index(job_id)
@@ -81,8 +82,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     record_code(settings.space.code_names())  # also of tasks that are queued already
     sampled = _configs(settings, existing, settings.n, rejections)
     configs = (
-        (index, canonical_json(config.to_mapping()))
-        for index, config in enumerate(record_submitted(sampled), start=existing)
+        (index, text_of_config(config)) for index, config in enumerate(record_submitted(sampled), start=existing)
     )
     with StepBar(job_id) as bar:
         counted = configs if quiet else _shown(configs, bar, existing, settings.n)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError
 from farm.jobs import MIXED_FAMILY, Job, Queue
 from farm.journal import Cycle
+from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.ray_executor import ClusterSettings
-from farm.settings import device_key
 from farm.submitted_code import record_submitted
 from featurize.device_spec import device_from_mapping, device_names, load_device, same_device
 from featurize.row_config import code_problem
@@ -104,10 +104,10 @@ def submit_listed(
         seed=seed,
         policy=policy,
         device=device_key(machine.choice),
-        settings_json=canonical_json(trial.to_mapping()),
+        settings_json=text_of_settings(trial),
         submitted_at=time.time(),
     )
-    texts = [canonical_json(config.to_mapping()) for config in record_submitted(config for _, config in configs)]
+    texts = [text_of_config(config) for config in record_submitted(config for _, config in configs)]
     queue.submit(job, zip((index for index, _ in configs), texts, strict=True), time.time())
     told = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
     RunWriter(folder).write_job(

@@ -24,10 +24,10 @@ from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import Cycle, plain
-from farm.settings import device_key
+from farm.queue_values import device_key
 from farm.space import Space
 from featurize.own_code import trusting
-from featurize.trial import TrialConfig, config_from_mapping, config_hash, mapping_hash
+from featurize.trial import TrialConfig, config_from_mapping, config_hash
 from warehouse.folder import DataFolder, write_bytes
 
 _AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
@@ -159,8 +159,7 @@ def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, mach
     if not folder.format_marker.exists():  # a dry run before the first submission
         return Known.nothing()
     known = known_runs(folder, machine.device_name, source=machine.source, environment=environment)
-    waiting = [] if queue is None else queue.waiting_configs(device_key(machine.choice))
-    hashes = {mapping_hash(json.loads(text)) for text in waiting}
+    hashes = frozenset() if queue is None else queue.waiting_hashes(device_key(machine.choice))
     known = thinned(known, _ROWS_AT_MOST, settings.seed)
     return dataclasses.replace(known, measured=known.measured | hashes)
 

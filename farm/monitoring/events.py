@@ -20,6 +20,7 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from conf.outputs import checked_output, folder_problems
+from farm.job_records import Lease
 from workers.worker import TaskSpec
 
 _KEY = "log.file"
@@ -75,17 +76,17 @@ class Events:
         self._handlers.append(handler)
         self._sinks.append(lambda event: handler.handle(_record(json.dumps(event, default=str))))
 
-    def emit(self, event: str, task: TaskSpec | None = None, **fields: Any) -> None:
+    def emit(self, event: str, task: TaskSpec | Lease | None = None, **fields: Any) -> None:
         """Fields that are None are left out."""
         if not self._sinks:
             return
         moment = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
-        told: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
+        entry: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
         if task is not None:
-            told |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
-        told |= {name: value for name, value in fields.items() if value is not None}
+            entry |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
+        entry |= {name: value for name, value in fields.items() if value is not None}
         for sink in self._sinks:
-            sink(told)
+            sink(entry)
 
     def __enter__(self) -> Events:
         return self
