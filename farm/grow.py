@@ -13,13 +13,14 @@ from typing import Any
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
 from conf.plain_text import error_line
-from farm.growth.cycle import Left, Night, message_of
+from farm.growth.cycle import Left, NightWork, message_of
 from farm.growth.machine import environment_now, machine_of
 from farm.growth.notify import notify
 from farm.growth.plan import make_plan
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
+from farm.journal_payloads import CanariesPayload, LandPayload, LearnPayload, RunPayload
 from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.outcomes import EXIT_ALL_FAILED
@@ -77,20 +78,20 @@ def _grow(
             if begun is not None:
                 unfinished, settings = cycles[-1], begun
                 machine, said = machine_of(settings.device, settings.cluster, cycles[:-1])
-                night = Night(folder, queue, journal, settings, machine, service, unfinished, told, told.say)
+                night = NightWork(folder, queue, journal, settings, machine, service, unfinished, told, told.say)
                 said += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
                 said += _budget(settings)
             else:
                 if not models_checked:  # the unfinished cycle is given up, or ended meanwhile
                     require_models(settings.spaces)
                 machine, said = machine_of(settings.device, settings.cluster, cycles)
-                night = Night.begin(folder, queue, journal, settings, machine, service, told, told.say)
+                night = NightWork.begin(folder, queue, journal, settings, machine, service, told, told.say)
                 said += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
         print(said)
         return _see_through(night, settings, told)
 
 
-def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
+def _see_through(night: NightWork, settings: GrowSettings, told: _Told) -> int:
     """Work on the cycle, tell how it ended, and hand that on."""
     try:
         cycle, code = night.work(), 0
@@ -109,14 +110,15 @@ def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
     message = message_of(night.folder, cycle)
     for line in _lines(cycle, message["report"]):
         print(line)
-    if failure := (cycle.done("run") or {}).get("failed"):
-        print(f"error: {failure}", file=sys.stderr)
+    ran = cycle.payload(RunPayload)
+    if ran is not None and ran.failed:
+        print(f"error: {ran.failed}", file=sys.stderr)
         code = code or EXIT_ALL_FAILED
     _hand_on(message, settings, night.service)
     return code
 
 
-def _how_far(night: Night) -> str:
+def _how_far(night: NightWork) -> str:
     """`cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
     where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
     if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
@@ -200,18 +202,18 @@ def _budget(settings: GrowSettings) -> str:
 
 def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
     """The cycle for people."""
-    canaries, learnt = cycle.done("canaries"), cycle.done("learn")
+    canaries = cycle.payload(CanariesPayload)
+    learnt = cycle.payload(LearnPayload)
+    landed = cycle.payload(LandPayload)
     if canaries is not None and cycle.outcome != "sick":
-        yield f"canaries: {canaries['said']}"
-        if drift := canaries.get("drift"):
-            moved = ", ".join(drift["operators"]) or "nothing"
-            stale, again = drift["stale_rows"], drift["remeasure"]
-            yield f"drift: {moved} moved; {stale:,} rows are stale, {again:,} bring them back"
-    for result in (learnt or {}).get("results", ()):
-        yield f"{result['target']}: {result['decision']}: {error_line(result['why'])}"
-    landed = cycle.done("land")
-    for finding in (landed or {}).get("findings", ()):
-        yield f"{finding['severity']}: {finding['rule']}: {finding['count']:,} ({finding['said']})"
+        yield f"canaries: {canaries.said}"
+        if drift := canaries.drift:
+            moved = ", ".join(drift.operators) or "nothing"
+            yield f"drift: {moved} moved; {drift.stale_rows:,} rows are stale, {drift.remeasure:,} bring them back"
+    for result in () if learnt is None else learnt.results:
+        yield f"{result.target}: {result.decision}: {error_line(result.why)}"
+    for finding in () if landed is None else landed.findings:
+        yield f"{finding.severity}: {finding.rule}: {finding.count:,} ({finding.said})"
     yield f"cycle {cycle.name} {cycle.outcome or 'failed; the same command tries again'}: {cycle.said}".rstrip(": ")
     if report is not None:
         yield f"report: {report}"

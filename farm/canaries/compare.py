@@ -9,9 +9,9 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from farm.canaries.runs import LABELS, CanaryRun, Night, causes, read_nights
+from farm.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
 from featurize.families import get_family
 from featurize.layers import rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
@@ -136,20 +136,20 @@ class Verdict:
     def moved(self) -> tuple[Compared, ...]:
         return tuple(entry for entry in self.compared if entry.moved)
 
-    def to_mapping(self, drift: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As the journal's step `canaries` holds it; `drift`: `farm.canaries.drift.Drift.to_mapping`."""
-        return {
-            "verdict": self.verdict,
-            "said": self.said,
-            "device_name": self.device_name,
-            "source": self.source,
-            "environment": dict(self.environment),
-            "before": None if self.before is None else dict(self.before),
-            "runs": self.runs,
-            "compared": [{**asdict(entry), "run_ids": list(entry.run_ids)} for entry in self.compared],
-            "causes": list(self.causes),
-            "drift": None if drift is None else dict(drift),
-        }
+    def payload(self, drift: DriftPayload | None = None) -> CanariesPayload:
+        """Return it as the journal keeps it, with what drifted."""
+        return CanariesPayload(
+            verdict=self.verdict,
+            said=self.said,
+            environment=dict(self.environment),
+            runs=self.runs,
+            device_name=self.device_name,
+            source=self.source,
+            before=None if self.before is None else dict(self.before),
+            compared=tuple(ComparedLabel(**asdict(entry)) for entry in self.compared),
+            causes=self.causes,
+            drift=drift,
+        )
 
 
 def compare(

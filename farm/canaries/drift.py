@@ -12,7 +12,6 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from farm.canaries.compare import Compared, Verdict, compare_canaries, finals, h
 from farm.canaries.operators import OPERATORS, WEIGHT_UPDATES, operators_of
 from farm.canaries.runs import LABELS, read_nights
 from farm.choosing.coverage import Map
+from farm.journal_payloads import DriftPayload
 from featurize.device_spec import same_device
 from featurize.row_config import config_of_row, problem_of
 from featurize.trial import TrialConfig, config_hash
@@ -51,19 +51,19 @@ class Drift:
     marks: tuple[Mark, ...]
     families: Mapping[str, str]
 
-    def to_mapping(self, remeasured: int) -> dict[str, Any]:
-        """As `Verdict.to_mapping` takes it; `remeasured`: configs to measure again."""
-        operators = {run_id: set() for run_id in self.families}
+    def payload(self, remeasured: int) -> DriftPayload:
+        """Return it as the journal keeps it. `remeasured`: configurations to measure again."""
+        operators: dict[str, set[str]] = {run_id: set() for run_id in self.families}
         for mark in self.marks:
             operators[mark.run_id].update(mark.operators)
-        return {
-            "operators": {label: list(found) for label, found in self.operators.items()},
-            "stale_rows": len(self.families),
-            "stale_by_family": dict(Counter(self.families.values()).most_common()),
-            "stale_by_operator": dict(Counter(name for found in operators.values() for name in found).most_common()),
-            "remeasure": remeasured,
-            "moved": list(self.moved),
-        }
+        return DriftPayload(
+            operators=dict(self.operators),
+            stale_rows=len(self.families),
+            stale_by_family=dict(Counter(self.families.values()).most_common()),
+            stale_by_operator=dict(Counter(name for names in operators.values() for name in names).most_common()),
+            remeasure=remeasured,
+            moved=self.moved,
+        )
 
 
 def drift_of(data, verdict: Verdict, *, forget: Collection[str] = ()) -> Drift | None:

@@ -10,7 +10,8 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -161,27 +162,38 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
     return total
 
 
-def job_figures(folder: DataFolder, job_id: str) -> dict[str, Any]:
-    """Runs of a job by status and family, their workers' seconds, and the energy of their windows."""
+@dataclass(frozen=True, kw_only=True)
+class JobFigures:
+    """Runs of a job by status and family, their workers' seconds, and the energy of their windows in J."""
+
+    by_status: Mapping[str, int]
+    by_family: Mapping[str, int]
+    gpu_seconds: float
+    energy_j: float | None  # None where no run has it
+
+    @property
+    def runs(self) -> int:
+        return sum(self.by_status.values())
+
+
+def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
+    """Return the figures of a job's runs."""
     rows = _ask(
         folder,
         "SELECT family, status, count(*), sum(wall_s), sum(energy_j) FROM runs WHERE job_id = ? "
         "GROUP BY ALL ORDER BY ALL",
         [job_id],
     )
-    by_status: dict[str, int] = {}
-    by_family: dict[str, int] = {}
+    by_status: Counter[str] = Counter()
+    by_family: Counter[str] = Counter()
     for family, status, count, *_ in rows:
-        by_status[status] = by_status.get(status, 0) + count
-        by_family[family] = by_family.get(family, 0) + count
+        by_status[status] += count
+        by_family[family] += count
     energies = [row[4] for row in rows if row[4] is not None]
-    return {
-        "runs": sum(by_status.values()),
-        "by_status": by_status,
-        "by_family": by_family,
-        "gpu_seconds": sum(row[3] or 0.0 for row in rows),
-        "energy_j": sum(energies) if energies else None,
-    }
+    return JobFigures(
+        by_status=dict(by_status), by_family=dict(by_family), gpu_seconds=sum(row[3] or 0.0 for row in rows),
+        energy_j=sum(energies) if energies else None,
+    )  # fmt: skip
 
 
 def tasks_run(folder: DataFolder, job_id: str) -> set[int]:

@@ -24,6 +24,7 @@ from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import Cycle, plain
+from farm.journal_payloads import ChoicePayload, RunPayload
 from farm.queue_values import device_key
 from farm.space import Space
 from featurize.own_code import trusting
@@ -52,10 +53,15 @@ class Plan:
     summary: Summary | None
     next_index: Mapping[str, int]
 
-    def payload(self) -> dict[str, Any]:
-        """For the journal, beside the file."""
-        told = {} if self.summary is None else plain(self.summary.to_mapping())
-        return {**told, "runs": len(self.configs), "remeasured": self.again, "next_index": dict(self.next_index)}
+    def payload(self, path: str | None = None) -> ChoicePayload:
+        """Return it as the journal keeps it, beside its file at `path`."""
+        beside = ChoicePayload(
+            plan=path, runs=len(self.configs), remeasured=self.again, next_index=dict(self.next_index)
+        )  # fmt: skip
+        if self.summary is None:
+            return beside
+        about = {name: value for name, value in plain(self.summary.to_mapping()).items() if name != "runs"}
+        return dataclasses.replace(beside, **about)
 
     def write(self, folder: DataFolder, cycle: str) -> str:
         """Write `growth/plans/CYCLE.json` and return its path in the folder."""
@@ -77,8 +83,10 @@ class Planned:
     place: tuple[str, int] | None
 
 
-def read_plan(folder: DataFolder, path: str, spaces: Sequence[Space] = ()) -> list[Planned]:
+def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()) -> list[Planned]:
     """What `Plan.write` wrote. It is data of the folder: it names code only that this command's `spaces` name."""
+    if path is None:
+        raise UsageError(f"the journal of {folder.root} names no plan for this cycle")
     try:
         entries = read_json(folder.root / path)
     except ValueError as error:
@@ -99,13 +107,13 @@ def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> di
 
     Nothing for policies that have looked at all candidates: what they left is behind them.
     """
-    found: dict[str, int] = {}
+    first_left: dict[str, int] = {}
     if policy in TAKES_FIRST:
         for index, entry in enumerate(planned):
             if index not in ran and entry.place is not None:
                 sequence, place = entry.place
-                found[sequence] = min(place, found.get(sequence, place))
-    return found
+                first_left[sequence] = min(place, first_left.get(sequence, place))
+    return first_left
 
 
 def make_plan(
@@ -195,8 +203,9 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
     """Where each sequence goes on, by all cycles that have chosen."""
     positions: dict[str, int] = {}
     for cycle in cycles:
-        for step in ("choose", "run"):  # a night that was cut off corrects what it had chosen
-            positions.update((cycle.done(step) or {}).get("next_index", {}))
+        # A night that was cut off corrects what it had chosen.
+        for payload in (cycle.payload(ChoicePayload), cycle.payload(RunPayload)):
+            positions.update({} if payload is None else payload.next_index)
     return positions
 
 

@@ -6,12 +6,13 @@ Start reading at `watch`; `farm.canaries` compares, and finds what moved with th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from farm.canaries.compare import Verdict, canary_configs, compare, unconfirmed
 from farm.canaries.drift import drift_of, remeasure
 from farm.canaries.operators import operators_of
 from farm.journal import Cycle
+from farm.journal_payloads import CanariesPayload
 from featurize.trial import TrialConfig, config_hash
 from warehouse.stale import Mark, write_marks
 
@@ -30,7 +31,7 @@ def watch(
     cycle: Cycle,
     earlier: Sequence[Cycle],
     measure: Callable[[str, Sequence[tuple[int, TrialConfig]], int], str | None],
-) -> dict[str, Any]:
+) -> CanariesPayload:
     """Run the canaries on every GPU and compare them with the nights before; marks what drift has made stale.
 
     Once more what moved, where a canary ran only once: one odd run is no verdict. May be killed and called again.
@@ -61,13 +62,13 @@ def watch(
         write_marks(folder, cycle.name, _of_moved(verdict), marked_at=marked_at)
     drift = drift_of(folder, verdict, forget=forget)
     if drift is None:
-        return verdict.to_mapping()
+        return verdict.payload()
     write_marks(folder, cycle.name, drift.marks, marked_at=marked_at)
-    return verdict.to_mapping(drift.to_mapping(len(remeasure(*where, verdict.environment))))
+    return verdict.payload(drift.payload(len(remeasure(*where, verdict.environment))))
 
 
-def _none(said: str) -> dict[str, Any]:
-    return {"verdict": "none", "said": said, "environment": None, "runs": 0}
+def _none(reason: str) -> CanariesPayload:
+    return CanariesPayload(verdict="none", said=reason)
 
 
 def stale_first(
@@ -94,17 +95,18 @@ def _of_moved(verdict: Verdict) -> list[Mark]:
 def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
     """Hashes of the canaries that failed in the newest night whose labels the user accepted."""
     night = next((cycle for cycle in reversed(earlier) if cycle.settings.get("canaries") == ACCEPT), None)
-    payload = (night.done("canaries") if night else None) or {}
-    return {entry["config_hash"] for entry in payload.get("compared", ()) if entry["label"] == "status"}
+    canaries = None if night is None else night.payload(CanariesPayload)
+    return {entry.config_hash for entry in canaries.compared if entry.label == "status"} if canaries else set()
 
 
 def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
     """Jobs of canaries that are no history: those of sick nights, and all before the user accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
-    forgotten = [
-        cycle
-        for place, cycle in enumerate(earlier)
-        if place < from_here or (cycle.done("canaries") or {}).get("verdict") == "sick"
-    ]
+    forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]
     return {cycle.job(kind) for cycle in forgotten for kind in (FIRST, AGAIN)}
+
+
+def _was_sick(cycle: Cycle) -> bool:
+    canaries = cycle.payload(CanariesPayload)
+    return canaries is not None and canaries.verdict == "sick"
