@@ -16,7 +16,7 @@ from types import FrameType
 
 from farm.executors import Completion, Executor, InlineExecutor
 from farm.job_records import run_id_of
-from farm.jobs import MIXED_FAMILY, Doubt, Queue, Task, UnreadableTask
+from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, Task, UnreadableTask
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
 from farm.outcomes import JobOutcomes
@@ -153,8 +153,8 @@ class Dispatcher:
             self._expect_back(spec)
             self._service.events.emit("handed_out", spec, worker=worker)
             self._executor.submit(worker, spec, None if upcoming is None else self._spec(upcoming))
-        for task in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
-            self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
+        for expired in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
+            self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
 
     def _spec(self, task: Task) -> TaskSpec:
         return task_spec(task, own_code=self._code.decide(task.config)[0])
@@ -363,7 +363,7 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
             "SELECT run_id, status, quality, quality_reasons FROM runs JOIN wanted USING (run_id)"
         ).fetchall()
     landed: dict[str, dict[int, str]] = {}
-    doubts: dict[str, dict[int, Doubt]] = {}
+    doubts: dict[str, dict[int, RunDoubt]] = {}
     for run_id, status, quality, reasons in rows:
         job_id, index = tasks[run_id]
         landed.setdefault(job_id, {})[index] = status

@@ -48,7 +48,7 @@ class Submission:
 
     def undo(self) -> None:
         """Take the tasks out again, and make the job what it was. Tasks that were started stay, and so their job."""
-        (seq,) = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (self._job_id,))
+        (seq,) = self._file.only("SELECT seq FROM jobs WHERE job_id = ?", (self._job_id,))
         for first, last in self._ranges:
             for low in range(first, last + 1, _TASKS_AT_ONCE):
                 with self._file.transaction():
@@ -92,7 +92,7 @@ class Submission:
 
     def _shrink(self) -> None:
         """Give the disk back what the tasks took, where most of the file is free now; else later tasks take it."""
-        (free,), (pages,) = (self._file.one(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
+        (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
         if 2 * free > pages:
             with contextlib.suppress(QueueError, ValueError):  # somebody reads: the room is reused
                 self._file.all("VACUUM")

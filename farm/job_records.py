@@ -139,7 +139,7 @@ class TaskError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doubt:
+class RunDoubt:
     """How a run that is not trusted was judged: `quality` is suspect, untrusted, or repeated where it was run again."""
 
     quality: str
@@ -174,7 +174,7 @@ def counts_of(tallies: Iterable[tuple[str, str | None, int]]) -> Counts:
     for state, status, count in tallies:
         states[state] = states.get(state, 0) + count
         if state == "done":
-            statuses[status] = statuses.get(status, 0) + count
+            statuses[status or ""] = statuses.get(status or "", 0) + count
     return Counts(
         queued=states.get("queued", 0) + states.get("waiting", 0),
         waiting=states.get("waiting", 0),

@@ -18,10 +18,10 @@ from farm.job_records import (
     MIXED_FAMILY,
     Added,
     Counts,
-    Doubt,
     Job,
     JobProgress,
     Lease,
+    RunDoubt,
     Task,
     TaskError,
     UnreadableTask,
@@ -34,8 +34,19 @@ from farm.queue_file import QUALITIES_TABLE, QueueError, QueueFile
 from farm.queue_values import TASK_COLUMNS, config_hash_of_text, task_of_row
 
 __all__ = [
-    "MIXED_FAMILY", "Added", "Counts", "Doubt", "Job", "JobProgress", "Lease", "Queue", "QueueError", "Task",
-    "TaskError", "UnreadableTask", "job_id_for",
+    "MIXED_FAMILY",
+    "Added",
+    "Counts",
+    "Job",
+    "JobProgress",
+    "Lease",
+    "Queue",
+    "QueueError",
+    "RunDoubt",
+    "Task",
+    "TaskError",
+    "UnreadableTask",
+    "job_id_for",
 ]  # fmt: skip
 
 MAX_ATTEMPTS = 3
@@ -148,7 +159,7 @@ class Queue:
         while chunk := list(islice(pairs, SUBMIT_CHUNK)):
             with self._file.transaction(durable=True):
                 # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
-                (runs,) = self._file.one("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
+                (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                 state = "queued" if runs else "cancelled"
                 submission.adds([index for index, _ in chunk])
                 new = self._file.many(
@@ -188,11 +199,11 @@ class Queue:
 
     def _new_seq(self, job_id: str) -> int:
         """The number of a new job: no other has it or had it. One that was removed gets its own again."""
-        (highest,) = self._file.one("SELECT coalesce(max(seq), 0) FROM jobs")
+        (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
             return highest + 1
         own = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
-        (removed,) = self._file.one("SELECT coalesce(max(seq), 0) FROM removed_jobs")
+        (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
         return max(highest, removed) + 1 if own is None else own[0]
 
     def next_index(self, job_id: str) -> int:
@@ -201,8 +212,8 @@ class Queue:
         Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
         """
         of_job = "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)"
-        (following,) = self._file.one(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
-        (held,) = self._file.one(f"SELECT coalesce(sum(count), 0) FROM tallies {of_job}", (job_id,))
+        (following,) = self._file.only(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
+        (held,) = self._file.only(f"SELECT coalesce(sum(count), 0) FROM tallies {of_job}", (job_id,))
         return following if held == following else 0
 
     def cancel(self, job_id: str, now: float) -> int:
@@ -283,7 +294,7 @@ class Queue:
         return released
 
     def finish(
-        self, task: Lease, status: str, now: float, error: str | None = None, doubt: Doubt | None = None
+        self, task: Lease, status: str, now: float, error: str | None = None, doubt: RunDoubt | None = None
     ) -> bool:
         """The task's run is durable: done with this status. False if it was done already: drop the result.
 
@@ -340,10 +351,10 @@ class Queue:
                 f"UPDATE tasks SET state = 'waiting', due = ?, error = ?, error_at = ?, worker = NULL WHERE {_HELD}",
                 (now + self._backoff_s(task), *_error_values(why, now), *self._held(task)),
             )
-            self._tally(self._seq(task.job_id), Doubt(quality="repeated", reasons=tuple(reasons)))
+            self._tally(self._seq(task.job_id), RunDoubt(quality="repeated", reasons=tuple(reasons)))
             return True
 
-    def _tally(self, seq: int, doubt: Doubt) -> None:
+    def _tally(self, seq: int, doubt: RunDoubt) -> None:
         self._file.change(QUALITIES_TABLE)
         self._file.many(
             "INSERT INTO qualities VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1",
@@ -384,7 +395,7 @@ class Queue:
         row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
         return row == ("done",)
 
-    def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, Doubt] | None = None) -> int:
+    def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
         """Done, because their runs were found durable in the warehouse: index -> status. How many were not yet."""
         seq, done = self._seq(job_id), 0
         with self._file.transaction():
@@ -422,12 +433,12 @@ class Queue:
     def indexes(self, *states: str) -> dict[str, set[int]]:
         """The tasks in any of these states (see `farm.queue_file`): job id -> indexes."""
         marks = ", ".join("?" * len(states))
-        found: dict[str, set[int]] = {}
+        indexes: dict[str, set[int]] = {}
         for job_id, index in self._file.all(
             f"SELECT job_id, task_index FROM tasks JOIN jobs ON seq = job_seq WHERE state IN ({marks})", states
         ):
-            found.setdefault(job_id, set()).add(index)
-        return found
+            indexes.setdefault(job_id, set()).add(index)
+        return indexes
 
     def families(self, job_id: str) -> dict[int, str]:
         """Return the family of each task of the job, which for a mixed job its config says: index -> family."""
@@ -474,7 +485,7 @@ class Queue:
 
     def job(self, job_id: str) -> Job:
         """One job; an unknown id raises `UsageError` listing the known ones."""
-        return job_of(self._file.one(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
+        return job_of(self._file.only(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
 
     def counts(self, job_id: str | None = None, device: str | None = None) -> Counts:
         """Tasks by state: of one job, of all jobs for one device, or of all."""
@@ -513,17 +524,17 @@ class Queue:
             f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
             "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq", (only,),
         )  # fmt: skip
-        found = []
+        progress = []
         for seq, complete, cancelled, *row in jobs:
             counts = counts_of(tallies.get(seq, []))
             recent, first_at = 0, None
             if counts.pending:
-                recent, first_at = self._file.one(
+                recent, first_at = self._file.only(
                     "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
                     "WHERE job_seq = ? AND finished_at >= ?", (seq, now - window_s),
                 )  # fmt: skip
-            found.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
-        return found
+            progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
+        return progress
 
     def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
         return self._file.all(
@@ -545,19 +556,19 @@ class Queue:
         """Runs that are not trusted: job id -> suspect, untrusted or repeated -> reason, or empty for all -> runs."""
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'qualities'") is None:
             return {}
-        found: dict[str, dict[str, dict[str, int]]] = {}
+        counts: dict[str, dict[str, dict[str, int]]] = {}
         for job_id, quality, reason, count in self._file.all(
             "SELECT job_id, quality, reason, count FROM qualities JOIN jobs ON seq = job_seq ORDER BY 1, 2, 4 DESC, 3"
         ):
-            found.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
-        return found
+            counts.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
+        return counts
 
     def next_due(self, now: float) -> float | None:
         """When `lease` or `expired` next has something to give: `now` if at once, None if nothing is on its way."""
         for state in ("queued", "exhausted"):
             if self._file.one(f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"):
                 return now
-        due = self._file.one("SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')")[0]
+        (due,) = self._file.only("SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')")
         return None if due is None else max(due, now)
 
     def _seq(self, job_id: str) -> int:

@@ -6,7 +6,6 @@ Start reading at `Payload`; `payload_of` reads them back, also those of other ve
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -66,7 +65,7 @@ class DriftPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class CanariesPayload(Payload):
-    """What the canaries say of the machine, see `farm.canaries.compare.Verdict`. `device_name` None: none ran."""
+    """What the canaries say of the machine, see `farm.canaries.compare.CanaryVerdict`. `device_name` None: none ran."""
 
     step: ClassVar[str] = "canaries"
 
@@ -225,18 +224,20 @@ def payload_of(kind: type[T], values: Mapping[str, Any]) -> T:
 def _dataclass_of(kind: type[T], values: object, path: str) -> T:
     if not isinstance(values, Mapping):
         raise ValueError(f"{path or 'the payload'} must be an object, got {shown(values)}")
-    read = {
-        name: _value_of(annotation, values[name], f"{path}.{name}" if path else name)
-        for name, annotation in _fields(kind).items()
-        if name in values
-    }
+    read: dict[str, Any] = {}
+    for name, annotation in _annotations(kind).items():
+        if name in values and typing.get_origin(annotation) is not ClassVar:
+            read[name] = _value_of(annotation, values[name], f"{path}.{name}" if path else name)
     return kind(**read)
 
 
-@functools.cache
-def _fields(kind: type) -> dict[str, Any]:
-    annotations = typing.get_type_hints(kind)
-    return {name: one for name, one in annotations.items() if typing.get_origin(one) is not ClassVar}
+_of_kind: dict[type, dict[str, Any]] = {}  # type -> its annotations, which take longer to resolve than to use
+
+
+def _annotations(kind: type) -> dict[str, Any]:
+    if kind not in _of_kind:
+        _of_kind[kind] = typing.get_type_hints(kind)
+    return _of_kind[kind]
 
 
 def _value_of(annotation: Any, value: Any, path: str) -> Any:

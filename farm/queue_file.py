@@ -182,6 +182,12 @@ class QueueFile:
         rows = self.all(sql, values)
         return rows[0] if rows else None
 
+    def only(self, sql: str, values: Sequence = ()) -> tuple:
+        """The row of a statement that always gives one."""
+        row = self.one(sql, values)
+        assert row is not None, sql
+        return row
+
     def change(self, sql: str, values: Sequence = ()) -> int:
         """How many rows were changed."""
         try:

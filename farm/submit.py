@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
 from conf.cli import command
@@ -18,7 +19,7 @@ from farm.monitoring.service import Service, service_settings
 from farm.queue_copy import queue_to_read
 from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.sampling import sample_range
-from farm.settings import SubmitSettings
+from farm.settings import SubmitSettings, values_of
 from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json
@@ -26,23 +27,24 @@ from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import choose_device
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 _RULES_SHOWN = 3
 _DRAWN_EVERY = 2000  # trials
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Queue the job that `cfg` describes and work it off; 130 when it was interrupted."""
-    from omegaconf import OmegaConf
-
     settings = SubmitSettings.from_config(cfg)
-    choice, said = choose_device(settings.device)
+    choice, device_line = choose_device(settings.device)
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(_configs(settings, 0, 1))
     require_models([settings.space])
     if not settings.detach:
         settings.cluster.check_address()
-    log, metrics = service_settings(OmegaConf.to_container(cfg, resolve=True))
+    log, metrics = service_settings(values_of(cfg))
     folder = DataFolder.resolve(settings.data)
     if settings.n > ASK_ABOVE:
         examples = _configs(settings, 0, EXAMPLES)
@@ -54,7 +56,7 @@ def entry(cfg) -> int:
         if settings.detach:
             print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
             return 0
-        print(said + ("; one worker, as cluster=inline has" if settings.cluster.kind == "inline" else ""))
+        print(device_line + ("; one worker, as cluster=inline has" if settings.cluster.kind == "inline" else ""))
         return work(folder, queue, settings.cluster, job_id=job_id, service=service)
 
 

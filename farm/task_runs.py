@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from farm.executors import Completion
-from farm.job_records import Doubt, Task, UnreadableTask
+from farm.job_records import RunDoubt, Task, UnreadableTask
 from featurize.trial import mapping_hash
 from warehouse.run import JSON_COLUMNS, Run
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
@@ -75,10 +75,9 @@ def _checked(result: object, task: Task) -> RunResult:
         if getattr(result.run, name) != getattr(task, name):
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
             raise ValueError(f"{name} must be {getattr(task, name)!r}, got {answer}")
-    texts = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
-    mappings = {name: _bounded(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
-    known = {"attempt": task.attempt, "config": task.config.to_mapping()}
-    run = dataclasses.replace(result.run, **{**texts, **mappings, **known})
+    storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
+    storable |= {name: _bounded(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
+    run = dataclasses.replace(result.run, **storable, attempt=task.attempt, config=task.config.to_mapping())
     return RunResult(
         run=run,
         telemetry=result.telemetry,
@@ -106,11 +105,11 @@ def _bounded(values: object) -> Mapping[str, Any] | None:
         return None
 
 
-def doubt_of(quality: str | None, reasons: Iterable[str]) -> Doubt | None:
+def doubt_of(quality: str | None, reasons: Iterable[str]) -> RunDoubt | None:
     """Return how a run was judged; None for one that is trusted, or that nobody judged."""
     if quality in (None, "trusted"):
         return None
-    return Doubt(quality=quality, reasons=tuple(safe_text(reason) for reason in reasons))
+    return RunDoubt(quality=quality, reasons=tuple(safe_text(reason) for reason in reasons))
 
 
 def reason_lines(run: Run) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
@@ -21,17 +22,19 @@ from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_executor import ClusterSettings
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
+from farm.settings import values_of
 from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _LOOK_AGAIN_S = 2.0
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Work off the whole queue; 130 when interrupted, 1 where every trial of a job failed."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(cfg, resolve=True)
+    values = values_of(cfg)
     if not isinstance(values["wait"], bool):
         raise UsageError(f"wait must be true or false, got {values['wait']!r}")
     trust = parse_trust(values["trust"])

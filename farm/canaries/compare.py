@@ -5,16 +5,18 @@ Start reading at `canary_configs`, what runs, then `compare`, what it says.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from farm.canaries.runs import LABELS, CanaryRun, Night, causes, read_nights
+from farm.canaries.runs import LABELS, CanaryNight, CanaryRun, causes, read_nights
 from farm.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
 from featurize.families import get_family
 from featurize.layers import rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
+from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT
 from warehouse.writer import RUN_RATIOS
 
@@ -107,7 +109,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class CanaryVerdict:
     """What tonight's canaries say of the machine.
 
     verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
@@ -153,7 +155,7 @@ class Verdict:
 
 
 def compare(
-    data,
+    data: str | os.PathLike | DataFolder,
     device_name: str,
     source: str,
     job_ids: Collection[str],
@@ -161,7 +163,7 @@ def compare(
     forget: Collection[str] = (),
     shared: bool = False,
     accepted: Collection[str] = (),
-) -> Verdict:
+) -> CanaryVerdict:
     """What the canaries of the jobs `job_ids` say, against those of earlier jobs on that device, with that source.
 
     Compared is with the history of the very same environment, however long ago, else with that of the newest night:
@@ -177,7 +179,7 @@ def compare(
     ).verdict()
 
 
-def unconfirmed(verdict: Verdict) -> tuple[TrialConfig, ...]:
+def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
     """The canaries that moved and ran only once tonight, or once on the GPU where they did: to be run twice more before
     the verdict counts."""
     once = {entry.config_hash for entry in verdict.moved if len(entry.run_ids) == 1}
@@ -186,17 +188,27 @@ def unconfirmed(verdict: Verdict) -> tuple[TrialConfig, ...]:
 
 class _Comparison:
     def __init__(
-        self, data, device_name, source, job_ids, shared: bool, tonight: Night | None, earlier: Sequence[Night],
+        self,
+        data: str | os.PathLike | DataFolder,
+        device_name: str,
+        source: str,
+        job_ids: Collection[str],
+        shared: bool,
+        tonight: CanaryNight | None,
+        earlier: Sequence[CanaryNight],
         accepted: frozenset[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._data = data
+        self._device_name = device_name
+        self._source = source
+        self._job_ids = tuple(job_ids)
         self._shared = shared
         self._accepted = accepted
         self._tonight = tonight
         self._earlier = [night for night in earlier if history_of([night])]
-        self._where = {"device_name": device_name, "source": source, "job_ids": job_ids}
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CanaryVerdict:
+        why: tuple[str, ...]
         if self._tonight is None:
             return self._verdict("none", "no canary ran", None, (), ())
         runs = finals(self._tonight)
@@ -209,7 +221,7 @@ class _Comparison:
                 return self._verdict("sick", said, None, entries, why)
             if failed := [entry for entry in entries if entry.moved]:
                 why = self._causes(runs, {}, failed)
-                names = dict.fromkeys(entry.name for entry in failed)
+                names = list(dict.fromkeys(entry.name for entry in failed))
                 said = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
                 return self._verdict("sick", said, None, entries, why)
             doubted = [e for e in entries if e.label == "quality"]
@@ -257,27 +269,36 @@ class _Comparison:
             found.append((runs[config_hash], history.get(config_hash, ()), lost))
         return causes(self._data, found)
 
-    def _verdict(self, verdict: str, said: str, before: tuple | None, entries, why) -> Verdict:
-        def named(values: tuple | None) -> dict[str, str | None] | None:
-            return None if values is None else dict(zip(ENVIRONMENT, values, strict=True))
+    def _verdict(
+        self,
+        verdict: str,
+        said: str,
+        before: tuple[str | None, ...] | None,
+        entries: Sequence[Compared],
+        why: Sequence[str],
+    ) -> CanaryVerdict:
+        def named(values: tuple[str | None, ...]) -> dict[str, str | None]:
+            return dict(zip(ENVIRONMENT, values, strict=True))
 
         night = self._tonight
-        return Verdict(
+        return CanaryVerdict(
             verdict=verdict,
             said=said,
             environment=named(night.environment if night else (None,) * len(ENVIRONMENT)),
-            before=named(before),
-            newest=named(self._earlier[-1].environment if self._earlier else None),
+            before=None if before is None else named(before),
+            newest=named(self._earlier[-1].environment) if self._earlier else None,
             runs=len(night.runs) if night else 0,
             shared=self._shared,
             compared=tuple(entries),
             causes=tuple(why),
             configs={run.config_hash: run.config for run in night.runs} if night else {},
-            **self._where,
+            device_name=self._device_name,
+            source=self._source,
+            job_ids=self._job_ids,
         )
 
 
-def finals(night: Night) -> dict[str, tuple[CanaryRun, ...]]:
+def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
     """config_hash -> its runs of the night; attempts that were run again are no runs."""
     found: dict[str, list[CanaryRun]] = {}
     for run in night.runs:
@@ -286,7 +307,7 @@ def finals(night: Night) -> dict[str, tuple[CanaryRun, ...]]:
     return {config_hash: tuple(runs) for config_hash, runs in found.items()}
 
 
-def history_of(nights: Sequence[Night]) -> dict[str, tuple[CanaryRun, ...]]:
+def history_of(nights: Sequence[CanaryNight]) -> dict[str, tuple[CanaryRun, ...]]:
     """config_hash -> its trusted runs of these nights that are ok, oldest first. A failure says nothing of labels."""
     found: dict[str, list[CanaryRun]] = {}
     for night in nights:
@@ -369,8 +390,8 @@ def _of_canary(
     for label, unit in LABELS.items():
         if shared and label not in _OF_SHARED:
             continue
-        known = [run.labels[label] for run in history if run.labels[label] is not None]
-        seen = [run.labels[label] for run in trusted if run.status == "ok" and run.labels[label] is not None]
+        known = [value for run in history if (value := run.labels[label]) is not None]
+        seen = [value for run in trusted if run.status == "ok" and (value := run.labels[label]) is not None]
         before, now = (statistics.median(values) if values else None for values in (known, seen))
         if before is None:
             if now is not None:

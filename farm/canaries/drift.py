@@ -17,7 +17,7 @@ import numpy as np
 
 import warehouse
 from conf.errors import UsageError
-from farm.canaries.compare import Compared, Verdict, compare_canaries, finals, history_of
+from farm.canaries.compare import CanaryVerdict, Compared, compare_canaries, finals, history_of
 from farm.canaries.operators import OPERATORS, WEIGHT_UPDATES, operators_of
 from farm.canaries.runs import LABELS, read_nights
 from farm.choosing.coverage import Map
@@ -66,7 +66,7 @@ class Drift:
         )
 
 
-def drift_of(data, verdict: Verdict, *, forget: Collection[str] = ()) -> Drift | None:
+def drift_of(data, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> Drift | None:
     """What the change of the environment since the night before did to the rows measured so far.
 
     None where the environment is the same, or the machine is sick. Each environment that rows were measured in is
@@ -149,7 +149,7 @@ def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
     return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
 
 
-def _rows(data, verdict: Verdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
+def _rows(data, verdict: CanaryVerdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
     """The rows of that environment that can be learned from, with their configs."""
     columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
@@ -172,7 +172,9 @@ def _config(text: str | None) -> TrialConfig | None:
         return None
 
 
-def _marks(row: Mapping, config: TrialConfig, affected: Mapping, shifts: Mapping, verdict: Verdict) -> Iterator[Mark]:
+def _marks(
+    row: Mapping, config: TrialConfig, affected: Mapping, shifts: Mapping, verdict: CanaryVerdict
+) -> Iterator[Mark]:
     own = None
     for label, moved in affected.items():
         if row[label] is None and not (label == _MEMORY and row["status"] == "oom"):

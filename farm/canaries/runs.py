@@ -60,7 +60,7 @@ class CanaryRun:
 
 
 @dataclass(frozen=True)
-class Night:
+class CanaryNight:
     """The canaries of one job, in the environment that they ran in (values of `ENVIRONMENT`)."""
 
     environment: tuple[str | None, ...]
@@ -69,7 +69,7 @@ class Night:
 
 def read_nights(
     data, device_name: str, source: str, tonight: Collection[str], forget: Collection[str]
-) -> tuple[Night | None, list[Night]]:
+) -> tuple[CanaryNight | None, list[CanaryNight]]:
     """(the canaries of the jobs `tonight`, as one night; earlier ones by job, oldest first), of that device and source.
 
     Earlier: jobs whose id begins with `canary-`, but those to `forget`. A night's environment is that of its runs that
@@ -98,16 +98,16 @@ def read_nights(
     return _night(now, earlier[-1].environment if earlier else None), earlier
 
 
-def _night(found: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None) -> Night:
+def _night(found: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None) -> CanaryNight:
     runs = tuple(run for run, _ in found)
     said = Counter(environment for run, environment in found if run.status == "ok")
     if said:
-        return Night(said.most_common(1)[0][0], runs)
+        return CanaryNight(said.most_common(1)[0][0], runs)
     known = tuple(next((e[i] for _, e in found if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
     # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
     if before is not None and all(one in (None, other) for one, other in zip(known, before, strict=True)):
-        return Night(before, runs)
-    return Night(known, runs)
+        return CanaryNight(before, runs)
+    return CanaryNight(known, runs)
 
 
 def _run(row: Mapping) -> CanaryRun | None:

@@ -87,12 +87,12 @@ class Forecaster:
         n = len(configs)
         figures = {name: np.full(n, np.nan) for name in TARGETS}
         parameters, ways = np.zeros(n), np.full(n, "plan", dtype=object)
-        values, done = None, 0
-        for places, (found, sketch, weights, way) in self._sketched(parts, configs):
-            if values is None:
+        values, done = np.zeros((n, 0), dtype=np.float32), 0
+        for places, (columns, sketch, weights, way) in self._sketched(parts, configs):
+            if not values.shape[1]:
                 values = np.zeros((n, sketch.shape[1]), dtype=np.float32)
             values[places], parameters[places], ways[places] = sketch, weights, way
-            for name, column in found.items():
+            for name, column in columns.items():
                 figures[name][places] = column
             done += len(places)
             progress(done, n)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import secrets
 import time
 import traceback
@@ -224,7 +225,7 @@ class NightWork:
                     device_name=self.machine.device_name, snapshot=landed.snapshot, seed=self.settings.seed,
                     trust=code_names(self.settings.spaces),
                     now=datetime.datetime.now(datetime.UTC),
-                    progress=lambda step, target=target: self.tell(f"learning {target}: {step}"),
+                    progress=functools.partial(self._tell_learning, target),
                 )  # fmt: skip
                 results.append(self._learnt(promotion))
             except UsageError as error:
@@ -232,6 +233,9 @@ class NightWork:
             except Exception:  # one estimator's mistake must cost neither the others nor the night
                 results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))
         return LearnPayload(results=tuple(results))
+
+    def _tell_learning(self, target: str, step: str) -> None:
+        self.tell(f"learning {target}: {step}")
 
     def _learnt(self, promotion: Promotion) -> LearntTarget:
         simulated = self.machine.source == "simulated"

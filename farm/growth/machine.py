@@ -152,7 +152,9 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
     total = 0.0
     for name in ("canaries", "run"):
         step = cycle.steps.get(name)
-        for number, began in enumerate(step.attempts if step else ()):
+        if step is None:
+            continue
+        for number, began in enumerate(step.attempts):
             last = number == len(step.attempts) - 1
             until = None if last else step.attempts[number + 1]
             ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)

@@ -46,7 +46,7 @@ def _run(command: str, text: str, outcome: str) -> list[str]:
         )  # fmt: skip
     except OSError as error:
         return [f"notify.command: {error.strerror}"]
-    with process.stderr:
+    with process:
         try:
             _, errors = process.communicate(text.encode(), timeout=_COMMAND_S)
         except subprocess.TimeoutExpired:
@@ -58,5 +58,5 @@ def _run(command: str, text: str, outcome: str) -> list[str]:
                 process.wait()
     if process.returncode == 0:
         return []
-    said = errors.decode(errors="replace").strip().splitlines()[-1:]
-    return [f"notify.command ended with {process.returncode}{': ' + said[0] if said else ''}"]
+    last_line = errors.decode(errors="replace").strip().splitlines()[-1:]
+    return [f"notify.command ended with {process.returncode}{': ' + last_line[0] if last_line else ''}"]

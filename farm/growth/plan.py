@@ -19,14 +19,14 @@ from conf.json_file import read_json
 from farm.choosing.forecast import Forecaster
 from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import Summary, expected_seconds, summary
-from farm.choosing.selection import TAKES_FIRST, Pool, candidates, choose, joined
+from farm.choosing.selection import TAKES_FIRST, CandidatePool, candidates, choose, joined
+from farm.dimensions import Space
 from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import Cycle, plain
 from farm.journal_payloads import ChoicePayload, RunPayload
 from farm.queue_values import device_key
-from farm.space import Space
 from featurize.own_code import trusting
 from featurize.trial import TrialConfig, config_from_mapping, config_hash
 from warehouse.folder import DataFolder, write_bytes
@@ -142,7 +142,11 @@ def make_plan(
     if known.measured.issuperset(pool.hashes):
         return _stale_only(again, _after(settings, cycles, pool.next_index))
     forecaster = Forecaster(device=machine.spec, data=folder)
-    n = _affordable(settings, machine, pool, known, forecaster) if left is None else min(left, len(pool))
+    if left is None:
+        assert settings.hours is not None, "a night has a number of configurations or a time"
+        n = _affordable(settings, settings.hours, machine, pool, known, forecaster)
+    else:
+        n = min(left, len(pool))
     keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
     return Plan(
@@ -172,7 +176,7 @@ def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, mach
     return dataclasses.replace(known, measured=known.measured | hashes)
 
 
-def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> Pool:
+def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> CandidatePool:
     positions = _positions(cycles)
     count = math.ceil(settings.pool / len(settings.spaces))
     return joined(
@@ -185,11 +189,13 @@ def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> Pool:
     )
 
 
-def _affordable(settings: GrowSettings, machine: Machine, pool: Pool, known: Known, forecaster: Forecaster) -> int:
+def _affordable(
+    settings: GrowSettings, hours: float, machine: Machine, pool: CandidatePool, known: Known, forecaster: Forecaster
+) -> int:
     """How many runs to plan for the hours given: half as many again as probably fit."""
     some = choose("stratified", pool, known, min(_TRIED, len(pool)), forecaster, settings.seed)
     seconds, _ = expected_seconds(some, known)
-    fitting = settings.hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
+    fitting = hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
     return max(1, min(len(pool), math.ceil(_AHEAD * fitting)))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from farm.canaries.compare import Verdict, canary_configs, compare, unconfirmed
+from farm.canaries.compare import CanaryVerdict, canary_configs, compare, unconfirmed
 from farm.canaries.drift import drift_of, remeasure
 from farm.canaries.operators import operators_of
 from farm.journal import Cycle
@@ -44,19 +44,23 @@ def watch(
     place_of = {config_hash(config): place for place, config in enumerate(configs)}
     copies = machine.workers
     first = [(place * copies + copy, config) for place, config in enumerate(configs) for copy in range(copies)]
-    jobs = [measure(FIRST, first, copies)]
-    if jobs[0] is None:
+    first_job = measure(FIRST, first, copies)
+    if first_job is None:
         return _none("the time was up before the canaries were done")
     forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
     accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)
-    how = {"forget": forget, "shared": machine.choice.backend == "cpu", "accepted": accepted}
-    verdict = compare(*where, jobs, **how)
+
+    def compared(*jobs: str) -> CanaryVerdict:
+        shared = machine.choice.backend == "cpu"
+        return compare(*where, jobs, forget=forget, shared=shared, accepted=accepted)
+
+    verdict = compared(first_job)
     if doubtful := unconfirmed(verdict):
         more = _CONFIRMING_RUNS * copies
         again = [(place_of[config_hash(c)] * more + copy, c) for c in doubtful for copy in range(more)]
         if job_id := measure(AGAIN, again, copies):
-            verdict = compare(*where, [*jobs, job_id], **how)
+            verdict = compared(first_job, job_id)
     marked_at = cycle.steps["canaries"].attempts[0]
     if verdict.verdict == "sick":  # what a sick machine measured is kept, and nothing learns from it
         write_marks(folder, cycle.name, _of_moved(verdict), marked_at=marked_at)
@@ -80,11 +84,11 @@ def stale_first(
     return remeasure(folder, machine.device_name, machine.source, environment, at_most=at_most)
 
 
-def _of_moved(verdict: Verdict) -> list[Mark]:
+def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
     """Marks of tonight's own labels that moved."""
     return [
         Mark(
-            run_id=run_id, label=entry.label, operators=operators_of(verdict.configs[entry.config_hash]),
+            run_id=run_id, label=entry.label, operators=tuple(sorted(operators_of(verdict.configs[entry.config_hash]))),
             device_name=verdict.device_name, source=verdict.source, environment=verdict.environment, shift=entry.shift,
             said=entry.said,
         )

@@ -62,7 +62,7 @@ class Events:
         """Raises `UsageError` where the file cannot be written, or is one of a data folder: `data`, or any other."""
         events = cls()
         if settings.file is not None:
-            events._add(_file_handler(settings, data))
+            events._add(_file_handler(settings.file, settings, data))
         if settings.format == "json":
             events._add(logging.StreamHandler(sys.stdout))
         return events
@@ -74,7 +74,11 @@ class Events:
     def _add(self, handler: logging.Handler) -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         self._handlers.append(handler)
-        self._sinks.append(lambda event: handler.handle(_record(json.dumps(event, default=str))))
+
+        def write(event: Mapping[str, Any]) -> None:
+            handler.handle(_record(json.dumps(event, default=str)))
+
+        self._sinks.append(write)
 
     def emit(self, event: str, task: TaskSpec | Lease | None = None, **fields: Any) -> None:
         """Fields that are None are left out."""
@@ -96,14 +100,14 @@ class Events:
             handler.close()
 
 
-def _file_handler(settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
+def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
     """A file that is rotated; a device or a pipe takes the lines as they come."""
-    parent = Path(settings.file).expanduser().parent
+    parent = Path(file).expanduser().parent
     if not parent.is_dir() and (problems := folder_problems(parent, key=_KEY)):
         raise UsageError("; ".join(problems))
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        output = checked_output(settings.file, key=_KEY, data=data)
+        output = checked_output(file, key=_KEY, data=data)
         if not output.is_plain:
             descriptor = None if output.descriptor is None else os.dup(output.descriptor)
             return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))
@@ -111,7 +115,7 @@ def _file_handler(settings: LogSettings, data: Sequence[Path]) -> logging.Handle
             output.path, maxBytes=int(settings.max_mib * 2**20), backupCount=settings.keep, encoding="utf-8"
         )
     except OSError as error:
-        raise UsageError(f"log.file={settings.file}: {error.strerror}") from error
+        raise UsageError(f"log.file={file}: {error.strerror}") from error
 
 
 class _StreamHandler(logging.StreamHandler):

@@ -198,7 +198,7 @@ class MetricsServer:
 
         Handler.registry, Handler.pulse = registry, pulse
         try:
-            self._server = BoundedServer((settings.address, settings.port), Handler)
+            self._server = BoundedServer((settings.address, settings.port or 0), Handler)
         except OSError as error:
             raise UsageError(f"metrics.port={settings.port} at {settings.address}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -207,7 +207,7 @@ class MetricsServer:
     def url(self) -> str:
         """Where it answers."""
         host, port = self._server.server_address[:2]
-        return f"http://{host}:{port}"
+        return f"http://{host if isinstance(host, str) else host.decode()}:{port}"
 
     def connections(self) -> int:
         """Return how many clients are connected."""
@@ -233,7 +233,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/metrics":
             from prometheus_client.exposition import choose_encoder
 
-            encode, content_type = choose_encoder(self.headers.get("Accept"))
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(self.registry), content_type)
         elif path in ("/healthz", "/readyz"):
             report = self.pulse.report()
