@@ -1,4 +1,4 @@
-"""The dispatcher: leases tasks, hands them to workers, lands their runs, and leaves nothing lost when it is killed.
+"""The dispatcher: leases tasks, hands them to workers and lands their runs; a kill at any point loses none.
 
 Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`DispatcherLock`); a task is done only
 after its run is durable in the warehouse.
@@ -248,7 +248,7 @@ class Dispatcher:
         return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", doubt.reasons if doubt else ())
 
     def _land_run(self, task: Task | UnreadableTask, result: RunResult, worker: str | None = None) -> None:
-        """Durable first, done second: a kill in between is mended by `reconcile`."""
+        """Write the run, then mark its task as done; `reconcile` repairs a kill in between."""
         if self._queue.is_done(task):
             return  # another dispatcher was quicker, after this one's lease had run out
         run = dataclasses.replace(result.run, final=True)
@@ -277,7 +277,7 @@ class Dispatcher:
         )
 
     def _restart_stuck_workers(self) -> None:
-        """A worker kills its trial at the deadline; one that is long past it hangs itself (a driver that is wedged)."""
+        """Restart workers that are long past their trial's deadline: they hang themselves, as in a wedged driver."""
         now = self._steady()
         for worker, task in self._executor.running().items():
             if now > self._stuck_at[task.run_id]:
@@ -342,11 +342,11 @@ class StopRequest:
 
 
 def reconcile(folder: DataFolder, queue: Queue) -> int:
-    """Mend what a killed dispatcher left: runs that are durable are done, other leases are void. Call with the lock.
+    """Finish tasks whose runs are durable and void the other leases of a killed dispatcher. Call with the lock.
 
-    So are the runs of a queue that was lost, or restored from an older copy: tasks whose runs are in the warehouse do
-    not run again. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks
-    turned out to be done.
+    After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
+    either. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks were
+    done.
     """
     left = queue.leased()
     tasks = {task.run_id: (task.job_id, task.task_index) for task in left}

@@ -79,13 +79,13 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
 
     Raises `UsageError` for a setting that is broken, never for what the machine lacks.
     """
-    found = discover_gpus()
+    gpus = discover_gpus()
     return {
-        "gpus": [{**asdict(gpu), "usable": gpu.excluded_reason is None} for gpu in found.gpus],
-        "gpus_reason": found.reason,
-        "driver_version": found.driver_version,
+        "gpus": [{**asdict(gpu), "usable": gpu.excluded_reason is None} for gpu in gpus.gpus],
+        "gpus_reason": gpus.reason,
+        "driver_version": gpus.driver_version,
         "device": device_state(choice),
-        "telemetry": telemetry_state(found, dcgm_url),
+        "telemetry": telemetry_state(gpus, dcgm_url),
         "torch": {"version": package_version("torch"), "cuda": torch_cuda_build()},
         "ray": {"version": package_version("ray"), "importable": ray_importable()},
         "packages": packages(),
@@ -97,19 +97,19 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
 def device_state(choice: DeviceChoice) -> dict[str, str | None]:
     """What `device=...` resolves to here, in the words of the commands that use it."""
     try:
-        resolved, said = choose_device(choice)
+        resolved, line = choose_device(choice)
     except DeviceUnavailable as reason:
         return {"asked": choice.backend, "chosen": None, "said": str(reason)}
-    return {"asked": choice.backend, "chosen": resolved.backend, "said": said.removeprefix("device: ")}
+    return {"asked": choice.backend, "chosen": resolved.backend, "said": line.removeprefix("device: ")}
 
 
-def telemetry_state(found: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
+def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
     """Each telemetry source for the first usable GPU: whether it works, why not, and what it gives here.
 
     `metrics` are those that it gives, `not_given` the others with the reason, `interval_s` how often the source renews
     its figures (None: not known), `note` what could be better.
     """
-    uuid = found.usable[0].uuid if found.usable else None
+    uuid = gpus.usable[0].uuid if gpus.usable else None
     sensors, missing = make_sensors(TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url), uuid)
     state = {name: _source(reason=reason) for name, reason in missing.items()}
     for sensor in sensors:
@@ -350,8 +350,8 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         ),
         ("ray", ray["importable"], ray["version"] or "not installed"),
         *(
-            (name, found is not None, found or "not installed")
-            for name, found in report["packages"].items()
+            (name, installed is not None, installed or "not installed")
+            for name, installed in report["packages"].items()
             if name not in ("torch", "ray")
         ),
     ]
@@ -418,9 +418,9 @@ def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
         rows.append(("schema version", None, str(data["schema_version"])))
     for name in ("tasks", "runs"):
         if data[name] is not None:
-            said = ", ".join(f"{count} {state}" for state, count in data[name].items())
+            states = ", ".join(f"{count} {state}" for state, count in data[name].items())
             jobs = f" of {data['jobs']} jobs" if name == "tasks" else ""
-            rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {said}" if said else "")))
+            rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {states}" if states else "")))
     for name, text in (
         ("runs_gone", "{:,} runs marked done in the queue have no file; repair=true queues them again"),
         ("runs_unknown", "{:,} runs are not known to the queue; submitting their jobs again runs what is missing"),

@@ -1,4 +1,4 @@
-"""Undoes a submission that Ctrl-C interrupted: what it added, and nobody has started, leaves the queue again.
+"""Undoes a submission that Ctrl-C interrupted: removes the tasks that it added and that were not started.
 
 Start reading at `Submission`; `farm.jobs.Queue.submit` uses it.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from farm.queue_file import QUALITIES_TABLE, REMOVED_JOBS_TABLE, QueueError, QueueFile
 
-_TASKS_AT_ONCE = 20_000  # of one transaction: whoever else has the queue open waits for no more than these
+_TASKS_AT_ONCE = 20_000  # of one transaction: other processes that use the queue wait for no more than these
 _NOT_STARTED = ("queued", "cancelled")  # states of tasks that were added and never leased
 _JOB = "n, priority, complete, cancelled_at"
 

@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """One leased task. `attempt` is 1 for the first execution; it also tells a holder from an earlier one."""
+    """One leased task. `attempt` is 1 for the first execution, and distinguishes its holder from earlier ones."""
 
     job_id: str
     task_index: int

@@ -296,10 +296,9 @@ class Queue:
     def finish(
         self, task: Lease, status: str, now: float, error: str | None = None, doubt: RunDoubt | None = None
     ) -> bool:
-        """The task's run is durable: done with this status. False if it was done already: drop the result.
+        """Mark a task whose run is durable as done. Returns False if it was done already.
 
-        Also true for a holder whose lease has expired meanwhile, whoever holds the task now. `doubt`: how the run was
-        judged, unless it is trusted.
+        A holder whose lease has expired may finish it too. `doubt`: how the run was judged, unless it is trusted.
         """
         seq = self._seq(task.job_id)
         values = (status, now, *_error_values(error, now), seq, task.task_index)

@@ -1,6 +1,6 @@
-"""What the growth cycles did, a line for each step, so that a killed one goes on and the next night knows.
+"""The journal of the growth cycles, a line for each step: a killed cycle resumes from it.
 
-Start reading at `Journal`; `Cycle` is what is read off its lines.
+Start reading at `Journal`; `Cycle` is read from its lines, `farm.journal_payloads` has what each step wrote.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILE = "journal.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a cycle. `payload` is what it wrote down when it was done; of one that failed, `{"error": ...}`."""
+    """One step of a cycle. `payload` is what it wrote when it was done; `{"error": ...}` for one that failed."""
 
     name: str
     state: str  # started | done | failed
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """One cycle as the journal tells it.
+    """One cycle as the journal has it.
 
     name      the day it began, `2026-11-20`, then `2026-11-20.2`; also its snapshot's
     token     eight hex digits in the ids of its jobs

@@ -1,4 +1,4 @@
-"""What became of the trials that a command ran, job by job: a job of which every trial failed ends the command with 1.
+"""Outcomes of the trials that a command ran, by job: a job whose every trial failed ends the command with 1.
 
 Start reading at `JobOutcomes`. Out of memory is a measured outcome and no failure.
 """
@@ -54,7 +54,7 @@ class _Tally:
     def add(self, status: str, error: str | None) -> None:
         self.by_status[status] += 1
         self.measured = self.measured or status in MEASURED
-        if self.measured:  # nobody will ask for reasons
+        if self.measured:  # its reasons are never shown
             self.reasons.clear()
             self.examples.clear()
             return

@@ -213,26 +213,26 @@ def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> lis
     return breaches
 
 
-def _no_valid_configuration(family: str, index: int, found: list[tuple[dict, list[_Breach]]]) -> str:
+def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict, list[_Breach]]]) -> str:
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, dict]] = {}
     smallest: dict[str, int] = {}
-    for values, breaches in found:
+    for values, breaches in rejected:
         for breach in breaches:
             counts[breach.rule] += 1
             examples.setdefault(breach.rule, (breach.text, values))
             if breach.needed is not None:
                 smallest[breach.rule] = min(breach.needed, smallest.get(breach.rule, breach.needed))
-    told = []
+    sentences = []
     for rule, count in counts.most_common(4):
-        many = f"all {count:,} points" if count == len(found) else f"{count:,} of {len(found):,} points"
+        many = f"all {count:,} points" if count == len(rejected) else f"{count:,} of {len(rejected):,} points"
         text, values = examples[rule]
         if rule in smallest:
-            told.append(f"{rule} rejected {many}; the smallest needed {smallest[rule]:,}")
+            sentences.append(f"{rule} rejected {many}; the smallest needed {smallest[rule]:,}")
         else:
-            told.append(f"{many} broke '{text}', e.g. {json.dumps(values, default=str)}")
+            sentences.append(f"{many} broke '{text}', e.g. {json.dumps(values, default=str)}")
     more = f"; and {len(counts) - 4} other rules" if len(counts) > 4 else ""
-    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(told)}{more}"
+    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}{more}"
 
 
 # Points: every number comes from (space, seed, index, attempt), never from what was drawn before.

@@ -106,7 +106,7 @@ def _bounded(values: object) -> Mapping[str, Any] | None:
 
 
 def doubt_of(quality: str | None, reasons: Iterable[str]) -> RunDoubt | None:
-    """Return how a run was judged; None for one that is trusted, or that nobody judged."""
+    """Return how a run was judged; None for a trusted run, and for one without a judgement."""
     if quality in (None, "trusted"):
         return None
     return RunDoubt(quality=quality, reasons=tuple(safe_text(reason) for reason in reasons))
@@ -121,14 +121,14 @@ def reason_lines(run: Run) -> list[str]:
 def refused_run(task: Task | UnreadableTask, error_type: str, error: str) -> RunResult:
     """Return the run of a task that is not handed out: `invalid`.
 
-    Nobody allowed its code (`NotTrusted`), or this version does not understand it (`UsageError`).
+    Its code is not allowed (`NotTrusted`), or this version cannot read its row (`UsageError`).
     """
     lost = lost_run(task, error)
     return dataclasses.replace(lost, run=dataclasses.replace(lost.run, status="invalid", error_type=error_type))
 
 
 def lost_run(task: Task | UnreadableTask, error: str) -> RunResult:
-    """Return the run of a task that no worker ever brought back: `crashed`, with what is known."""
+    """Return the run of a task whose workers were all lost: `crashed`, with what is known of it."""
     typed = task.config if isinstance(task, Task) else None
     config = task.config if isinstance(task, UnreadableTask) else task.config.to_mapping()
     run = Run(

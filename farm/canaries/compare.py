@@ -217,20 +217,20 @@ class _Comparison:
             ended = [run for of_canary in runs.values() for run in of_canary]
             if ended and not any(run.status == "ok" for run in ended):
                 why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
-                said = f"none of the {_canaries(runs)} ran to its end: {why[0]}"
-                return self._verdict("sick", said, None, entries, why)
+                sentence = f"none of the {_canaries(runs)} ran to its end: {why[0]}"
+                return self._verdict("sick", sentence, None, entries, why)
             if failed := [entry for entry in entries if entry.moved]:
                 why = self._causes(runs, {}, failed)
                 names = list(dict.fromkeys(entry.name for entry in failed))
-                said = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
-                return self._verdict("sick", said, None, entries, why)
+                sentence = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
+                return self._verdict("sick", sentence, None, entries, why)
             doubted = [e for e in entries if e.label == "quality"]
-            said = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
-            said += _accepted_failures(entries)
+            sentence = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
+            sentence += _accepted_failures(entries)
             if doubted:
-                said += f"; {len(doubted)} of them cannot be trusted"
+                sentence += f"; {len(doubted)} of them cannot be trusted"
             why = causes(self._data, [(runs[e.config_hash], (), ()) for e in doubted]) if doubted else ()
-            return self._verdict("first", said, None, entries, why)
+            return self._verdict("first", sentence, None, entries, why)
         now, newest = self._tonight.environment, self._earlier[-1].environment
         reference = now if any(night.environment == now for night in self._earlier) else newest
         history = history_of([night for night in self._earlier if night.environment == reference])
@@ -239,9 +239,9 @@ class _Comparison:
         if not moved:
             failing = {entry.config_hash for entry in entries if entry.label == "status"}
             known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
-            said = f"{_canaries(known)} as before{_since(now, newest)}"
-            said += f"; {_canaries(new)} for the first time" if new else ""
-            return self._verdict("steady", said + _accepted_failures(entries), reference, entries, ())
+            sentence = f"{_canaries(known)} as before{_since(now, newest)}"
+            sentence += f"; {_canaries(new)} for the first time" if new else ""
+            return self._verdict("steady", sentence + _accepted_failures(entries), reference, entries, ())
         # A run that failed, or whose labels nobody may trust, tells nothing of how a new environment measures.
         figures_only = all(entry.now is not None and entry.before is not None for entry in moved)
         verdict = "drift" if now != reference and figures_only and not alone else "sick"
@@ -249,12 +249,12 @@ class _Comparison:
         if verdict == "sick" and not why:
             why = (UNKNOWN,)
         names = list(dict.fromkeys(entry.name for entry in moved))
-        said = f"{len(names)} of {_canaries(runs)} moved ({'; '.join(e.said for e in moved[:3])}"
-        said += f"; {len(moved) - 3} more)" if len(moved) > 3 else ")"
-        said += f" with {_change(reference, now)}" if now != reference else " in an unchanged environment"
+        sentence = f"{len(names)} of {_canaries(runs)} moved ({'; '.join(e.said for e in moved[:3])}"
+        sentence += f"; {len(moved) - 3} more)" if len(moved) > 3 else ")"
+        sentence += f" with {_change(reference, now)}" if now != reference else " in an unchanged environment"
         if verdict == "sick":
-            said += f": {why[0]}"
-        return self._verdict(verdict, said, reference, entries, why)
+            sentence += f": {why[0]}"
+        return self._verdict(verdict, sentence, reference, entries, why)
 
     def _compared(self, runs: Mapping, history: Mapping) -> tuple[list[Compared], list[Compared]]:
         """(every entry, those of them that moved on one of several GPUs alone)."""
@@ -263,16 +263,16 @@ class _Comparison:
         return [*together, *alone], alone
 
     def _causes(self, runs: Mapping, history: Mapping, moved: Sequence[Compared]) -> tuple[str, ...]:
-        found = []
+        cases = []
         for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
             lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
-            found.append((runs[config_hash], history.get(config_hash, ()), lost))
-        return causes(self._data, found)
+            cases.append((runs[config_hash], history.get(config_hash, ()), lost))
+        return causes(self._data, cases)
 
     def _verdict(
         self,
         verdict: str,
-        said: str,
+        sentence: str,
         before: tuple[str | None, ...] | None,
         entries: Sequence[Compared],
         why: Sequence[str],
@@ -283,7 +283,7 @@ class _Comparison:
         night = self._tonight
         return CanaryVerdict(
             verdict=verdict,
-            said=said,
+            said=sentence,
             environment=named(night.environment if night else (None,) * len(ENVIRONMENT)),
             before=None if before is None else named(before),
             newest=named(self._earlier[-1].environment) if self._earlier else None,
@@ -300,21 +300,21 @@ class _Comparison:
 
 def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
     """config_hash -> its runs of the night; attempts that were run again are no runs."""
-    found: dict[str, list[CanaryRun]] = {}
+    by_config: dict[str, list[CanaryRun]] = {}
     for run in night.runs:
         if run.final:
-            found.setdefault(run.config_hash, []).append(run)
-    return {config_hash: tuple(runs) for config_hash, runs in found.items()}
+            by_config.setdefault(run.config_hash, []).append(run)
+    return {config_hash: tuple(runs) for config_hash, runs in by_config.items()}
 
 
 def history_of(nights: Sequence[CanaryNight]) -> dict[str, tuple[CanaryRun, ...]]:
     """config_hash -> its trusted runs of these nights that are ok, oldest first. A failure says nothing of labels."""
-    found: dict[str, list[CanaryRun]] = {}
+    by_config: dict[str, list[CanaryRun]] = {}
     for night in nights:
         for run in night.runs:
             if run.final and run.trusted and run.status == "ok":
-                found.setdefault(run.config_hash, []).append(run)
-    return {config_hash: tuple(runs) for config_hash, runs in found.items()}
+                by_config.setdefault(run.config_hash, []).append(run)
+    return {config_hash: tuple(runs) for config_hash, runs in by_config.items()}
 
 
 def compare_canaries(
@@ -346,16 +346,16 @@ def _of_single_gpus(
     if len(gpus) < 2:
         return []
     known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
-    found = []
+    on_one_gpu = []
     for gpu in gpus:
         own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
         entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared, accepted)
-        found += [
+        on_one_gpu += [
             replace(entry, said=f"{entry.said} on {gpu} alone")
             for entry in entries
             if entry.moved and (entry.config_hash, entry.label) not in known
         ]
-    return found
+    return on_one_gpu
 
 
 def _of_canary(
@@ -363,13 +363,13 @@ def _of_canary(
 ) -> list[Compared]:  # fmt: skip
     entries = []
 
-    def add(label: str, said: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
+    def add(label: str, sentence: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
         first, unit = runs[0], LABELS.get(label, "")
         entries.append(
             Compared(
                 family=first.config.family, config_hash=first.config_hash, label=label, unit=unit, before=before,
                 now=now, tolerance=tolerance, moved=moved, history_runs=of, run_ids=tuple(run.run_id for run in runs),
-                said=f"{first.name}: {said}",
+                said=f"{first.name}: {sentence}",
             )
         )  # fmt: skip
 
@@ -400,12 +400,12 @@ def _of_canary(
         tolerance = tolerance_of(label, known, shared)
         if now is None:
             always = len(known) == len(history)
-            said = f"{label} {_figure(before, unit)} before, NULL now"
-            add(label, said, before=before, tolerance=tolerance, moved=always, of=len(known))
+            sentence = f"{label} {_figure(before, unit)} before, NULL now"
+            add(label, sentence, before=before, tolerance=tolerance, moved=always, of=len(known))
             continue
-        said = f"{label} {_figure(before, unit)} -> {_figure(now, unit)}"
+        sentence = f"{label} {_figure(before, unit)} -> {_figure(now, unit)}"
         moved = abs(now - before) > tolerance
-        add(label, said, before=before, now=now, tolerance=tolerance, moved=moved, of=len(known))
+        add(label, sentence, before=before, now=now, tolerance=tolerance, moved=moved, of=len(known))
     return entries
 
 

@@ -92,9 +92,9 @@ def drift_of(data, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> D
         if not affected:
             continue
         shifts = {label: _shift([entry for entry in entries if entry.label == label]) for label in affected}
-        for label, found in affected.items():
-            operators.setdefault(label, set()).update(found)
-            names = ", ".join(_in_order(found))
+        for label, families_moved in affected.items():
+            operators.setdefault(label, set()).update(families_moved)
+            names = ", ".join(_in_order(families_moved))
             moved.setdefault(label, []).append(f"{label} moved with {names}: {shifts[label][1]}")
         for row, config in _rows(data, verdict, environment):
             row_marks = list(_marks(row, config, affected, shifts, verdict))
@@ -127,12 +127,12 @@ def affected_operators(
         if not stayed:
             affected[label] = frozenset((EVERYTHING,))
             continue
-        found = frozenset().union(*moved) - frozenset().union(*stayed)
-        for unexplained in [operators for operators in moved if not operators & found]:
+        responsible = frozenset().union(*moved) - frozenset().union(*stayed)
+        for unexplained in [operators for operators in moved if not operators & responsible]:
             have = {name: sum(name in operators for operators in stayed) for name in unexplained - _EVERY_STEP}
             fewest = min(have.values())
-            found |= {name for name, count in have.items() if count == fewest}
-        affected[label] = found
+            responsible |= {name for name, count in have.items() if count == fewest}
+        affected[label] = responsible
     return affected
 
 
@@ -258,8 +258,8 @@ def _stale_rows(data, device_name: str, source: str, environment: Mapping[str, s
             WHERE mark.source = ? AND {same.replace("{}", "mark")} ORDER BY run_id, label""",
             [source, *values, source, *values],
         ).fetchall()
-    found = [dict(zip(columns, row, strict=True)) for row in rows]
-    return [row for row in found if same_device(row["device_name"], device_name)]
+    marks = [dict(zip(columns, row, strict=True)) for row in rows]
+    return [row for row in marks if same_device(row["device_name"], device_name)]
 
 
 def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dict[str, TrialConfig]]:

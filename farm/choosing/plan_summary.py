@@ -102,8 +102,8 @@ def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]
         of_family = known.seconds[(family == name) & np.isfinite(known.seconds)] if len(family) else np.zeros(0)
         if len(of_family) >= _PAST_RUNS:
             medians[name] = float(np.median(of_family))
-    found = []
+    seconds = []
     for one in choice.chosen:
         guess = _STARTUP_S + _STEPS * one.figures["step_time"] / 1e3
-        found.append(medians.get(one.config.family, guess))
-    return found, sum(one.config.family in medians for one in choice.chosen)
+        seconds.append(medians.get(one.config.family, guess))
+    return seconds, sum(one.config.family in medians for one in choice.chosen)

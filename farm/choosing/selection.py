@@ -80,8 +80,8 @@ class Chosen:
     def why(self) -> str:
         """In words: the cell with the fewest rows, the region, and the doubt where that was asked for."""
         emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
-        said = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
-        return said if self.uncertainty is None else f"{said}; {self.uncertainty:.1f} x as uncertain as the mean"
+        reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
+        return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def choose(
         places = fill(cells, old, new, n, seed)
     else:
         places = new[:n]
-    chosen = _told(pool, fresh.places, places, cells, old, figures, doubts, distances)
+    chosen = _chosen(pool, fresh.places, places, cells, old, figures, doubts, distances)
     return Selection(
         policy=policy,
         chosen=chosen,
@@ -286,17 +286,17 @@ def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, n
 def _doubts(outlook: Outlook, known: Known, new, old, seed: int) -> dict:
     from farm.choosing.active import doubts
 
-    found = {}
+    by_target = {}
     for target in _UNSURE_OF:
         labels = known.labels.get(target)
         if labels is None:
             continue
-        told = np.where(known.out_of_memory, np.nan, labels)
+        exact = np.where(known.out_of_memory, np.nan, labels)
         figures = outlook.figures[target]
-        of_target = doubts(target, outlook.table[new], figures[new], outlook.table[old], figures[old], told, seed=seed)
+        of_target = doubts(target, outlook.table[new], figures[new], outlook.table[old], figures[old], exact, seed=seed)
         if of_target is not None:
-            found[target] = of_target
-    return found
+            by_target[target] = of_target
+    return by_target
 
 
 def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
@@ -320,16 +320,16 @@ def _drawn(cells, outlook: Outlook, doubts: dict, memory, new, old, n, capacity,
     return places, distances(outlook.table[places], outlook.table[old])
 
 
-def _told(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
+def _chosen(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
     from farm.choosing.coverage import DIMENSIONS
 
     before = cells.counts(old)
     score = np.mean([doubt.score for doubt in doubts.values()], axis=0) if doubts else None
     memory = doubts.get("memory")
-    found = []
+    chosen = []
     for rank, place in enumerate(places.tolist()):
         at = fresh[place]
-        found.append(
+        chosen.append(
             Chosen(
                 index=pool.indices[at],
                 config=pool.configs[at],
@@ -342,7 +342,7 @@ def _told(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dict,
                 distance=None if distances is None else float(distances[rank]),
             )
         )
-    return tuple(found)
+    return tuple(chosen)
 
 
 def _gained(cells, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:

@@ -79,14 +79,14 @@ def _percent(tick: float) -> str:
 
 def _decades(low: float, high: float) -> list[float]:
     """1, 2 and 5 of each decade between the two, thinned where there are many; the ends where there are none."""
-    found = [
+    ticks = [
         m * 10.0**e
         for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for m in (1, 2, 5)
         if low <= m * 10.0**e <= high
     ]
-    if len(found) > 8:
-        found = [size for size in found if math.isclose(math.log10(size) % 1, 0, abs_tol=1e-9)]
-    if len(found) > 1:
-        return found
+    if len(ticks) > 8:
+        ticks = [size for size in ticks if math.isclose(math.log10(size) % 1, 0, abs_tol=1e-9)]
+    if len(ticks) > 1:
+        return ticks
     return sorted({float(figure(low).replace(",", "")), float(figure(high).replace(",", ""))})

@@ -128,8 +128,8 @@ class RunComparison:
 
     def largest(self, label: str, most: int) -> list[Pair]:
         """The pairs that differ most in a label, by its absolute value; none that are equal."""
-        found = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
-        return [pair for _, pair in sorted(found, key=lambda item: (-item[0], item[1].config_hash))[:most]]
+        differing = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
+        return [pair for _, pair in sorted(differing, key=lambda item: (-item[0], item[1].config_hash))[:most]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +189,8 @@ def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]],
         for name in ENVIRONMENT:
             if row[name] is not None:
                 versions[name][row[name]] += 1
-    said = {name: tuple(value for value, _ in counts.most_common()) for name, counts in versions.items()}
-    return {key: _runs_of(key, found) for key, found in grouped.items()}, said, unhashed
+    values_of = {name: tuple(value for value, _ in counts.most_common()) for name, counts in versions.items()}
+    return {key: _runs_of(key, own) for key, own in grouped.items()}, values_of, unhashed
 
 
 def _runs_of(key: tuple, rows: Sequence[Mapping[str, Any]]) -> Runs:
@@ -239,17 +239,17 @@ def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> PairShift | N
 
 
 def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
-    found: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    by_statuses: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         statuses = (pair.before.status, pair.after.status)
         if statuses != ("ok", "ok"):
-            found[statuses].append(pair)
+            by_statuses[statuses].append(pair)
     return tuple(
         StatusChange(
             before=before, after=after, configurations=len(of), examples=tuple(p.config_hash for p in of[:_EXAMPLES]),
             error=next((error for p in of for error in (p.after.error, p.before.error) if error), None),
         )
-        for (before, after), of in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+        for (before, after), of in sorted(by_statuses.items(), key=lambda item: (-len(item[1]), item[0]))
     )  # fmt: skip
 
 

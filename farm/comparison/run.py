@@ -121,7 +121,7 @@ def run_comparison(
 ) -> ComparisonResult:
     """Run what is missing, and compare. `progress(label, done, of)` hears of operators that are traced.
 
-    Raises `UsageError` for what the user can mend, before anything is written, and `Interrupted`.
+    Raises `UsageError` before anything is written, and `Interrupted`.
     """
     home = DataFolder.resolve(settings.data)
     with code_folder() as code:

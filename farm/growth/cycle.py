@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
-_PATIENCE_S = 3600.0  # for whoever asks for our health: a fit, a choice, a report beat no pulse
+_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
 
 
 class Left(Exception):
@@ -56,7 +56,7 @@ class Left(Exception):
 
 @dataclass
 class NightWork:
-    """One cycle at work on a data folder. `tell` takes what a person should see now, `say` a line that stays."""
+    """One cycle at work on a data folder. `tell` updates the status line, `say` prints a line."""
 
     folder: DataFolder
     queue: Queue
@@ -80,16 +80,16 @@ class NightWork:
         tell: Callable[[str], None],
         say: Callable[[str], None],
     ) -> NightWork:
-        """Begin a cycle and write that down."""
+        """Begin a cycle and record it in the journal."""
         written = {**settings.written, "device": machine.choice.to_mapping()}
         cycle = journal.begin(written, secrets.token_hex(4), lambda name: snapshot_taken(folder, name))
         return cls(folder, queue, journal, settings, machine, service, cycle, tell, say)
 
     def work(self) -> Cycle:
-        """Do the steps that are not done yet, and end the cycle; as it is then.
+        """Do the steps that are not done yet, end the cycle and return it.
 
-        Raises `Left` after Ctrl-C and where the machine was wanted back before anything ran, what a step raised where
-        one failed, and `KeyboardInterrupt`: the cycle stays open then, and the same call goes on.
+        Raises `Left` after Ctrl-C and where a signal came before anything ran, `KeyboardInterrupt`, and the error of a
+        step that failed. The cycle then stays open, and the same call resumes it.
         """
         canaries = self._step(CanariesPayload, self._canaries)
         if canaries.verdict == "sick":
@@ -139,13 +139,13 @@ class NightWork:
         return payload
 
     def _failed(self, name: str, error: Exception) -> None:
-        """Write it down, and report what there is; a step that fails again and again ends the cycle."""
+        """Record the failure and report what there is; a step that fails three times ends the cycle."""
         text = str(error) if isinstance(error, UsageError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
         self.cycle = self.journal.fail(self.cycle.name, name, text)
         self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
         sentence = f"{name} failed: {error_line(text)}"
         if name != "report":
-            with contextlib.suppress(Exception):  # the step's own error is what is told
+            with contextlib.suppress(Exception):  # the user gets the step's own error
                 self._report("failed", sentence)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
             with contextlib.suppress(UsageError):  # as above; there may be no such job
@@ -257,7 +257,7 @@ class NightWork:
         return ReportPayload(html=str(page), json=str(page.with_suffix(".json")))
 
     def _next_plan(self) -> Mapping[str, Any] | None:
-        """What the next night would measure; None where that cannot be told, which costs nobody the report."""
+        """Return what the next night would measure; None where planning fails: the report is written without it."""
         try:
             return plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
         except Exception as error:
@@ -306,7 +306,7 @@ def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPa
 
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
-    """What a notified program gets to know. `error`: what failed, where the journal may not have it."""
+    """Return the message for notifications. `error`: the failure, where the journal may not have it."""
     report = folder.reports / f"{cycle.name}.html"  # of a step that failed, there is one all the same
     errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
     return {

@@ -1,4 +1,4 @@
-"""What a cycle measures on, and the jobs of listed configurations that it measures with.
+"""The devices that a cycle measures on, and its jobs of listed configurations.
 
 Start reading at `machine_of` and `submit_listed`.
 """
@@ -53,22 +53,24 @@ class Machine:
 
 
 def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[Cycle] = ()) -> tuple[Machine, str]:
-    """What `device` means here, and one line that says so.
+    """Return the machine that `device` names, and a line that describes it.
 
-    Raises `UsageError` where it is not there, for GPUs of several models, and where `auto` finds no GPU any more
-    although the cycles `before` measured on one: a data set must not go on with simulated runs because a driver broke.
+    Raises `UsageError` where the device is missing, for GPUs of several models, and where `auto` finds no GPU although
+    the cycles `before` measured on one: a broken driver must not turn a measured data set into a simulated one.
     """
-    choice, said = choose_device(device)
+    choice, device_line = choose_device(device)
     used = next(filter(None, ((c.settings.get("device") or {}).get("backend") for c in reversed(before))), None)
     if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
-        raise UsageError(f"{said}; but the last cycle here measured on GPUs: mend that, or say device=simulated")
+        raise UsageError(
+            f"{device_line}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated"
+        )
     slots = make_device(choice).slots()
     names = sorted({slot.device_name for slot in slots})
     if len(names) > 1:
         raise UsageError(f"a cycle measures on GPUs of one model, here are {', '.join(names)}; hide some from it")
     workers = 1 if cluster.kind == "inline" else len(slots)
     source = "simulated" if choice.backend == "simulated" else "measured"
-    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), said
+    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), device_line
 
 
 def _description(choice: DeviceChoice, slot) -> DeviceSpec:
@@ -110,7 +112,7 @@ def submit_listed(
     )
     texts = [text_of_config(config) for config in record_submitted(config for _, config in configs)]
     queue.submit(job, zip((index for index, _ in configs), texts, strict=True), time.time())
-    told = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
+    recorded = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
     RunWriter(folder).write_job(
         {
             "job_id": job_id,
@@ -120,14 +122,14 @@ def submit_listed(
             "policy": policy,
             "priority": job.priority,
             "space": job.space_json,
-            "config": json.dumps(told, sort_keys=True),
+            "config": json.dumps(recorded, sort_keys=True),
             "submitted_at": queue.job(job_id).submitted_at,
         }
     )
 
 
 def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | None:
-    """The environment of the newest run of this device; None where there is none."""
+    """Return the environment of the newest run of this device; None where there is none."""
     rows = _ask(
         folder,
         f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE source = ? AND torch_version IS NOT NULL "
@@ -140,7 +142,7 @@ def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | No
 
 
 def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
-    """How long a cycle has measured so far, in all attempts at it: what was killed counts to its last run."""
+    """Return for how many seconds a cycle has measured, over all attempts; a killed one counts up to its last run."""
     finished = [
         row[0].replace(tzinfo=datetime.UTC)
         for row in _ask(
@@ -199,7 +201,7 @@ def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
 
 
 def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
-    """Indices of a job's tasks that have a run."""
+    """Return the indices of a job's tasks that have a run."""
     return {index for (index,) in _ask(folder, "SELECT task_index FROM runs WHERE job_id = ?", [job_id])}
 
 

@@ -19,8 +19,11 @@ _WEBHOOK_S = 15.0
 
 
 def notify(message: Mapping[str, Any], command: str | None, webhook: str | None) -> list[str]:
-    """Hand the message on as JSON: to the command's standard input (its `outcome` is also in $GPUFARM_OUTCOME), and by
-    POST to the address. What went wrong with it, a sentence each: nobody's night fails because of a message."""
+    """Send the message as JSON to the command's standard input and by POST to the address.
+
+    The command also finds the outcome in $GPUFARM_OUTCOME. Returns a sentence for each problem: a message that cannot
+    be sent fails no night.
+    """
     text, problems = json.dumps(message), []
     if command is not None:
         problems += _run(command, text, str(message["outcome"]))

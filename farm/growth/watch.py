@@ -1,4 +1,4 @@
-"""Runs the canaries, and says what their labels mean for tonight: go on, stop, or measure again what is stale.
+"""Runs the canaries and decides from their labels: continue, stop, or measure stale rows again.
 
 Start reading at `watch`; `farm.canaries` compares, and finds what moved with the environment.
 """
@@ -32,11 +32,12 @@ def watch(
     earlier: Sequence[Cycle],
     measure: Callable[[str, Sequence[tuple[int, TrialConfig]], int], str | None],
 ) -> CanariesPayload:
-    """Run the canaries on every GPU and compare them with the nights before; marks what drift has made stale.
+    """Run the canaries on every GPU, compare them with the nights before, and mark rows that drift made stale.
 
-    Once more what moved, where a canary ran only once: one odd run is no verdict. May be killed and called again.
-    `measure(kind, configs, shares)` runs a job of the cycle and gives its id, None where the time was up. What the
-    journal keeps is returned.
+    A canary that moved and ran only once runs again: one odd run is no verdict. May be killed and called again.
+
+    Args:
+        measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
     """
     configs = canary_configs(machine.capacity_mib)
     if not configs:

@@ -1,4 +1,4 @@
-"""What a dispatcher tells the outside: its events, its health, its metrics. Start reading at `Service.open`."""
+"""What a dispatcher publishes: events, health and metrics. Start reading at `Service.open`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Service:
             yield service
 
     def samples(self, run: Run, telemetry: pa.Table) -> None:
-        """A run has landed with these samples."""
+        """Publish the samples of a run that has landed."""
         if self.metrics is not None:
             self.metrics.on_samples(run, telemetry)
 
