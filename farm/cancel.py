@@ -20,11 +20,11 @@ def entry(cfg: DictConfig) -> None:
     with Queue.open(existing_queue(DataFolder.resolve(cfg.data), job_id)) as queue:
         cancelled = queue.cancel(job_id, time.time())
         counts = queue.counts(job_id)
-    said = [f"{cancelled:,} waiting tasks cancelled" if cancelled else "no task was waiting"]
+    parts = [f"{cancelled:,} waiting tasks cancelled" if cancelled else "no task was waiting"]
     if counts.leased:
-        said.append(f"{counts.leased:,} running ones will finish")
-    said.append(f"{counts.done:,} are done and stay")
-    print(f"{job_id}: {', '.join(said)}. Submit the same job again to go on.")
+        parts.append(f"{counts.leased:,} running ones will finish")
+    parts.append(f"{counts.done:,} are done and stay")
+    print(f"{job_id}: {', '.join(parts)}. Submit the same job again to go on.")
 
 
 def main() -> None:

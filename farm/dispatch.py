@@ -1,4 +1,4 @@
-"""The dispatcher: leases tasks, hands them to workers, lands their runs, and leaves nothing lost when it is killed.
+"""The dispatcher: leases tasks, hands them to workers and lands their runs; a kill at any point loses none.
 
 Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`DispatcherLock`); a task is done only
 after its run is durable in the warehouse.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import time
@@ -16,20 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from farm.executors import Completion, Executor, InlineExecutor
-from farm.jobs import MIXED_FAMILY, Doubt, Queue, Task
+from farm.job_records import run_id_of
+from farm.jobs import MIXED_FAMILY, Queue, RunDoubt, Task, UnreadableTask
 from farm.lock import DispatcherLock
 from farm.monitoring.service import Service
 from farm.outcomes import JobOutcomes
 from farm.process_marker import session_marker
 from farm.progress import Progress
+from farm.queue_values import device_from_key
 from farm.ray_executor import ClusterSettings, RayExecutor
 from farm.submitted_code import SubmittedCode
 from farm.sweep import SESSION_VARIABLE, descendants
-from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reasons_of, refused_run, task_spec
+from farm.task_runs import accepted, attempt_run_id, doubt_of, lost_run, reason_lines, refused_run, task_spec
 from warehouse.folder import DataFolder
+from warehouse.run import reasons_of
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
 from workers.worker import RunResult, TaskSpec
 
 LEASE_S = 60.0
@@ -91,7 +92,7 @@ class Dispatcher:
         self._steady = steady
         self._epoch_s = clock() - steady()  # leases of this dispatcher do not end because the system's clock is set
         self._writer = RunWriter(folder)
-        self._leased: dict[str, Task] = {}  # run_id -> task
+        self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; what cannot be read is about to land
         self._upcoming: dict[str, Task] = {}  # worker -> what it gets next, leased already so that it can prepare
         self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
         self._renewed_at = steady()
@@ -105,7 +106,7 @@ class Dispatcher:
         try:
             self._queue.bound_waits(self._now())
             self._executor.start()
-            events.emit("device_started", device=json.loads(self._device_key))
+            events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
             stop.install()  # again: Ray has put its own handlers in their place
             recorded = False
             while True:
@@ -152,37 +153,46 @@ class Dispatcher:
             self._expect_back(spec)
             self._service.events.emit("handed_out", spec, worker=worker)
             self._executor.submit(worker, spec, None if upcoming is None else self._spec(upcoming))
-        for task in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
-            self._land_run(task, lost_run(task, "every attempt lost its worker or its dispatcher"))
+        for expired in self._queue.expired(self._now(), device=self._device_key, held=self._leased.values()):
+            self._land_run(expired, lost_run(expired, "every attempt lost its worker or its dispatcher"))
 
     def _spec(self, task: Task) -> TaskSpec:
-        return dataclasses.replace(task_spec(task), own_code=self._code.decide(task.config_json)[0])
+        return task_spec(task, own_code=self._code.decide(task.config)[0])
 
     def _lease(self, worker: str) -> Task | None:
         """The next task that may run. Those that may not land as `invalid`, a few at once."""
         for _ in range(_REFUSED_AT_ONCE):
             task = self._lease_any(worker)
-            refusal = None if task is None else self._code.decide(task.config_json)[1]
-            if task is None or refusal is None:
+            if task is None:
+                return None
+            if isinstance(task, UnreadableTask):
+                refused = refused_run(task, "UsageError", task.problem)
+            elif (refusal := self._code.decide(task.config)[1]) is not None:
+                refused = refused_run(task, "NotTrusted", refusal)
+            else:
                 return task
-            self._land_run(task, refused_run(task, refusal))
-            del self._leased[task_spec(task).run_id]
+            self._land_run(task, refused)
+            del self._leased[task.run_id]
         return None
 
-    def _lease_any(self, worker: str) -> Task | None:
-        only = {"job_id": self._job_id, "device": self._device_key, "held": self._leased.values()}
-        tasks: list[Task] = []
+    def _lease_any(self, worker: str) -> Task | UnreadableTask | None:
+        def lease(share: tuple[int, int] | None) -> list[Task | UnreadableTask]:
+            return self._queue.lease(
+                worker, 1, self._now(), LEASE_S, job_id=self._job_id, device=self._device_key, share=share,
+                held=self._leased.values(),
+            )  # fmt: skip
+
+        tasks: list[Task | UnreadableTask] = []
         if self._shares > 1:
             share = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
-            tasks = self._queue.lease(worker, 1, self._now(), LEASE_S, **only, share=(share, self._shares))
-        tasks = tasks or self._queue.lease(worker, 1, self._now(), LEASE_S, **only)
+            tasks = lease((share, self._shares))
+        tasks = tasks or lease(None)
         for task in tasks:
-            self._leased[task_spec(task).run_id] = task
+            self._leased[task.run_id] = task
         return tasks[0] if tasks else None
 
     def _expect_back(self, spec: TaskSpec) -> None:
-        timeout_s = json.loads(spec.settings).get("timeout_s", 0.0)
-        self._stuck_at[spec.run_id] = self._steady() + timeout_s + _STUCK_AFTER_S
+        self._stuck_at[spec.run_id] = self._steady() + spec.settings.timeout_s + _STUCK_AFTER_S
 
     def _waits_for_work(self) -> bool:
         """Whether tasks of this device are left that become due later (backoff)."""
@@ -190,14 +200,14 @@ class Dispatcher:
 
     def _land(self, completion: Completion) -> None:
         task = self._leased.get(completion.task.run_id)
-        if task is None:  # nothing of ours: its task was landed or given back before
+        if not isinstance(task, Task):  # nothing of ours: its task was landed or given back before
             self._service.events.emit("unexpected", completion.task, worker=completion.worker)
             return
         completion = accepted(completion, task)
         result = completion.result
         again = False
-        if completion.lost is not None or result.retryable:
-            error = completion.lost or result.run.get("error") or "no reason was given"
+        if result is None or result.retryable:
+            error = completion.lost or (result and result.run.error) or "no reason was given"
             again = self._queue.retry(task, self._now(), error)
             if again:
                 self._service.events.emit("retried", completion.task, worker=completion.worker, error=error)
@@ -205,7 +215,7 @@ class Dispatcher:
         elif result.repeat:
             again = self._land_for_repeat(task, result)
             if again:
-                reasons = sorted(reasons_of(result.run))
+                reasons = sorted(result.run.quality_reasons or ())
                 self._service.events.emit("repeated", completion.task, worker=completion.worker, reasons=reasons)
         if not again:
             self._land_run(task, result, completion.worker)
@@ -218,55 +228,56 @@ class Dispatcher:
         False: it has been repeated often enough, or can't be; it lands as the task's run. What has landed is what
         counts, so a kill between the two steps costs no repeat more: the attempt is durable, its task still open.
         """
-        run = result.run
-        limit = json.loads(task.settings_json).get("quality_repeats", TrialSettings.quality_repeats)
-        names = [attempt_run_id(run["run_id"], attempt) for attempt in range(1, task.attempt + 1)]
-        repeated = sum(self._writer.has_landed(run["family"], name) for name in names) if limit else 0
+        run, limit = result.run, task.settings.quality_repeats
+        names = [attempt_run_id(run.run_id, attempt) for attempt in range(1, task.attempt + 1)]
+        repeated = sum(self._writer.has_landed(run.family, name) for name in names) if limit else 0
         if repeated >= limit or not self._queue.may_repeat(task):
             return False
-        name = attempt_run_id(run["run_id"], task.attempt)
+        attempt = dataclasses.replace(run, run_id=attempt_run_id(run.run_id, task.attempt), final=False)
         telemetry = result.telemetry
         if "run_id" in telemetry.column_names:
             telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
         try:
-            self._writer.write({**run, "run_id": name, "final": False}, telemetry)
+            self._writer.write(attempt, telemetry)
         except (OSError, MemoryError):
             raise
         except Exception:
             return False  # a mistake of ours: `_land_run` says what of it
-        reasons = reasons_of(run)
-        why = "; ".join(f"{name} ({words})" for name, words in reasons.items())
-        return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", tuple(reasons))
+        why = "; ".join(reason_lines(run))
+        doubt = doubt_of(run.quality, run.quality_reasons or ())
+        return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", doubt.reasons if doubt else ())
 
-    def _land_run(self, task: Task, result: RunResult, worker: str | None = None) -> None:
-        """Durable first, done second: a kill in between is mended by `reconcile`."""
+    def _land_run(self, task: Task | UnreadableTask, result: RunResult, worker: str | None = None) -> None:
+        """Write the run, then mark its task as done; `reconcile` repairs a kill in between."""
         if self._queue.is_done(task):
             return  # another dispatcher was quicker, after this one's lease had run out
+        run = dataclasses.replace(result.run, final=True)
         try:
-            self._writer.write({**result.run, "final": True}, result.telemetry)
+            self._writer.write(run, result.telemetry)
         except (OSError, MemoryError):  # the machine's, not the run's
             raise
         except Exception as error:  # whatever a worker sent: one task's business, not the job's
             result = lost_run(task, f"its run was refused by the warehouse: {error}")
-            self._writer.write({**result.run, "final": True}, result.telemetry)
-        run = result.run
-        self._queue.finish(task, run["status"], self._clock(), error=run.get("error"), doubt=doubt_of(run))
+            run = dataclasses.replace(result.run, final=True)
+            self._writer.write(run, result.telemetry)
+        doubt = doubt_of(run.quality, run.quality_reasons or ())
+        self._queue.finish(task, run.status, self._clock(), error=run.error, doubt=doubt)
         self._progress.landed(run)
         self._outcomes.landed(run)
         self._service.samples(run, result.telemetry)
         self._service.events.emit(
             "landed",
-            task_spec(task),
+            task,
             worker=worker,
-            status=run["status"],
-            family=run["family"],
-            quality=run.get("quality"),
-            wall_s=run.get("wall_s"),
-            error=run.get("error"),
+            status=run.status,
+            family=run.family,
+            quality=run.quality,
+            wall_s=run.wall_s,
+            error=run.error,
         )
 
     def _restart_stuck_workers(self) -> None:
-        """A worker kills its trial at the deadline; one that is long past it hangs itself (a driver that is wedged)."""
+        """Restart workers that are long past their trial's deadline: they hang themselves, as in a wedged driver."""
         now = self._steady()
         for worker, task in self._executor.running().items():
             if now > self._stuck_at[task.run_id]:
@@ -288,8 +299,8 @@ class Dispatcher:
 
 def _looks_ahead(task: Task) -> bool:
     """Whether the worker may make the next trial ready while it runs this one; `Worker.prepares` has the last word."""
-    wish = json.loads(task.settings_json).get("prepare_ahead")
-    return wish == "always" or (wish == "auto" and json.loads(task.device)["backend"] == "cuda")
+    wish = task.settings.prepare_ahead
+    return wish == "always" or (wish == "auto" and task.device.backend == "cuda")
 
 
 class StopRequest:
@@ -331,14 +342,14 @@ class StopRequest:
 
 
 def reconcile(folder: DataFolder, queue: Queue) -> int:
-    """Mend what a killed dispatcher left: runs that are durable are done, other leases are void. Call with the lock.
+    """Finish tasks whose runs are durable and void the other leases of a killed dispatcher. Call with the lock.
 
-    So are the runs of a queue that was lost, or restored from an older copy: tasks whose runs are in the warehouse do
-    not run again. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks
-    turned out to be done.
+    After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
+    either. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks were
+    done.
     """
     left = queue.leased()
-    tasks = {task_spec(task).run_id: (task.job_id, task.task_index) for task in left}
+    tasks = {task.run_id: (task.job_id, task.task_index) for task in left}
     tasks |= _landed_unawares(folder, queue)
     if not tasks:
         return 0
@@ -352,11 +363,11 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
             "SELECT run_id, status, quality, quality_reasons FROM runs JOIN wanted USING (run_id)"
         ).fetchall()
     landed: dict[str, dict[int, str]] = {}
-    doubts: dict[str, dict[int, Doubt]] = {}
+    doubts: dict[str, dict[int, RunDoubt]] = {}
     for run_id, status, quality, reasons in rows:
         job_id, index = tasks[run_id]
         landed.setdefault(job_id, {})[index] = status
-        if (doubt := doubt_of({"quality": quality, "quality_reasons": reasons})) is not None:
+        if (doubt := doubt_of(quality, reasons_of(reasons))) is not None:
             doubts.setdefault(job_id, {})[index] = doubt
     for job_id, statuses in landed.items():
         queue.mark_done(job_id, statuses, doubts.get(job_id))
@@ -376,7 +387,7 @@ def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, i
         return {}
     waiting = queue.indexes("queued", "waiting")
     return {
-        f"{job_id}-{index:06d}": (job_id, index)
+        run_id_of(job_id, index): (job_id, index)
         for job_id, indexes in landed_tasks(folder, families).items()
         for index in waiting.get(job_id, set()).intersection(indexes.tolist())
     }

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
@@ -25,6 +25,9 @@ from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, Target
 from workers.telemetry.sampler import SENSORS, TelemetrySettings, make_sensors
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 FORMATS = ("table", "json")
 _BYTES_PER_MIB = 1024**2
 TESTED_TORCH = ("2.12.1", "2.15.0")  # the oldest and the newest release that the golden traces were made under
@@ -33,12 +36,12 @@ _SLOW_EXPORTER_S = 0.5  # a window of 1 s holds no reading of such a one, or har
 _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file every 100 ms"
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Print the report, 0 whatever is missing; or with `repair` mend the data folder, 1 where something is left.
 
     `UsageError`, behind the report, where `data=` names what is no data folder.
     """
-    from farm.settings import device_choice
+    from farm.settings import device_choice, values_of
 
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
@@ -46,9 +49,7 @@ def entry(cfg) -> int:
         raise UsageError(f"repair must be true or false, got {cfg.repair!r}")
     if cfg.repair:
         return _repair(cfg.data, cfg.format)
-    from omegaconf import OmegaConf
-
-    choice = device_choice(OmegaConf.to_container(cfg.device, resolve=True))
+    choice = device_choice(values_of(cfg.device))
     report = examine(cfg.data, choice, cfg.telemetry.dcgm_url)
     if cfg.format == "json":
         print(json.dumps(report, indent=2))
@@ -78,13 +79,13 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
 
     Raises `UsageError` for a setting that is broken, never for what the machine lacks.
     """
-    found = discover_gpus()
+    gpus = discover_gpus()
     return {
-        "gpus": [{**asdict(gpu), "usable": gpu.excluded_reason is None} for gpu in found.gpus],
-        "gpus_reason": found.reason,
-        "driver_version": found.driver_version,
+        "gpus": [{**asdict(gpu), "usable": gpu.excluded_reason is None} for gpu in gpus.gpus],
+        "gpus_reason": gpus.reason,
+        "driver_version": gpus.driver_version,
         "device": device_state(choice),
-        "telemetry": telemetry_state(found, dcgm_url),
+        "telemetry": telemetry_state(gpus, dcgm_url),
         "torch": {"version": package_version("torch"), "cuda": torch_cuda_build()},
         "ray": {"version": package_version("ray"), "importable": ray_importable()},
         "packages": packages(),
@@ -96,19 +97,19 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
 def device_state(choice: DeviceChoice) -> dict[str, str | None]:
     """What `device=...` resolves to here, in the words of the commands that use it."""
     try:
-        resolved, said = choose_device(choice)
+        resolved, line = choose_device(choice)
     except DeviceUnavailable as reason:
         return {"asked": choice.backend, "chosen": None, "said": str(reason)}
-    return {"asked": choice.backend, "chosen": resolved.backend, "said": said.removeprefix("device: ")}
+    return {"asked": choice.backend, "chosen": resolved.backend, "said": line.removeprefix("device: ")}
 
 
-def telemetry_state(found: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
+def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
     """Each telemetry source for the first usable GPU: whether it works, why not, and what it gives here.
 
     `metrics` are those that it gives, `not_given` the others with the reason, `interval_s` how often the source renews
     its figures (None: not known), `note` what could be better.
     """
-    uuid = found.usable[0].uuid if found.usable else None
+    uuid = gpus.usable[0].uuid if gpus.usable else None
     sensors, missing = make_sensors(TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url), uuid)
     state = {name: _source(reason=reason) for name, reason in missing.items()}
     for sensor in sensors:
@@ -142,7 +143,9 @@ def _source(
 
 def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
     """What a sensor gives, from a first look at it: until it has a reading, an exporter until its pace shows."""
-    exporter = sensor.name == "dcgm"
+    from workers.telemetry.dcgm import DcgmSensor
+
+    exporter = sensor if isinstance(sensor, DcgmSensor) else None
     given: set[str] = set()
     try:
         sensor.watch(Target(uuid, os.getpid()))
@@ -150,13 +153,14 @@ def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
         while time.monotonic() < deadline:
             samples = sensor.sample()
             given |= {name for sample in samples for name in sample.values}
-            if given and (not exporter or sensor.interval_s is not None):
+            if given and (exporter is None or exporter.interval_s is not None):
                 break
             time.sleep(sensor.period_s)
     except SensorUnavailable as reason:
         return _source(reason=str(reason))
     dropped = dict(sensor.dropped) if hasattr(sensor, "dropped") else {}
-    interval_s, note = (sensor.interval_s, None) if exporter else (None, None)
+    interval_s = None if exporter is None else exporter.interval_s
+    note: str | None = None
     if exporter and (interval_s is None or interval_s > _SLOW_EXPORTER_S):
         pace = f"about every {interval_s:.1f} s" if interval_s else f"less often than every {_LISTEN_S:g} s"
         note = f"renews its figures {pace}, too rarely for short windows; {_EXPORTER_HINT}"
@@ -306,7 +310,7 @@ def print_tables(report: dict[str, Any]) -> None:
         for at, (name, good, text) in enumerate(rows):
             mark = Text(
                 {True: "yes  ", False: "no   ", None: "     "}[good],
-                {True: "green", False: "yellow"}.get(good, ""),
+                {True: "green", False: "yellow", None: ""}[good],
             )
             table.add_row(Text(section if at == 0 else "", "bold"), Text(name), mark + Text(text))
         table.add_section()
@@ -346,8 +350,8 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         ),
         ("ray", ray["importable"], ray["version"] or "not installed"),
         *(
-            (name, found is not None, found or "not installed")
-            for name, found in report["packages"].items()
+            (name, installed is not None, installed or "not installed")
+            for name, installed in report["packages"].items()
             if name not in ("torch", "ray")
         ),
     ]
@@ -414,9 +418,9 @@ def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
         rows.append(("schema version", None, str(data["schema_version"])))
     for name in ("tasks", "runs"):
         if data[name] is not None:
-            said = ", ".join(f"{count} {state}" for state, count in data[name].items())
+            states = ", ".join(f"{count} {state}" for state, count in data[name].items())
             jobs = f" of {data['jobs']} jobs" if name == "tasks" else ""
-            rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {said}" if said else "")))
+            rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {states}" if states else "")))
     for name, text in (
         ("runs_gone", "{:,} runs marked done in the queue have no file; repair=true queues them again"),
         ("runs_unknown", "{:,} runs are not known to the queue; submitting their jobs again runs what is missing"),

@@ -103,7 +103,7 @@ class InlineExecutor:
         return {self._worker.name: self._task} if self._task else {}
 
     def restart(self, worker: str) -> None:
-        pass  # `wait` runs the task itself, so that nobody is left to ask for this
+        pass  # `wait` runs the task itself, so no caller can ask for this
 
     def notices(self) -> list[str]:
         return []

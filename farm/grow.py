@@ -7,37 +7,41 @@ import dataclasses
 import fcntl
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
 from conf.plain_text import error_line
-from farm.growth.cycle import Left, Night, message_of
+from farm.growth.cycle import Left, NightWork, message_of
 from farm.growth.machine import environment_now, machine_of
 from farm.growth.notify import notify
 from farm.growth.plan import make_plan
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
+from farm.journal_payloads import CanariesPayload, LandPayload, LearnPayload, RunPayload
 from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.outcomes import EXIT_ALL_FAILED
 from farm.queue_copy import queue_to_read
+from farm.settings import values_of
 from warehouse.folder import DataFolder
 from warehouse.lock_file import open_lock
 from workers.devices import DeviceChoice
+
+if TYPE_CHECKING:
+    import rich.status
+    from omegaconf import DictConfig
 
 EXIT_FAILED = 1
 EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
 _CELLS_SHOWN = 6  # of each dimension, by a dry run
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Run a cycle, go on with one that is open, or only say what would run."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(cfg, resolve=True)
+    values = values_of(cfg)
     if "arch" in values:  # as farm.submit has it
         raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
     settings = GrowSettings.from_values(values)
@@ -46,7 +50,7 @@ def entry(cfg) -> int:
     settings.cluster.check_address()
     log, metrics = service_settings(values)
     folder = DataFolder.resolve(settings.data)
-    with _terminating(), _no_night_told(folder, settings):  # what is not there, before anything is written
+    with _terminating(), _announced_if_none_begins(folder, settings):  # what is not there, before anything is written
         machine_of(settings.device, settings.cluster)
         begins = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
         if begins:
@@ -65,38 +69,43 @@ def entry(cfg) -> int:
 
 
 def _grow(
-    folder: DataFolder, queue: Queue, settings: GrowSettings, values: Mapping[str, Any], service, models_checked: bool
+    folder: DataFolder,
+    queue: Queue,
+    settings: GrowSettings,
+    values: Mapping[str, Any],
+    service: Service,
+    models_checked: bool,
 ) -> int:
     journal = Journal.open(folder)
     begun = None
-    with _Told(service.quiet) as told:
-        with _no_night_told(folder, settings):
+    with _StatusLine(service.quiet) as status:
+        with _announced_if_none_begins(folder, settings):
             cycles = journal.cycles()
             if cycles and cycles[-1].open:
                 begun = _as_begun(journal, cycles[-1], values)
             if begun is not None:
                 unfinished, settings = cycles[-1], begun
-                machine, said = machine_of(settings.device, settings.cluster, cycles[:-1])
-                night = Night(folder, queue, journal, settings, machine, service, unfinished, told, told.say)
-                said += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
-                said += _budget(settings)
+                machine, headline = machine_of(settings.device, settings.cluster, cycles[:-1])
+                night = NightWork(folder, queue, journal, settings, machine, service, unfinished, status, status.say)
+                headline += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
+                headline += _budget(settings)
             else:
                 if not models_checked:  # the unfinished cycle is given up, or ended meanwhile
                     require_models(settings.spaces)
-                machine, said = machine_of(settings.device, settings.cluster, cycles)
-                night = Night.begin(folder, queue, journal, settings, machine, service, told, told.say)
-                said += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
-        print(said)
-        return _see_through(night, settings, told)
+                machine, headline = machine_of(settings.device, settings.cluster, cycles)
+                night = NightWork.begin(folder, queue, journal, settings, machine, service, status, status.say)
+                headline += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
+        print(headline)
+        return _see_through(night, settings, status)
 
 
-def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
+def _see_through(night: NightWork, settings: GrowSettings, status: _StatusLine) -> int:
     """Work on the cycle, tell how it ended, and hand that on."""
     try:
         cycle, code = night.work(), 0
         code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
     except (Left, KeyboardInterrupt):
-        told.stop()
+        status.stop()
         print(f"{_how_far(night)}; the same command goes on with it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except UsageError as error:
@@ -105,18 +114,19 @@ def _see_through(night: Night, settings: GrowSettings, told: _Told) -> int:
     except Exception as error:
         _hand_on(message_of(night.folder, night.cycle, str(error)), settings, night.service)
         raise
-    told.stop()
+    status.stop()
     message = message_of(night.folder, cycle)
     for line in _lines(cycle, message["report"]):
         print(line)
-    if failure := (cycle.done("run") or {}).get("failed"):
-        print(f"error: {failure}", file=sys.stderr)
+    ran = cycle.payload(RunPayload)
+    if ran is not None and ran.failed:
+        print(f"error: {ran.failed}", file=sys.stderr)
         code = code or EXIT_ALL_FAILED
     _hand_on(message, settings, night.service)
     return code
 
 
-def _how_far(night: Night) -> str:
+def _how_far(night: NightWork) -> str:
     """`cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
     where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
     if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
@@ -127,12 +137,12 @@ def _how_far(night: Night) -> str:
 
 
 @contextlib.contextmanager
-def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
-    """Whoever waits for word of the night hears of one that cannot begin, as without its GPU or with a full disk."""
+def _announced_if_none_begins(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
+    """Notify the user of a night that cannot begin, for example because its GPU or room on the disk is missing."""
     try:
         yield
     except (UsageError, OSError) as error:
-        message = {
+        message: dict[str, Any] = {
             "cycle": None, "outcome": "failed", "said": str(error), "report": None, "data": str(folder.root), "run": {}
         }  # fmt: skip
         _hand_on(message, settings, Service())
@@ -155,9 +165,9 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
         settings = GrowSettings.from_values({**values, **written, "learn": learn})
         device = settings.device if device is None else DeviceChoice(**device)
     except (UsageError, TypeError, ValueError, KeyError, AttributeError) as error:
-        said = f"it was begun by another version, with settings that are unknown here: {error}"
-        journal.end(cycle.name, "failed", said)
-        print(f"cycle {cycle.name} is given up: {said}", file=sys.stderr)
+        reason = f"it was begun by another version, with settings that are unknown here: {error}"
+        journal.end(cycle.name, "failed", reason)
+        print(f"cycle {cycle.name} is given up: {reason}", file=sys.stderr)
         return None
     return dataclasses.replace(settings, device=device, written=cycle.settings)
 
@@ -166,7 +176,7 @@ def _dry_run(settings: GrowSettings) -> int:
     from farm.growth.watch import stale_first
 
     require_models(settings.spaces)
-    machine, said = machine_of(settings.device, settings.cluster)
+    machine, device_line = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
     there = folder.format_marker.exists()
     cycles = Journal.open(folder).cycles()
@@ -174,12 +184,12 @@ def _dry_run(settings: GrowSettings) -> int:
     again = stale_first(folder, machine, environment, settings.n)
     with contextlib.ExitStack() as held:
         queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
-        with _Told(False) as told:
+        with _StatusLine(False) as status:
             plan = make_plan(
                 folder, queue, cycles, settings, machine, environment, again,
-                progress=lambda done, of: told(f"choosing: {done:,} of {of:,} candidates"),
+                progress=lambda done, of: status(f"choosing: {done:,} of {of:,} candidates"),
             )  # fmt: skip
-    print(said)
+    print(device_line)
     if again:
         print(f"{machine.source} again first, as stale: {len(again):,}")
     if plan.summary is not None:
@@ -200,43 +210,43 @@ def _budget(settings: GrowSettings) -> str:
 
 def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
     """The cycle for people."""
-    canaries, learnt = cycle.done("canaries"), cycle.done("learn")
+    canaries = cycle.payload(CanariesPayload)
+    learnt = cycle.payload(LearnPayload)
+    landed = cycle.payload(LandPayload)
     if canaries is not None and cycle.outcome != "sick":
-        yield f"canaries: {canaries['said']}"
-        if drift := canaries.get("drift"):
-            moved = ", ".join(drift["operators"]) or "nothing"
-            stale, again = drift["stale_rows"], drift["remeasure"]
-            yield f"drift: {moved} moved; {stale:,} rows are stale, {again:,} bring them back"
-    for result in (learnt or {}).get("results", ()):
-        yield f"{result['target']}: {result['decision']}: {error_line(result['why'])}"
-    landed = cycle.done("land")
-    for finding in (landed or {}).get("findings", ()):
-        yield f"{finding['severity']}: {finding['rule']}: {finding['count']:,} ({finding['said']})"
+        yield f"canaries: {canaries.said}"
+        if drift := canaries.drift:
+            moved = ", ".join(drift.operators) or "nothing"
+            yield f"drift: {moved} moved; {drift.stale_rows:,} rows are stale, {drift.remeasure:,} bring them back"
+    for result in () if learnt is None else learnt.results:
+        yield f"{result.target}: {result.decision}: {error_line(result.why)}"
+    for finding in () if landed is None else landed.findings:
+        yield f"{finding.severity}: {finding.rule}: {finding.count:,} ({finding.said})"
     yield f"cycle {cycle.name} {cycle.outcome or 'failed; the same command tries again'}: {cycle.said}".rstrip(": ")
     if report is not None:
         yield f"report: {report}"
 
 
-class _Told:
-    """What the cycle does now, on one line of a terminal; without one, each step once."""
+class _StatusLine:
+    """Shows what the cycle does now on one line of a terminal; without a terminal, each step once."""
 
     def __init__(self, quiet: bool):
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._status = None
+        self._status: rich.status.Status | None = None
 
-    def __call__(self, said: str) -> None:
+    def __call__(self, doing: str) -> None:
         if not self._console.is_terminal:
-            if said in STEPS:
-                self._console.print(said)
-        elif said in ("canaries", "run"):  # they have a bar of their own
+            if doing in STEPS:
+                self._console.print(doing)
+        elif doing in ("canaries", "run"):  # they have a bar of their own
             self.stop()
         else:
             if self._status is None:
                 self._status = self._console.status("")
                 self._status.start()
-            self._status.update(said)
+            self._status.update(doing)
 
     def say(self, line: str) -> None:
         """A line that stays."""
@@ -248,7 +258,7 @@ class _Told:
             self._status.stop()
             self._status = None
 
-    def __enter__(self) -> Callable[[str], None]:
+    def __enter__(self) -> _StatusLine:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Undoes a submission that Ctrl-C interrupted: what it added, and nobody has started, leaves the queue again.
+"""Undoes a submission that Ctrl-C interrupted: removes the tasks that it added and that were not started.
 
 Start reading at `Submission`; `farm.jobs.Queue.submit` uses it.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from farm.queue_file import QUALITIES_TABLE, REMOVED_JOBS_TABLE, QueueError, QueueFile
 
-_TASKS_AT_ONCE = 20_000  # of one transaction: whoever else has the queue open waits for no more than these
+_TASKS_AT_ONCE = 20_000  # of one transaction: other processes that use the queue wait for no more than these
 _NOT_STARTED = ("queued", "cancelled")  # states of tasks that were added and never leased
 _JOB = "n, priority, complete, cancelled_at"
 
@@ -48,7 +48,7 @@ class Submission:
 
     def undo(self) -> None:
         """Take the tasks out again, and make the job what it was. Tasks that were started stay, and so their job."""
-        (seq,) = self._file.one("SELECT seq FROM jobs WHERE job_id = ?", (self._job_id,))
+        (seq,) = self._file.only("SELECT seq FROM jobs WHERE job_id = ?", (self._job_id,))
         for first, last in self._ranges:
             for low in range(first, last + 1, _TASKS_AT_ONCE):
                 with self._file.transaction():
@@ -92,7 +92,7 @@ class Submission:
 
     def _shrink(self) -> None:
         """Give the disk back what the tasks took, where most of the file is free now; else later tasks take it."""
-        (free,), (pages,) = (self._file.one(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
+        (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
         if 2 * free > pages:
             with contextlib.suppress(QueueError, ValueError):  # somebody reads: the room is reused
                 self._file.all("VACUUM")

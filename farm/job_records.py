@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from featurize.trial import canonical_json
+from featurize.trial import TrialConfig, canonical_json
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings
 
 JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
 
@@ -20,7 +22,7 @@ MIXED_FAMILY = "mixed"  # of a job whose tasks are of several; each run lands un
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One submission. `space_json` is `Space.to_json()`; `settings_json` is handed to the workers as it is."""
+    """One submission as its row holds it. `farm.queue_values` reads and writes the texts of settings and device."""
 
     job_id: str
     family: str
@@ -35,16 +37,48 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """One leased task. `attempt` is 1 for the first execution; it also tells a holder from an earlier one."""
+class Lease:
+    """One leased task. `attempt` is 1 for the first execution, and distinguishes its holder from earlier ones."""
 
     job_id: str
     task_index: int
     attempt: int
-    config_json: str
-    settings_json: str
-    family: str
-    device: str = ""
+    family: str  # of the task itself, also in a job of several families
+
+    @property
+    def run_id(self) -> str:
+        """The same for every attempt: a task that is run twice lands once."""
+        return run_id_of(self.job_id, self.task_index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Lease):
+    """A leased task, parsed. The config's names of code are data: `farm.submitted_code` says whether they may run."""
+
+    config: TrialConfig
+    settings: TrialSettings
+    device: DeviceChoice
+
+    @property
+    def simulated(self) -> bool:
+        return self.device.backend == "simulated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadableTask(Lease):
+    """A leased task that this version does not understand: it lands as `invalid`, with the problem.
+
+    `config` as far as its text is a JSON object.
+    """
+
+    problem: str
+    config: Mapping[str, Any] | None
+    simulated: bool
+
+
+def run_id_of(job_id: str, task_index: int) -> str:
+    """Return the id of a task's run."""
+    return f"{job_id}-{task_index:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +139,7 @@ class TaskError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doubt:
+class RunDoubt:
     """How a run that is not trusted was judged: `quality` is suspect, untrusted, or repeated where it was run again."""
 
     quality: str
@@ -140,7 +174,7 @@ def counts_of(tallies: Iterable[tuple[str, str | None, int]]) -> Counts:
     for state, status, count in tallies:
         states[state] = states.get(state, 0) + count
         if state == "done":
-            statuses[status] = statuses.get(status, 0) + count
+            statuses[status or ""] = statuses.get(status or "", 0) + count
     return Counts(
         queued=states.get("queued", 0) + states.get("waiting", 0),
         waiting=states.get("waiting", 0),

@@ -18,20 +18,34 @@ from farm.job_records import (
     MIXED_FAMILY,
     Added,
     Counts,
-    Doubt,
     Job,
     JobProgress,
+    Lease,
+    RunDoubt,
     Task,
     TaskError,
+    UnreadableTask,
     counts_of,
     job_id_for,
     job_of,
     progress_of,
 )
 from farm.queue_file import QUALITIES_TABLE, QueueError, QueueFile
+from farm.queue_values import TASK_COLUMNS, config_hash_of_text, task_of_row
 
 __all__ = [
-    "MIXED_FAMILY", "Added", "Counts", "Doubt", "Job", "JobProgress", "Queue", "QueueError", "Task", "TaskError",
+    "MIXED_FAMILY",
+    "Added",
+    "Counts",
+    "Job",
+    "JobProgress",
+    "Lease",
+    "Queue",
+    "QueueError",
+    "RunDoubt",
+    "Task",
+    "TaskError",
+    "UnreadableTask",
     "job_id_for",
 ]  # fmt: skip
 
@@ -51,9 +65,9 @@ _FINISH = (
     "UPDATE tasks SET state = 'done', status = ?, finished_at = ?, due = NULL, "
     f"error = coalesce(?, error), error_at = coalesce(?, error_at) WHERE {_AT} AND state != 'done'"
 )
-_TASK_NAMES = ("job_id", "family", "settings_json", "device", "task_index", "attempt", "config_json")
 _TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and reads every task of the job
-    f"SELECT {', '.join(_TASK_NAMES)} FROM tasks INDEXED BY {{}} JOIN configs USING (job_seq, task_index) "
+    f"SELECT {', '.join(TASK_COLUMNS).replace('attempt', '{}')} FROM tasks INDEXED BY {{}} "
+    "JOIN configs USING (job_seq, task_index) "
     "JOIN jobs ON seq = job_seq "
 )
 # Of one job (?1), of one device (?2), or of all.
@@ -145,7 +159,7 @@ class Queue:
         while chunk := list(islice(pairs, SUBMIT_CHUNK)):
             with self._file.transaction(durable=True):
                 # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
-                (runs,) = self._file.one("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
+                (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                 state = "queued" if runs else "cancelled"
                 submission.adds([index for index, _ in chunk])
                 new = self._file.many(
@@ -185,11 +199,11 @@ class Queue:
 
     def _new_seq(self, job_id: str) -> int:
         """The number of a new job: no other has it or had it. One that was removed gets its own again."""
-        (highest,) = self._file.one("SELECT coalesce(max(seq), 0) FROM jobs")
+        (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
             return highest + 1
         own = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
-        (removed,) = self._file.one("SELECT coalesce(max(seq), 0) FROM removed_jobs")
+        (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
         return max(highest, removed) + 1 if own is None else own[0]
 
     def next_index(self, job_id: str) -> int:
@@ -198,8 +212,8 @@ class Queue:
         Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
         """
         of_job = "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)"
-        (following,) = self._file.one(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
-        (held,) = self._file.one(f"SELECT coalesce(sum(count), 0) FROM tallies {of_job}", (job_id,))
+        (following,) = self._file.only(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
+        (held,) = self._file.only(f"SELECT coalesce(sum(count), 0) FROM tallies {of_job}", (job_id,))
         return following if held == following else 0
 
     def cancel(self, job_id: str, now: float) -> int:
@@ -223,8 +237,8 @@ class Queue:
         job_id: str | None = None,
         device: str | None = None,
         share: tuple[int, int] | None = None,
-        held: Collection[Task] = (),
-    ) -> list[Task]:
+        held: Collection[Lease] = (),
+    ) -> list[Task | UnreadableTask]:
         """Up to `limit` tasks for `worker`, held until now + lease_s: highest priority, oldest job, lowest index.
 
         Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
@@ -233,7 +247,7 @@ class Queue:
         """
         rest, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
-        tasks: list[Task] = []
+        tasks: list[Task | UnreadableTask] = []
         with self._file.transaction():
             self._queue_what_is_due(now, held)
             ready = self._file.all(
@@ -245,28 +259,28 @@ class Queue:
                 if wanted <= 0:
                     break
                 rows = self._file.all(
-                    _TASKS.format("tasks_queued")
+                    _TASKS.format("attempt + 1", "tasks_queued")
                     + "WHERE job_seq = ? AND state = 'queued' AND task_index % ? = ? ORDER BY task_index LIMIT ?",
                     (seq, shares, rest, wanted),
                 )
                 if len(rows) < wanted and shares == 1:
                     self._file.change("UPDATE jobs SET ready = 0 WHERE seq = ?", (seq,))
-                found = [_task(row, further=1) for row in rows]
+                leased = [task_of_row(row) for row in rows]
                 self._file.many(
                     f"UPDATE tasks SET state = 'leased', attempt = ?, due = ?, worker = ? WHERE {_AT}",
-                    [(task.attempt, now + lease_s, worker, seq, task.task_index) for task in found],
+                    [(task.attempt, now + lease_s, worker, seq, task.task_index) for task in leased],
                 )
-                tasks += found
+                tasks += leased
         return tasks
 
-    def renew(self, tasks: Sequence[Task], now: float, lease_s: float) -> int:
+    def renew(self, tasks: Sequence[Lease], now: float, lease_s: float) -> int:
         """Hold these tasks until now + lease_s; how many are still held by this attempt."""
         with self._file.transaction():
             return self._file.many(
                 f"UPDATE tasks SET due = ? WHERE {_HELD}", [(now + lease_s, *self._held(t)) for t in tasks]
             )
 
-    def release(self, tasks: Sequence[Task]) -> int:
+    def release(self, tasks: Sequence[Lease]) -> int:
         """Give back tasks that were not started: no attempt is counted. How many were still held."""
         released = 0
         with self._file.transaction():
@@ -279,11 +293,12 @@ class Queue:
                 self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
         return released
 
-    def finish(self, task: Task, status: str, now: float, error: str | None = None, doubt: Doubt | None = None) -> bool:
-        """The task's run is durable: done with this status. False if it was done already: drop the result.
+    def finish(
+        self, task: Lease, status: str, now: float, error: str | None = None, doubt: RunDoubt | None = None
+    ) -> bool:
+        """Mark a task whose run is durable as done. Returns False if it was done already.
 
-        Also true for a holder whose lease has expired meanwhile, whoever holds the task now. `doubt`: how the run was
-        judged, unless it is trusted.
+        A holder whose lease has expired may finish it too. `doubt`: how the run was judged, unless it is trusted.
         """
         seq = self._seq(task.job_id)
         values = (status, now, *_error_values(error, now), seq, task.task_index)
@@ -295,7 +310,7 @@ class Queue:
                 self._tally(seq, doubt)
         return changed == 1
 
-    def retry(self, task: Task, now: float, error: str) -> bool:
+    def retry(self, task: Lease, now: float, error: str) -> bool:
         """The attempt failed through no fault of the trial. True: nothing left to do for the caller.
 
         True: queued again after a backoff, or no longer this holder's, or its job was cancelled. False: that was the
@@ -318,11 +333,11 @@ class Queue:
             )
             return True
 
-    def may_repeat(self, task: Task) -> bool:
+    def may_repeat(self, task: Lease) -> bool:
         """Whether `repeat` queues the task again: it is held, has an attempt left, and its job is not cancelled."""
         return task.attempt < self.max_attempts and self._file.one(_REPEATABLE, self._held(task)) is not None
 
-    def repeat(self, task: Task, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
+    def repeat(self, task: Lease, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
         """The trial ended, but its labels cannot be trusted: queued again after a backoff, if `may_repeat`.
 
         It is one of the task's attempts, as a retry is. False: nothing has changed; finish the task with what there is.
@@ -335,20 +350,22 @@ class Queue:
                 f"UPDATE tasks SET state = 'waiting', due = ?, error = ?, error_at = ?, worker = NULL WHERE {_HELD}",
                 (now + self._backoff_s(task), *_error_values(why, now), *self._held(task)),
             )
-            self._tally(self._seq(task.job_id), Doubt(quality="repeated", reasons=tuple(reasons)))
+            self._tally(self._seq(task.job_id), RunDoubt(quality="repeated", reasons=tuple(reasons)))
             return True
 
-    def _tally(self, seq: int, doubt: Doubt) -> None:
+    def _tally(self, seq: int, doubt: RunDoubt) -> None:
         self._file.change(QUALITIES_TABLE)
         self._file.many(
             "INSERT INTO qualities VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1",
             [(seq, doubt.quality, reason) for reason in ("", *doubt.reasons)],
         )
 
-    def _backoff_s(self, task: Task) -> float:
+    def _backoff_s(self, task: Lease) -> float:
         return min(self.backoff_s * 2 ** (task.attempt - 1), MAX_BACKOFF_S)
 
-    def expired(self, now: float, device: str | None = None, held: Collection[Task] = ()) -> list[Task]:
+    def expired(
+        self, now: float, device: str | None = None, held: Collection[Lease] = ()
+    ) -> list[Task | UnreadableTask]:
         """Tasks whose lease ran out on their last attempt, again at each call until `finish`: land them as crashed.
 
         `held` as in `lease`.
@@ -356,27 +373,28 @@ class Queue:
         with self._file.transaction():
             self._queue_what_is_due(now, held)
             rows = self._file.all(
-                _TASKS.format("tasks_exhausted") + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
+                _TASKS.format("attempt", "tasks_exhausted")
+                + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
                 (None, device),
             )
-        return [_task(row) for row in rows]
+        return [task_of_row(row) for row in rows]
 
-    def leased(self) -> list[Task]:
+    def leased(self) -> list[Task | UnreadableTask]:
         """All tasks that somebody holds, or held last and has not landed."""
-        due = _TASKS.format("tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
-        exhausted = _TASKS.format("tasks_exhausted") + "WHERE state = 'exhausted'"
-        return [_task(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
+        due = _TASKS.format("attempt", "tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
+        exhausted = _TASKS.format("attempt", "tasks_exhausted") + "WHERE state = 'exhausted'"
+        return [task_of_row(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
 
     def void_leases(self) -> int:
         """End every lease, when no holder can be alive any more; how many. Counts as an attempt, as an expiry does."""
         return self._file.change("UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'")
 
-    def is_done(self, task: Task) -> bool:
+    def is_done(self, task: Lease) -> bool:
         """Whether somebody has finished the task."""
         row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
         return row == ("done",)
 
-    def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, Doubt] | None = None) -> int:
+    def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
         """Done, because their runs were found durable in the warehouse: index -> status. How many were not yet."""
         seq, done = self._seq(job_id), 0
         with self._file.transaction():
@@ -414,12 +432,12 @@ class Queue:
     def indexes(self, *states: str) -> dict[str, set[int]]:
         """The tasks in any of these states (see `farm.queue_file`): job id -> indexes."""
         marks = ", ".join("?" * len(states))
-        found: dict[str, set[int]] = {}
+        indexes: dict[str, set[int]] = {}
         for job_id, index in self._file.all(
             f"SELECT job_id, task_index FROM tasks JOIN jobs ON seq = job_seq WHERE state IN ({marks})", states
         ):
-            found.setdefault(job_id, set()).add(index)
-        return found
+            indexes.setdefault(job_id, set()).add(index)
+        return indexes
 
     def families(self, job_id: str) -> dict[int, str]:
         """Return the family of each task of the job, which for a mixed job its config says: index -> family."""
@@ -430,7 +448,7 @@ class Queue:
             )
         )  # fmt: skip
 
-    def _queue_what_is_due(self, now: float, held: Collection[Task]) -> None:
+    def _queue_what_is_due(self, now: float, held: Collection[Lease]) -> None:
         """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""
         rows = self._file.all(
             "SELECT job_seq, task_index, state, attempt, cancelled_at FROM tasks INDEXED BY tasks_due "
@@ -466,7 +484,7 @@ class Queue:
 
     def job(self, job_id: str) -> Job:
         """One job; an unknown id raises `UsageError` listing the known ones."""
-        return job_of(self._file.one(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
+        return job_of(self._file.only(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
 
     def counts(self, job_id: str | None = None, device: str | None = None) -> Counts:
         """Tasks by state: of one job, of all jobs for one device, or of all."""
@@ -477,15 +495,13 @@ class Queue:
         """Tasks that are neither done nor cancelled."""
         return self.counts(job_id, device).pending
 
-    def waiting_configs(self, device: str) -> list[str]:
-        """Configs, as JSON, of the tasks of this device that are neither done nor cancelled."""
-        return [
-            text
-            for (text,) in self._file.all(
-                "SELECT config_json FROM tasks JOIN configs USING (job_seq, task_index) JOIN jobs ON seq = job_seq "
-                "WHERE device = ? AND state NOT IN ('done', 'cancelled') ORDER BY job_seq, task_index", (device,),
-            )
-        ]  # fmt: skip
+    def waiting_hashes(self, device: str) -> frozenset[str]:
+        """Return the config hashes of the tasks of this device that are neither done nor cancelled."""
+        rows = self._file.all(
+            "SELECT config_json FROM tasks JOIN configs USING (job_seq, task_index) JOIN jobs ON seq = job_seq "
+            "WHERE device = ? AND state NOT IN ('done', 'cancelled')", (device,),
+        )  # fmt: skip
+        return frozenset(filter(None, (config_hash_of_text(text) for (text,) in rows)))
 
     def next_device(self, job_id: str | None = None) -> str | None:
         """The device of the job to work on next, of those with pending tasks; None when nothing is pending."""
@@ -507,17 +523,17 @@ class Queue:
             f"SELECT seq, complete, cancelled_at IS NOT NULL, {JOB_COLUMNS} FROM jobs "
             "WHERE (?1 IS NULL OR seq = ?1) ORDER BY submitted_at, seq", (only,),
         )  # fmt: skip
-        found = []
+        progress = []
         for seq, complete, cancelled, *row in jobs:
             counts = counts_of(tallies.get(seq, []))
             recent, first_at = 0, None
             if counts.pending:
-                recent, first_at = self._file.one(
+                recent, first_at = self._file.only(
                     "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
                     "WHERE job_seq = ? AND finished_at >= ?", (seq, now - window_s),
                 )  # fmt: skip
-            found.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
-        return found
+            progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
+        return progress
 
     def _tallies(self, seq: int | None, device: str | None) -> list[tuple]:
         return self._file.all(
@@ -539,19 +555,19 @@ class Queue:
         """Runs that are not trusted: job id -> suspect, untrusted or repeated -> reason, or empty for all -> runs."""
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'qualities'") is None:
             return {}
-        found: dict[str, dict[str, dict[str, int]]] = {}
+        counts: dict[str, dict[str, dict[str, int]]] = {}
         for job_id, quality, reason, count in self._file.all(
             "SELECT job_id, quality, reason, count FROM qualities JOIN jobs ON seq = job_seq ORDER BY 1, 2, 4 DESC, 3"
         ):
-            found.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
-        return found
+            counts.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
+        return counts
 
     def next_due(self, now: float) -> float | None:
         """When `lease` or `expired` next has something to give: `now` if at once, None if nothing is on its way."""
         for state in ("queued", "exhausted"):
             if self._file.one(f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"):
                 return now
-        due = self._file.one("SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')")[0]
+        (due,) = self._file.only("SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')")
         return None if due is None else max(due, now)
 
     def _seq(self, job_id: str) -> int:
@@ -565,13 +581,8 @@ class Queue:
             self._seqs[job_id] = row[0]
         return self._seqs[job_id]
 
-    def _held(self, task: Task) -> tuple[int, int, int]:
+    def _held(self, task: Lease) -> tuple[int, int, int]:
         return self._seq(task.job_id), task.task_index, task.attempt
-
-
-def _task(row: Sequence, further: int = 0) -> Task:
-    task = dict(zip(_TASK_NAMES, row, strict=True))
-    return Task(**{**task, "attempt": task["attempt"] + further})
 
 
 def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:

@@ -1,6 +1,6 @@
-"""What the growth cycles did, a line for each step, so that a killed one goes on and the next night knows.
+"""The journal of the growth cycles, a line for each step: a killed cycle resumes from it.
 
-Start reading at `Journal`; `Cycle` is what is read off its lines.
+Start reading at `Journal`; `Cycle` is read from its lines, `farm.journal_payloads` has what each step wrote.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.json_file import parse_json
+from farm.journal_payloads import P, payload_of
 from warehouse.folder import DataFolder, sync
 
 STEPS = ("canaries", "choose", "run", "land", "learn", "report")
@@ -28,7 +29,7 @@ _FILE = "journal.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a cycle. `payload` is what it wrote down when it was done; of one that failed, `{"error": ...}`."""
+    """One step of a cycle. `payload` is what it wrote when it was done; `{"error": ...}` for one that failed."""
 
     name: str
     state: str  # started | done | failed
@@ -46,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """One cycle as the journal tells it.
+    """One cycle as the journal has it.
 
     name      the day it began, `2026-11-20`, then `2026-11-20.2`; also its snapshot's
     token     eight hex digits in the ids of its jobs
@@ -72,14 +73,25 @@ class Cycle:
         return f"{kind}-{self.token}"
 
     def done(self, step: str) -> Mapping[str, Any] | None:
-        """What a step wrote down, None unless it is done."""
-        found = self.steps.get(step)
-        return found.payload if found is not None and found.state == "done" else None
+        """Return what a step wrote down, as the journal holds it; None unless it is done."""
+        last = self.steps.get(step)
+        return last.payload if last is not None and last.state == "done" else None
+
+    def payload(self, kind: type[P]) -> P | None:
+        """Return what the step of that kind wrote down; None unless it is done.
+
+        Raises `UsageError` where the journal holds something else.
+        """
+        values = self.done(kind.step)
+        try:
+            return None if values is None else payload_of(kind, values)
+        except ValueError as error:
+            raise UsageError(f"the journal of cycle {self.name} is damaged at its step {kind.step}: {error}") from error
 
     def seconds(self, step: str) -> float | None:
-        """How long the last attempt of a step took, where it ended."""
-        found = self.steps.get(step)
-        return None if found is None else found.seconds
+        """Return how long the last attempt of a step took, where it ended."""
+        last = self.steps.get(step)
+        return None if last is None else last.seconds
 
 
 class Journal:
@@ -101,13 +113,13 @@ class Journal:
 
     def cycles(self) -> list[Cycle]:
         """Oldest first. Raises `UsageError` naming a line that is none of ours."""
-        found: dict[str, Cycle] = {}
+        cycles: dict[str, Cycle] = {}
         for number, entry in self._entries():
             try:
-                _take(found, entry)
+                _take(cycles, entry)
             except (KeyError, TypeError, ValueError) as error:
                 raise UsageError(f"{self.path}:{number} is damaged: {error!r}") from error
-        return list(found.values())
+        return list(cycles.values())
 
     def cycle(self, name: str) -> Cycle:
         """The cycle of that name; `KeyError` where there is none."""
@@ -186,30 +198,30 @@ def _cut_torn_line(file) -> None:
     file.seek(whole)
 
 
-def _take(found: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
+def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
     """Fold one line into the cycles so far."""
     name, at = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
     match entry["event"]:
         case "begin":
-            found[name] = Cycle(name=name, token=entry["token"], started_at=at, settings=entry["settings"])
+            cycles[name] = Cycle(name=name, token=entry["token"], started_at=at, settings=entry["settings"])
             return
         case "end":
-            found[name] = replace(found[name], ended_at=at, outcome=entry["outcome"], said=entry["said"])
+            cycles[name] = replace(cycles[name], ended_at=at, outcome=entry["outcome"], said=entry["said"])
             return
         case "started":
-            before = found[name].steps.get(entry["step"])
+            before = cycles[name].steps.get(entry["step"])
             attempts = (*(before.attempts if before else ()), at)
             failures = before.failures if before else 0
             step = Step(name=entry["step"], state="started", started_at=at, attempts=attempts, failures=failures)
         case "done" | "failed" as state:
-            before = found[name].steps[entry["step"]]
+            before = cycles[name].steps[entry["step"]]
             step = replace(
                 before, state=state, ended_at=at, payload=entry["payload"],
                 failures=before.failures + (state == "failed"),
             )  # fmt: skip
         case event:
             raise ValueError(f"unknown event {event!r}")
-    found[name] = replace(found[name], steps={**found[name].steps, step.name: step})
+    cycles[name] = replace(cycles[name], steps={**cycles[name].steps, step.name: step})
 
 
 def _day_names(now: datetime.datetime) -> Iterator[str]:

@@ -123,7 +123,7 @@ def _is_used(path: Path) -> bool:
 
 
 def _empty(folder: int) -> None:
-    """Delete everything in a folder by its descriptor, so that nobody can lead us elsewhere by a link."""
+    """Delete everything in a folder by its descriptor, so that no link can lead elsewhere."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER_FILE):  # the proof goes last
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):

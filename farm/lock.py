@@ -47,7 +47,8 @@ class DispatcherLock:
             self._file.close()
             holder = _holder_of(self._path)
             folder = self._path.parent.parent
-            named = f"process {parse_marker(holder).pid}" if holder else "its process is not known"
+            marker = parse_marker(holder)
+            named = f"process {marker.pid}" if marker else "its process is not known"
             raise DispatcherBusy(f"a dispatcher ({named}) already works on data={folder}") from error
         try:
             self._file.seek(0)
@@ -64,12 +65,14 @@ class DispatcherLock:
 
     def record(self, processes: list[str]) -> None:
         """Write down the processes that are to be swept should this one be killed."""
+        assert self._session is not None, "the lock is held"
         self._session.write(processes)
 
     def __exit__(self, *_: object) -> None:
         with contextlib.ExitStack() as held:  # whatever fails, the rest is closed
-            held.callback(self._file.close)
-            held.callback(self._session.close)
+            for file in (self._file, self._session):
+                if file is not None:
+                    held.callback(file.close)
             sweep_folders()  # of workers that were killed, as Ray's are at the end
 
 

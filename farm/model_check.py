@@ -18,7 +18,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.identity import version_of
-from conf.plain_text import one_line, shown
+from conf.plain_text import first_line, one_line, shown
 from farm.space import Choice, Constant, Space, own_space
 from featurize.families import get_family
 from featurize.light_imports import without_compiler
@@ -31,7 +31,7 @@ _QUIET_S = 1.0  # from then on a check says that it runs
 _TRIED_ON = 3  # configs that a model is tried on
 _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # of a problem
-_FIELD = "model"
+_FIELD, _ARGUMENTS = "model", "arguments"
 
 Environment = tuple[str, Mapping[str, str]]  # a Python, and variables to set for it
 
@@ -214,15 +214,17 @@ def _try(config: TrialConfig) -> None:
     except UsageError:
         raise
     except Exception as error:  # a library may raise anything for a name that it does not know
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise UsageError(f"{getattr(config, _FIELD)} makes no model: {type(error).__name__}: {first}") from error
+        raise UsageError(
+            f"{getattr(config, _FIELD)} makes no model: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def _name_in_timm(config: TrialConfig) -> str | None:
     """The name that `timm:create_model` is given: timm itself would not say which ones are near."""
     if not getattr(config, _FIELD).startswith("timm:"):
         return None
-    return json.loads(config.arguments).get("model_name")
+    arguments: str = getattr(config, _ARGUMENTS)
+    return json.loads(arguments).get("model_name")
 
 
 def main() -> None:

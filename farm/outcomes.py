@@ -1,4 +1,4 @@
-"""What became of the trials that a command ran, job by job: a job of which every trial failed ends the command with 1.
+"""Outcomes of the trials that a command ran, by job: a job whose every trial failed ends the command with 1.
 
 Start reading at `JobOutcomes`. Out of memory is a measured outcome and no failure.
 """
@@ -10,10 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from conf.plain_text import error_line
 from farm.jobs import Queue
+from warehouse.run import Run
 
 EXIT_ALL_FAILED = 1
 MEASURED = ("ok", "oom")  # statuses of trials that measured something
@@ -54,7 +54,7 @@ class _Tally:
     def add(self, status: str, error: str | None) -> None:
         self.by_status[status] += 1
         self.measured = self.measured or status in MEASURED
-        if self.measured:  # nobody will ask for reasons
+        if self.measured:  # its reasons are never shown
             self.reasons.clear()
             self.examples.clear()
             return
@@ -80,9 +80,9 @@ class JobOutcomes:
     def __init__(self) -> None:
         self._tallies: dict[str, _Tally] = {}
 
-    def landed(self, run: Mapping[str, Any]) -> None:
+    def landed(self, run: Run) -> None:
         """Count a task's final run."""
-        self._tallies.setdefault(run["job_id"], _Tally()).add(run["status"], run.get("error"))
+        self._tallies.setdefault(run.job_id or "", _Tally()).add(run.status, run.error)
 
     def ran(self, job_id: str) -> bool:
         """Whether a run of the job has landed."""
@@ -91,8 +91,8 @@ class JobOutcomes:
     def failed(self, queue: Queue) -> list[FailedJob]:
         """Return the jobs of which no trial measured anything, neither one that was counted nor an earlier one that the
         queue knows of, in the order in which their first runs landed."""
-        failures = [tally.failure(job_id) for job_id, tally in self._tallies.items()]
-        return [failure for failure in failures if failure is not None and not _has_measured(queue, failure.job_id)]
+        failures = [failure for job_id, tally in self._tallies.items() if (failure := tally.failure(job_id))]
+        return [failure for failure in failures if not _has_measured(_ended_by_status(queue, failure.job_id))]
 
     def take_failed(self, queue: Queue) -> list[FailedJob]:
         """Return what `failed` does, and begin to count anew: for a dispatcher that stays when nothing is queued."""
@@ -101,15 +101,19 @@ class JobOutcomes:
         return failures
 
 
-def _has_measured(queue: Queue, job_id: str) -> bool:
-    by_status = queue.counts(job_id).by_status
-    return any(by_status.get(status) for status in MEASURED)
+def _ended_by_status(queue: Queue, job_id: str) -> dict[str, int]:
+    """The job's ended trials by status, as the queue counts them."""
+    return {status: count for status, count in queue.counts(job_id).by_status.items() if count}
+
+
+def _has_measured(by_status: Mapping[str, int]) -> bool:
+    return any(status in MEASURED for status in by_status)
 
 
 def failed_before(queue: Queue, job_id: str) -> FailedJob | None:
     """Return the failure of a job whose every ended trial failed, by what the queue knows of it; else None."""
-    by_status = {status: count for status, count in queue.counts(job_id).by_status.items() if count}
-    if not by_status or any(status in MEASURED for status in by_status):
+    by_status = _ended_by_status(queue, job_id)
+    if not by_status or _has_measured(by_status):
         return None
     tally = _Tally()
     for error in queue.errors(job_id, _REASONS_KEPT):

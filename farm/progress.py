@@ -8,10 +8,14 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from conf.bars import start_bar
+from warehouse.run import Run
 from warehouse.schema import STATUSES
+
+if TYPE_CHECKING:
+    import rich.progress
 
 _RATE_WINDOW_S = 60.0  # the rate is that of the last minute: trials differ in length by orders of magnitude
 _PLAIN_EVERY_S = 10.0
@@ -40,9 +44,9 @@ class Progress:
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
         self._landed: collections.deque[float] = collections.deque()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._said = clock()
-        self._bar = None
-        self._task = None
+        self._printed_at = clock()
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal and not self._console.quiet:
@@ -65,16 +69,16 @@ class Progress:
         """One line, above the bar where there is one."""
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
-    def landed(self, run: Mapping[str, Any]) -> None:
+    def landed(self, run: Run) -> None:
         """Count one run that has landed."""
-        self._counts[run["status"]] += 1
+        self._counts[run.status] += 1
         self._landed.append(self._clock())
 
     def update(self) -> None:
         """Redraw; cheap enough for every turn of the dispatcher's loop."""
         if self._bar is not None:
             self._refresh()
-        elif self._clock() - self._said >= _PLAIN_EVERY_S and self._counts:
+        elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._counts:
             self._say_state()
 
     @property
@@ -107,11 +111,12 @@ class Progress:
         return done, total, "  ".join(parts) or "starting workers"
 
     def _refresh(self) -> None:
+        assert self._bar is not None and self._task is not None
         done, total, note = self._state(styled=True)
         self._bar.update(self._task, completed=done, total=total, note=note)
 
     def _say_state(self) -> None:
-        self._said = self._clock()
+        self._printed_at = self._clock()
         done, total, note = self._state(styled=False)
         self.say(f"{self._label}: {done}/{total}  {note}")
 

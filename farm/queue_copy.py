@@ -1,4 +1,4 @@
-"""The queue for whoever only looks at it, also in a folder that cannot be written to.
+"""Opens the queue for reading, also in a folder that cannot be written to.
 
 Start reading at `queue_to_read`; `warehouse.queue_copy` makes the copy.
 """
@@ -21,7 +21,7 @@ _UNWRITABLE = (errno.EROFS, errno.EACCES)
 def queue_to_read(path: Path) -> Iterator[Queue]:
     """Open the queue of an existing file for reading: where its folder cannot be written to, a copy of it.
 
-    Says so in one line on standard error. Nothing is written to the folder. Errors as of `Queue.open`.
+    Prints a line about the copy to standard error. Writes nothing to the folder. Raises as `Queue.open` does.
     """
     with contextlib.ExitStack() as held:
         try:

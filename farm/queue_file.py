@@ -182,6 +182,12 @@ class QueueFile:
         rows = self.all(sql, values)
         return rows[0] if rows else None
 
+    def only(self, sql: str, values: Sequence = ()) -> tuple:
+        """The row of a statement that always gives one."""
+        row = self.one(sql, values)
+        assert row is not None, sql
+        return row
+
     def change(self, sql: str, values: Sequence = ()) -> int:
         """How many rows were changed."""
         try:
@@ -224,7 +230,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def queue_error(error: sqlite3.Error, path: Path) -> Exception:
-    """The vendor's error as one of ours; what the user can mend carries the matching errno or is a `UsageError`."""
+    """Return SQLite's error as one of ours: a `UsageError`, or a `QueueError` with the matching errno."""
     text = str(error)
     if "not a database" in text or "malformed" in text:
         return UsageError(f"{path} is damaged or not a queue: {text}")

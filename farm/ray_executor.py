@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ from conf.ray_session import own_session_environment
 from farm.executors import Completion
 from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
-from farm.ray_nodes import Node, NodeWatch
+from farm.ray_nodes import NodeWatch, RayNode
 from farm.sweep import end_processes
 from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
@@ -58,7 +59,7 @@ class ClusterSettings:
             raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
 
     def check_address(self) -> None:
-        """`UsageError` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
+        """Raise `UsageError` where no cluster answers at `address`; Ray itself would try for minutes."""
         if self.address is not None:
             self.place()
 
@@ -73,10 +74,10 @@ class ClusterSettings:
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except (OSError, OverflowError) as error:
-            raise self.nobody_answers(error) from error
+            raise self.no_answer(error) from error
         return host, int(port)
 
-    def nobody_answers(self, error: Exception) -> UsageError:
+    def no_answer(self, error: Exception) -> UsageError:
         return UsageError(
             f"cluster.address={self.address}: no Ray cluster answers there ({_plain(error)}); "
             "start one with `ray start --head`, or leave the key out"
@@ -97,13 +98,13 @@ def _running_cluster() -> str:
 class RayWorker:
     """The actor: finds the slot that Ray pinned it to and runs tasks there. Never imports torch."""
 
-    def __init__(self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int):
+    def __init__(self, choice: DeviceChoice, slot_key: str | None, environment: dict[str, str], workers: int):
         name = f"ray-{slot_key}"
         if slot_key is None:  # Ray has pinned this process: it sees one GPU only
             import ray
 
             name = f"ray-{ray.get_runtime_context().get_accelerator_ids()['GPU'][0]}"
-        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers)
+        self._worker = Worker(choice, slot_key, name, environment, workers)
 
     def ready(self) -> None:
         """Start the trial server and wait for it."""
@@ -118,7 +119,7 @@ class _Seat:
     """One actor and where it sits."""
 
     actor: Any
-    node: Node
+    node: RayNode
 
 
 class RayExecutor:
@@ -140,7 +141,7 @@ class RayExecutor:
         self._notices: list[str] = []
         self._unreached: list[str] = []  # asked again at the next look: Ray needs seconds to call a node dead
         self._was_ready = False  # some worker, at some time
-        self._ray = None
+        self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._idle: list[str] = []
         self._head: HeadWatch | None = None
@@ -156,7 +157,7 @@ class RayExecutor:
         except ImportError as error:
             raise UsageError(f"cannot import ray ({error}); cluster=inline runs one worker without it") from error
 
-        self._ray = ray
+        self._module = ray
         pinned = self._choice.backend == "cuda"
         self._actor_class = ray.remote(
             num_cpus=0,  # an actor that holds a CPU starves a small machine
@@ -168,13 +169,24 @@ class RayExecutor:
             self._join()
         else:
             self._start_own(pinned)
-        self._head.started()
+        head = self._watched_head
+        head.started()
         self._own_node = ray.get_runtime_context().get_node_id()
-        self._watch = NodeWatch(lambda: self._head.call(ray.nodes))
+        self._watch = NodeWatch(lambda: head.call(ray.nodes))
         self._follow_nodes()
         if not self._seats:
             raise UsageError(f"cluster.address={self._cluster.address}: the cluster has no GPU")
         self._start_servers()
+
+    @property
+    def _ray(self) -> ModuleType:
+        assert self._module is not None, "start() comes first"
+        return self._module
+
+    @property
+    def _watched_head(self) -> HeadWatch:
+        assert self._head is not None, "start() comes first"
+        return self._head
 
     def _join(self) -> None:
         self._head = HeadWatch(JoinedHead(*self._cluster.place()))
@@ -182,14 +194,14 @@ class RayExecutor:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # of many kinds, and none is a bug of ours
             self._head.check()
-            raise self._cluster.nobody_answers(error) from error
+            raise self._cluster.no_answer(error) from error
 
     def _start_own(self, pinned: bool) -> None:
         ray = self._ray
         slots = make_device(self._choice).slots()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if pinned:  # by UUID, before Ray counts: a display GPU is never a worker
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid for slot in slots)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device_uuid or "" for slot in slots)
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         self._folder = make_ray_folder()
         self._head = HeadWatch(OwnHead(), self._end_own)
@@ -230,12 +242,12 @@ class RayExecutor:
                 self._notices.append(f"node {node.host} joined; {count} workers start there")
         return lost
 
-    def _add_node(self, node: Node) -> int:
+    def _add_node(self, node: RayNode) -> int:
         """Make its actors; how many. `device.count` is of each node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self._choice.backend == "cuda":
-            keys = [None] * min(node.gpus, self._choice.count or node.gpus)
+            keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
             keys = [str(slot.index) for slot in make_device(self._choice).slots()]
         bound = self._actor_class.options(
@@ -243,12 +255,12 @@ class RayExecutor:
         )
         for index, key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            actor = bound.remote(self._choice.to_mapping(), key, self._environment, len(keys))
+            actor = bound.remote(self._choice, key, self._environment, len(keys))
             self._seats[name] = _Seat(actor, node)
             self._unstarted.append(name)
         return len(keys)
 
-    def _drop_node(self, node: Node) -> list[Completion]:
+    def _drop_node(self, node: RayNode) -> list[Completion]:
         gone = {worker for worker, seat in self._seats.items() if seat.node.node_id == node.node_id}
         lost = [
             Completion(worker=worker, task=task, lost=f"worker lost: node {node.host} left the cluster")
@@ -277,7 +289,7 @@ class RayExecutor:
     def wait(self, timeout_s: float) -> list[Completion]:
         import ray
 
-        self._head.check()
+        self._watched_head.check()
         completions = []
         refs = [*self._running, *self._starting]
         if refs:
@@ -306,8 +318,8 @@ class RayExecutor:
         self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
 
     def notices(self) -> list[str]:
-        said, self._notices = self._notices, []
-        return said
+        notices, self._notices = self._notices, []
+        return notices
 
     def close(self) -> None:
         if self._head is not None:
@@ -316,7 +328,7 @@ class RayExecutor:
         started = self._own_processes()
         if lost:
             end_processes(started)  # first: the end of what is left of a Ray waits for what is gone
-        if self._ray is not None and self._ray.is_initialized():
+        if self._module is not None and self._module.is_initialized():
             self._shut_down(lost)
         psutil.wait_procs(started, timeout=_END_WITHIN_S)
         self._end_own(started)
@@ -371,7 +383,7 @@ class RayExecutor:
     def _await_ready(self, worker: str) -> None:
         self._starting[self._seats[worker].actor.ready.remote()] = worker
 
-    def _take_ready(self, ref) -> None:
+    def _take_ready(self, ref: Any) -> None:
         import ray
 
         worker = self._starting.pop(ref)
@@ -380,7 +392,7 @@ class RayExecutor:
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorUnschedulableError):
             self._unreached.append(worker)  # its process or its node is gone, or the network for a moment
         except ray.exceptions.RayError as error:
-            self._head.check()
+            self._watched_head.check()
             self._failures[worker] = self._failures.get(worker, 0) + 1
             if self._failures[worker] < _READY_TRIES:
                 self._await_ready(worker)
@@ -395,7 +407,7 @@ class RayExecutor:
             self._was_ready = True
             self._idle.append(worker)
 
-    def _take_run(self, ref) -> Completion:
+    def _take_run(self, ref: Any) -> Completion:
         import ray
 
         worker, task = self._running.pop(ref)

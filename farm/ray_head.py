@@ -23,7 +23,7 @@ from conf.identity import alive, identity
 
 EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command goes on
 _LOOK_EVERY_S = 0.2
-_REFUSED_FOR_S = 5.0  # nobody listens at a joined cluster's address any more
+_REFUSED_FOR_S = 5.0  # a joined cluster's address refuses connections
 _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
 _PATIENCE_S = 20.0  # for the main thread to leave by itself, once Ray is lost
 _PATIENCE_AT_START_S = 3.0  # nothing has been handed out yet
@@ -73,7 +73,7 @@ class OwnHead:
 
 
 class JoinedHead:
-    """The GCS of a cluster that was joined: whoever listens at its address."""
+    """The GCS of a joined cluster: the process that listens at its address."""
 
     def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic):
         self._address = (host, port)

@@ -14,7 +14,7 @@ _LOOK_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class RayNode:
     """One machine (or `ray start`) of the cluster, with what Ray was told that it has."""
 
     node_id: str
@@ -31,7 +31,7 @@ class NodeWatch:
     ) -> None:
         self._nodes = nodes
         self._clock = clock
-        self._known: dict[str, Node] = {}
+        self._known: dict[str, RayNode] = {}
         self._looked_at: float | None = None
 
     @property
@@ -39,7 +39,7 @@ class NodeWatch:
         """Whether it is time for another look: each asks the head."""
         return self._looked_at is None or self._clock() - self._looked_at >= _LOOK_EVERY_S
 
-    def look(self) -> tuple[list[Node], list[Node]]:
+    def look(self) -> tuple[list[RayNode], list[RayNode]]:
         """(those that joined, those that left) since the last look; the first look finds all of them joined."""
         self._looked_at = self._clock()
         alive = {node.node_id: node for node in map(_node_of, (raw for raw in self._nodes() if raw["Alive"]))}
@@ -49,9 +49,9 @@ class NodeWatch:
         return joined, left
 
 
-def _node_of(raw: Mapping[str, Any]) -> Node:
+def _node_of(raw: Mapping[str, Any]) -> RayNode:
     resources = raw["Resources"]
-    return Node(
+    return RayNode(
         node_id=raw["NodeID"],
         host=raw["NodeManagerHostname"],
         cpus=int(resources.get("CPU", 0)),

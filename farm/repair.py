@@ -44,7 +44,7 @@ _DATA = (*KINDS, "jobs", "stale", "compactions")
 
 @dataclass
 class RepairReport:
-    """What a repair did, and what it cannot mend."""
+    """What a repair did, and what it could not repair."""
 
     moved: dict[Path, tuple[Path, str]] = field(default_factory=dict)  # file -> where it is now, and why
     mended: list[str] = field(default_factory=list)  # lines

@@ -19,7 +19,7 @@ from types import ModuleType
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
-from farm.space import Space
+from farm.dimensions import Space
 from featurize import families
 from featurize.layers import rough_memory_mib, totals
 from featurize.own_code import named_by_user
@@ -28,6 +28,7 @@ from featurize.trial import TrialConfig
 SAMPLER_VERSION = 2  # part of a job's identity: grows whenever the same seed would give other configs
 MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
 _POINTS_AT_ONCE = 1024
+PointsOf = Callable[[Space, bytes, range], list[list[float]]]  # (space, key, indices) -> their points
 _DIGITS = 32  # binary digits of a stratified coordinate
 
 
@@ -108,12 +109,21 @@ def sample_range(
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
     first, last = start // k, -(-stop // k)  # of points
-    found = _configs(space, _key(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
+    groups = _configs(space, _key(space, seed), first, last, POLICIES[policy], limits, rejections, sizes)
     skipped = start - first * k
-    return itertools.islice(itertools.chain.from_iterable(found), skipped, skipped + max(0, stop - start))
+    return itertools.islice(itertools.chain.from_iterable(groups), skipped, skipped + max(0, stop - start))
 
 
-def _configs(space, key, start, stop, points_of, limits, rejections, sizes) -> Iterator[list[TrialConfig]]:
+def _configs(
+    space: Space,
+    key: bytes,
+    start: int,
+    stop: int,
+    points_of: PointsOf,
+    limits: Limits,
+    rejections: Counter[str] | None,
+    sizes: Sequence[int],
+) -> Iterator[list[TrialConfig]]:
     """For each point its config, or its configs at every batch size."""
     family = families.get_family(space.family)
     for first in range(start, stop, _POINTS_AT_ONCE):
@@ -122,16 +132,26 @@ def _configs(space, key, start, stop, points_of, limits, rejections, sizes) -> I
             yield _configs_at(space, family, key, index, point, limits, rejections, sizes)
 
 
-def _configs_at(space, family, key, index, point, limits, rejections, sizes) -> list[TrialConfig]:
+def _configs_at(
+    space: Space,
+    family: ModuleType,
+    key: bytes,
+    index: int,
+    point: list[float],
+    limits: Limits,
+    rejections: Counter[str] | None,
+    sizes: Sequence[int],
+) -> list[TrialConfig]:
     """The config at `point`, or at the first valid one of the uniform points that stand in for it; one a batch size."""
-    found: list[tuple[dict, list[_Breach]]] = []
+    rejected: list[tuple[dict, list[_Breach]]] = []
     for attempt in range(MAX_ATTEMPTS):
         if attempt:
             point = _uniforms(space, key, index, attempt)
         # Repaired once, so that all batch sizes get the same network.
         largest = {"batch_size": max(sizes)} if sizes else {}
         repaired = family.repair({**space.values(point), **largest}, _Draw(key, index, attempt))
-        configs, breaches = [], []
+        configs: list[TrialConfig] = []
+        breaches: list[_Breach] = []
         for values in [{**repaired, "batch_size": size} for size in sizes] or [repaired]:
             config, breaches = _build(family, values, limits)
             if config is None:
@@ -139,10 +159,10 @@ def _configs_at(space, family, key, index, point, limits, rejections, sizes) -> 
             configs.append(config)
         else:
             return configs
-        found.append((values, breaches))
+        rejected.append((values, breaches))
         if rejections is not None:
             rejections.update(breach.rule for breach in breaches)
-    raise UsageError(_no_valid_configuration(space.family, index, found))
+    raise UsageError(_no_valid_configuration(space.family, index, rejected))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,26 +213,26 @@ def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> lis
     return breaches
 
 
-def _no_valid_configuration(family: str, index: int, found: list[tuple[dict, list[_Breach]]]) -> str:
+def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict, list[_Breach]]]) -> str:
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, dict]] = {}
     smallest: dict[str, int] = {}
-    for values, breaches in found:
+    for values, breaches in rejected:
         for breach in breaches:
             counts[breach.rule] += 1
             examples.setdefault(breach.rule, (breach.text, values))
             if breach.needed is not None:
                 smallest[breach.rule] = min(breach.needed, smallest.get(breach.rule, breach.needed))
-    told = []
+    sentences = []
     for rule, count in counts.most_common(4):
-        many = f"all {count:,} points" if count == len(found) else f"{count:,} of {len(found):,} points"
+        many = f"all {count:,} points" if count == len(rejected) else f"{count:,} of {len(rejected):,} points"
         text, values = examples[rule]
         if rule in smallest:
-            told.append(f"{rule} rejected {many}; the smallest needed {smallest[rule]:,}")
+            sentences.append(f"{rule} rejected {many}; the smallest needed {smallest[rule]:,}")
         else:
-            told.append(f"{many} broke '{text}', e.g. {json.dumps(values, default=str)}")
+            sentences.append(f"{many} broke '{text}', e.g. {json.dumps(values, default=str)}")
     more = f"; and {len(counts) - 4} other rules" if len(counts) > 4 else ""
-    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(told)}{more}"
+    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}{more}"
 
 
 # Points: every number comes from (space, seed, index, attempt), never from what was drawn before.
@@ -289,7 +309,7 @@ def _mix(words: np.ndarray) -> np.ndarray:
     return words ^ words >> np.uint64(31)
 
 
-POLICIES: dict[str, Callable[[Space, bytes, range], list[list[float]]]] = {
+POLICIES: dict[str, PointsOf] = {
     "stratified": _stratified_points,
     "uniform": _uniform_points,
 }

@@ -74,7 +74,7 @@ def state_folders() -> list[Path]:
 def dead_sessions() -> list[list[str]]:
     """Take the records of dispatchers that run no more: the identities that each wrote down. The records are removed.
 
-    A record counts only in a folder of this user that nobody else may write to, as a plain file of this user.
+    A record counts only in a folder that this user alone may write to, as a plain file of this user.
     """
     recorded = []
     for path in state_folders():

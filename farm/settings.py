@@ -5,20 +5,21 @@ Start reading at `SubmitSettings.from_config`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
 from farm.ray_executor import ClusterSettings
 from farm.sampling import POLICIES, Limits, checked_batch_sizes
-from farm.space import Space
+from farm.space import Space, space_of_mapping
 from farm.space_limits import require_within_limits
 from featurize.families import family_names
-from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _DEVICE_KEYS = ("backend", "model", "count", "memory_limit_mib", "memory_fraction")
 
@@ -57,14 +58,12 @@ class SubmitSettings:
             raise UsageError("; ".join(problems))
 
     @classmethod
-    def from_config(cls, cfg) -> SubmitSettings:
+    def from_config(cls, cfg: DictConfig) -> SubmitSettings:
         """Raises `UsageError` naming the key."""
-        from omegaconf import OmegaConf
-
         if "arch" not in cfg:
             raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
-        values = OmegaConf.to_container(cfg, resolve=True)
-        space = Space.from_mapping(values["arch"])
+        values = values_of(cfg)
+        space = space_of_mapping(values["arch"])
         require_within_limits(space)
         return cls(
             data=values["data"],
@@ -95,6 +94,15 @@ class SubmitSettings:
         }
 
 
+def values_of(cfg: DictConfig) -> dict[str, Any]:
+    """Return a command's composed config as plain values."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
 def device_choice(values: dict[str, Any]) -> DeviceChoice:
     """The `device` group: a backend file, or a description, which means to simulate it."""
     from featurize.device_spec import device_from_mapping, load_device
@@ -114,16 +122,6 @@ def device_choice(values: dict[str, Any]) -> DeviceChoice:
         memory_limit_mib=values.get("memory_limit_mib"),
         memory_fraction=values.get("memory_fraction"),
     )
-
-
-def device_key(choice: DeviceChoice) -> str:
-    """The device of a job as text: tasks are leased only to workers of the very same device."""
-    return canonical_json(choice.to_mapping())
-
-
-def device_from_key(key: str) -> DeviceChoice:
-    """The device that `device_key` wrote."""
-    return DeviceChoice(**json.loads(key))
 
 
 def trial_settings(values: Mapping[str, Any]) -> TrialSettings:

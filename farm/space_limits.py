@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from conf.errors import UsageError
+from farm.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
 from farm.sampling import sample_range
-from farm.space import Constant, Dimension, Range, Scalar, Space, own_space
 from featurize import families
 from featurize.trial import TrialConfig
 
@@ -108,10 +108,15 @@ def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str 
 def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
     """What a valid config's family says once the field `name` is `value`."""
     try:
-        dataclasses.replace(config, **{name: value})
+        _with_field(config, name, value)
     except UsageError as error:
         return str(error).removeprefix(f"{config.family}: ").split("; ")
     return []
+
+
+def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
+    """The config with this value; `UsageError` where its family refuses it."""
+    return dataclasses.replace(config, **{name: value})
 
 
 # ---- keys that only `repair` consumes: `linear_layers`, `tables`, `use_dropout`
@@ -131,7 +136,7 @@ def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | Non
     built = [_build(module, {**point, name: value}) for point in points]
     if all(isinstance(result, str) for result in built):
         return f"{value!r} gives no config: {built[0]}"
-    if isinstance(known, Range) and not known.low <= value <= known.high:
+    if isinstance(known, Range) and _is_number(value) and not known.low <= value <= known.high:
         limit, rule = (known.low, ">=") if value < known.low else (known.high, "<=")
         if built == [_build(module, {**point, name: limit}) for point in points]:
             return f"{name} must be {rule} {limit}, got {value!r}"
@@ -183,7 +188,7 @@ def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | No
     if problems := _problems(config, name, value):
         return "; ".join(problems)
     layers = families.get_family(config.family).layers
-    if layers(config) == layers(dataclasses.replace(config, **{name: value})):
+    if layers(config) == layers(_with_field(config, name, value)):
         return None
     return "sizes have to fit each other"
 
@@ -214,5 +219,5 @@ def _middle(_name: str) -> float:
     return 0.5
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

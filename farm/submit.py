@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
 from conf.cli import command
@@ -16,8 +17,9 @@ from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
 from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.queue_copy import queue_to_read
+from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.sampling import sample_range
-from farm.settings import SubmitSettings, device_key
+from farm.settings import SubmitSettings, values_of
 from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json
@@ -25,27 +27,28 @@ from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import choose_device
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 _RULES_SHOWN = 3
 _DRAWN_EVERY = 2000  # trials
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Queue the job that `cfg` describes and work it off; 130 when it was interrupted."""
-    from omegaconf import OmegaConf
-
     settings = SubmitSettings.from_config(cfg)
-    choice, said = choose_device(settings.device)
+    choice, device_line = choose_device(settings.device)
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(_configs(settings, 0, 1))
     require_models([settings.space])
     if not settings.detach:
         settings.cluster.check_address()
-    log, metrics = service_settings(OmegaConf.to_container(cfg, resolve=True))
+    log, metrics = service_settings(values_of(cfg))
     folder = DataFolder.resolve(settings.data)
     if settings.n > ASK_ABOVE:
         examples = _configs(settings, 0, EXAMPLES)
-        texts = [canonical_json(config.to_mapping()) for config in examples]
+        texts = [text_of_config(config) for config in examples]
         require_consent(folder, settings.n - _queued(folder, settings), texts, settings.agreed)
     folder.create()
     with Service.open(folder, log, metrics) as service, Queue.open(folder.queue) as queue:
@@ -53,7 +56,7 @@ def entry(cfg) -> int:
         if settings.detach:
             print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
             return 0
-        print(said + ("; one worker, as cluster=inline has" if settings.cluster.kind == "inline" else ""))
+        print(device_line + ("; one worker, as cluster=inline has" if settings.cluster.kind == "inline" else ""))
         return work(folder, queue, settings.cluster, job_id=job_id, service=service)
 
 
@@ -73,7 +76,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
         policy=settings.policy,
         priority=settings.priority,
         device=device_key(settings.device),
-        settings_json=canonical_json(settings.trial.to_mapping()),
+        settings_json=text_of_settings(settings.trial),
         submitted_at=time.time(),
     )
     existing = queue.next_index(job_id)
@@ -81,8 +84,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     record_code(settings.space.code_names())  # also of tasks that are queued already
     sampled = _configs(settings, existing, settings.n, rejections)
     configs = (
-        (index, canonical_json(config.to_mapping()))
-        for index, config in enumerate(record_submitted(sampled), start=existing)
+        (index, text_of_config(config)) for index, config in enumerate(record_submitted(sampled), start=existing)
     )
     with StepBar(job_id) as bar:
         counted = configs if quiet else _shown(configs, bar, existing, settings.n)

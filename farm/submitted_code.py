@@ -15,7 +15,7 @@ from pathlib import Path
 from conf.own_files import open_own_file, open_own_folder
 from conf.plain_text import one_line
 from featurize.own_code import CodeName, code_entries, code_fields, data_refusal, trusting
-from featurize.trial import TrialConfig, config_from_mapping
+from featurize.trial import TrialConfig
 
 _FILE = "submitted_code"  # one JSON string a line
 _LIMIT_BYTES = 64 << 20  # of a record that is read
@@ -31,17 +31,12 @@ class SubmittedCode:
         self._recorded: frozenset[str] = frozenset()
         self._read_at: tuple[int, ...] | None = None
 
-    def decide(self, config_json: str) -> tuple[bool, str | None]:
+    def decide(self, config: TrialConfig) -> tuple[bool, str | None]:
         """Return whether a task's code counts as the user's, and why the task must not run (None: it may).
 
         A task that is neither the user's nor refused runs under the rules for data: models of known libraries alone.
         """
-        try:
-            values = json.loads(config_json)
-            if not code_fields(values["family"]):
-                return False, None
-            config = config_from_mapping(values)
-        except Exception:  # whatever the queue holds: the trial says what is wrong with it, and imports nothing
+        if not code_fields(config.family):
             return False, None
         entries = code_entries(trusting(config, self._trust))
         if all(isinstance(name, CodeName) or self._knows(entry) for name, entry in entries.items()):

@@ -8,32 +8,38 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
 
 from farm.executors import Completion
-from farm.jobs import Doubt, Task
+from farm.job_records import RunDoubt, Task, UnreadableTask
+from featurize.trial import mapping_hash
+from warehouse.run import JSON_COLUMNS, Run
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from workers.safe_text import safe_text
 from workers.worker import RunResult, TaskSpec
 
 _TEXT_CHARACTERS = 4_000  # of any text of a run, but its error
 _JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is none
-_JSON_COLUMNS = ("telemetry_missing", "quality_reasons", "quality_summary", "half_widths")
-_TEXT_COLUMNS = frozenset(field.name for field in RUN_SCHEMA if pa.types.is_string(field.type))
+_OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # by which a run is known as that of its task
+_TEXT_COLUMNS = tuple(
+    field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
+)
+_MAPPING_COLUMNS = tuple(name for name in JSON_COLUMNS if name != "config")
 
 
-def task_spec(task: Task) -> TaskSpec:
+def task_spec(task: Task, own_code: bool = False) -> TaskSpec:
     """Return a queued task as its worker needs it; the trial's seed is the task's index, so that repeats are alike."""
     return TaskSpec(
         job_id=task.job_id,
         task_index=task.task_index,
         attempt=task.attempt,
-        config=task.config_json,
-        settings=task.settings_json,
+        config=task.config,
+        settings=task.settings,
         seed=task.task_index,
+        own_code=own_code,
     )
 
 
@@ -61,96 +67,86 @@ def _checked(result: object, task: Task) -> RunResult:
     """Raises `ValueError`; the values' types and ranges are the warehouse's to check."""
     if not isinstance(result, RunResult):
         raise ValueError(f"it is a {type(result).__name__}")
-    if not isinstance(result.run, Mapping) or not all(isinstance(name, str) for name in result.run):
-        raise ValueError(f"its run is a {type(result.run).__name__} without the columns of one")
+    if not isinstance(result.run, Run):
+        raise ValueError(f"its run is a {type(result.run).__name__}")
     if not isinstance(result.telemetry, pa.Table):
         raise ValueError(f"its telemetry is a {type(result.telemetry).__name__}")
-    run = {name: _text(name, value) if isinstance(value, str) else value for name, value in result.run.items()}
-    spec = task_spec(task)
-    own = {"run_id": spec.run_id, "job_id": task.job_id, "task_index": task.task_index, "family": _family(task)}
-    for name, value in own.items():
-        if run.get(name) != value:
-            raise ValueError(f"{name} must be {value!r}, got {safe_text(repr(run.get(name)), _TEXT_CHARACTERS)}")
-    for name in _TEXT_COLUMNS & set(run):
-        if run[name] is not None and not isinstance(run[name], str):
-            shown = safe_text(repr(run[name]), _TEXT_CHARACTERS)
-            raise ValueError(f"{name} must be a text, got {shown}")
-    for name in _JSON_COLUMNS:
-        if run.get(name) is not None and _mapping_of(run[name]) is None:
-            run[name] = None
-    run |= {"attempt": task.attempt, "config": task.config_json}
-    crashed = run.get("status") == "crashed"
+    for name in _OWN_COLUMNS:
+        if getattr(result.run, name) != getattr(task, name):
+            answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
+            raise ValueError(f"{name} must be {getattr(task, name)!r}, got {answer}")
+    storable: dict[str, Any] = {name: _storable(name, getattr(result.run, name)) for name in _TEXT_COLUMNS}
+    storable |= {name: _bounded(getattr(result.run, name)) for name in _MAPPING_COLUMNS}
+    run = dataclasses.replace(result.run, **storable, attempt=task.attempt, config=task.config.to_mapping())
     return RunResult(
         run=run,
         telemetry=result.telemetry,
-        retryable=result.retryable is True and crashed,
+        retryable=result.retryable is True and run.status == "crashed",
         repeat=result.repeat is True,
     )
 
 
-def _family(task: Task) -> str:
-    return json.loads(task.config_json).get("family", task.family)  # the tasks of a growth cycle's job are of several
+def _storable(name: str, text: object) -> str | None:
+    """The text of a column, storable and bounded. Raises `ValueError` for what is no text."""
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{name} must be a text, got {safe_text(repr(text), _TEXT_CHARACTERS)}")
+    if text is None:
+        return None
+    return safe_text(text) if name == "error" else safe_text(text, _TEXT_CHARACTERS)
 
 
-def _text(name: str, value: str) -> str | None:
-    if name == "config":
-        return value
-    if name in _JSON_COLUMNS:
-        return value if len(value) <= _JSON_CHARACTERS else None
-    return safe_text(value) if name == "error" else safe_text(value, _TEXT_CHARACTERS)
-
-
-def _mapping_of(text: str | None) -> dict[str, Any] | None:
+def _bounded(values: object) -> Mapping[str, Any] | None:
+    """The values of a column of JSON; None where JSON cannot hold them, or they are too long."""
+    if not isinstance(values, Mapping):
+        return None
     try:
-        value = json.loads(text or "null")
-    except (ValueError, RecursionError):
+        return values if len(json.dumps(values, sort_keys=True)) <= _JSON_CHARACTERS else None
+    except (TypeError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
 
 
-def reasons_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return why an accepted run is not trusted: reason -> words."""
-    return {
-        safe_text(name): safe_text(str(words))
-        for name, words in (_mapping_of(run.get("quality_reasons")) or {}).items()
-    }
-
-
-def doubt_of(run: Mapping[str, Any]) -> Doubt | None:
-    """Return how a run was judged; None for one that is trusted, or that nobody judged."""
-    if run.get("quality") in (None, "trusted"):
+def doubt_of(quality: str | None, reasons: Iterable[str]) -> RunDoubt | None:
+    """Return how a run was judged; None for a trusted run, and for one without a judgement."""
+    if quality in (None, "trusted"):
         return None
-    return Doubt(quality=run["quality"], reasons=tuple(reasons_of(run)))
+    return RunDoubt(quality=quality, reasons=tuple(safe_text(reason) for reason in reasons))
 
 
-def refused_run(task: Task, error: str) -> RunResult:
-    """Return the run of a task that is not handed out, because nobody allowed its code: `invalid`."""
-    result = lost_run(task, error)
-    return dataclasses.replace(result, run={**result.run, "status": "invalid", "error_type": "NotTrusted"})
+def reason_lines(run: Run) -> list[str]:
+    """Return why an accepted run is not trusted: `reason (in words)`."""
+    reasons = run.quality_reasons or {}
+    return [f"{safe_text(name)} ({safe_text(str(words))})" for name, words in reasons.items()]
 
 
-def lost_run(task: Task, error: str) -> RunResult:
-    """Return the run of a task that no worker ever brought back: `crashed`, with what is known."""
-    from featurize.trial import mapping_hash
+def refused_run(task: Task | UnreadableTask, error_type: str, error: str) -> RunResult:
+    """Return the run of a task that is not handed out: `invalid`.
 
-    config = json.loads(task.config_json)
-    device = json.loads(task.device)
-    run = {
-        "run_id": task_spec(task).run_id,
-        "job_id": task.job_id,
-        "task_index": task.task_index,
-        "attempt": task.attempt,
-        "family": _family(task),
-        "config": task.config_json,
-        "config_hash": mapping_hash(config),
-        "status": "crashed",
-        "error_type": "WorkerLost",
-        "error": safe_text(error),
-        "source": "simulated" if device["backend"] == "simulated" else "measured",
-        "schema_version": SCHEMA_VERSION,
-        "batch_size": config.get("batch_size"),
-        "precision": config.get("precision"),
-        "optimizer": config.get("optimizer"),
-        "finished_at": datetime.datetime.now(datetime.UTC),
-    }
+    Its code is not allowed (`NotTrusted`), or this version cannot read its row (`UsageError`).
+    """
+    lost = lost_run(task, error)
+    return dataclasses.replace(lost, run=dataclasses.replace(lost.run, status="invalid", error_type=error_type))
+
+
+def lost_run(task: Task | UnreadableTask, error: str) -> RunResult:
+    """Return the run of a task whose workers were all lost: `crashed`, with what is known of it."""
+    typed = task.config if isinstance(task, Task) else None
+    config = task.config if isinstance(task, UnreadableTask) else task.config.to_mapping()
+    run = Run(
+        run_id=task.run_id,
+        job_id=task.job_id,
+        task_index=task.task_index,
+        attempt=task.attempt,
+        family=task.family,
+        config=config,
+        config_hash=None if config is None else mapping_hash(config),
+        status="crashed",
+        error_type="WorkerLost",
+        error=safe_text(error),
+        source="simulated" if task.simulated else "measured",
+        schema_version=SCHEMA_VERSION,
+        batch_size=None if typed is None else typed.batch_size,
+        precision=None if typed is None else typed.precision,
+        optimizer=None if typed is None else typed.optimizer,
+        finished_at=datetime.datetime.now(datetime.UTC),
+    )
     return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table())

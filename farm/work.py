@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
@@ -18,20 +19,22 @@ from farm.monitoring.health import PATIENCE_S
 from farm.monitoring.service import Service, service_settings
 from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
+from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_executor import ClusterSettings
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from farm.settings import device_from_key
+from farm.settings import values_of
 from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _LOOK_AGAIN_S = 2.0
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Work off the whole queue; 130 when interrupted, 1 where every trial of a job failed."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(cfg, resolve=True)
+    values = values_of(cfg)
     if not isinstance(values["wait"], bool):
         raise UsageError(f"wait must be true or false, got {values['wait']!r}")
     trust = parse_trust(values["trust"])
@@ -75,7 +78,10 @@ def work(
         try:
             if lock is not None:
                 held.enter_context(_held(lock, service))
-                _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust, outcomes)
+                _QueueWork(
+                    folder=folder, queue=queue, cluster=cluster, stop=stop, lock=lock, service=service,
+                    outcomes=outcomes, job_id=job_id, wait=wait, trust=trust,
+                ).run()  # fmt: skip
         except ClusterLost as lost:
             service.events.emit("left", how="the cluster was lost")
             print(f"error: {lost_words(lost)}", file=sys.stderr)
@@ -148,17 +154,17 @@ def _take_lock(
 
     Raises `DispatcherBusy` where it need not wait.
     """
-    said = False
-    while not stop.requested and not (said and unless()):
+    announced = False
+    while not stop.requested and not (announced and unless()):
         try:
             return DispatcherLock(folder.dispatcher_lock).__enter__()
         except DispatcherBusy as busy:
             if not wait:
                 raise
-            if not said:
+            if not announced:
                 service.events.emit("standby", message=str(busy))
                 print(f"{busy}; waiting until it has ended")
-                said = True
+                announced = True
         service.pulse.beat("standby")
         time.sleep(_LOOK_AGAIN_S)
     return None
@@ -191,31 +197,60 @@ def _announce_stop() -> None:
     print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
-def _work_queue(folder, queue, cluster, stop, lock, job_id, wait, service, trust, outcomes) -> None:
-    """Mend what a killed dispatcher left, then device after device; compact whenever nothing is left."""
-    _mend(folder, queue, service)
-    mended = {job.job_id for job in queue.jobs()}
-    compacted = False
-    while not stop.requested:
-        key = queue.next_device(job_id)
-        if key is not None:
-            jobs = {job.job_id for job in queue.jobs()}
-            if jobs - mended:  # a job may be new to a queue that was lost, and not to the warehouse
-                _mend(folder, queue, service)
-                mended = jobs
-            _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust, outcomes)
-            compacted = False
-        elif wait:
-            if not compacted:
-                _compact(folder, service)
-                compacted = True
-                _report_failures(outcomes.take_failed(queue), service)
-            service.pulse.beat("waiting")
-            time.sleep(_LOOK_AGAIN_S)
-        else:
-            break
-    if not compacted:
-        _compact(folder, service)
+@dataclass(frozen=True, kw_only=True)
+class _QueueWork:
+    """Everything that a dispatcher works off a queue with. `job_id`: of that job's device only."""
+
+    folder: DataFolder
+    queue: Queue
+    cluster: ClusterSettings
+    stop: StopRequest
+    lock: DispatcherLock
+    service: Service
+    outcomes: JobOutcomes
+    job_id: str | None
+    wait: bool
+    trust: Sequence[str]
+
+    def run(self) -> None:
+        """Mend what a killed dispatcher left, then work off device after device; compact whenever nothing is left."""
+        _mend(self.folder, self.queue, self.service)
+        mended = {job.job_id for job in self.queue.jobs()}
+        compacted = False
+        while not self.stop.requested:
+            key = self.queue.next_device(self.job_id)
+            if key is not None:
+                jobs = {job.job_id for job in self.queue.jobs()}
+                if jobs - mended:  # a job may be new to a queue that was lost, and not to the warehouse
+                    _mend(self.folder, self.queue, self.service)
+                    mended = jobs
+                self._run_device(key)
+                compacted = False
+            elif self.wait:
+                if not compacted:
+                    _compact(self.folder, self.service)
+                    compacted = True
+                    _report_failures(self.outcomes.take_failed(self.queue), self.service)
+                self.service.pulse.beat("waiting")
+                time.sleep(_LOOK_AGAIN_S)
+            else:
+                break
+        if not compacted:
+            _compact(self.folder, self.service)
+
+    def _run_device(self, key: str) -> None:
+        """Work off the tasks of one device."""
+        choice = device_from_key(key)
+        jobs = [job for job in self.queue.jobs() if job.device == key and self.queue.pending(job.job_id)]
+        _be_patient(self.service, self.cluster, jobs)
+        names = sorted((job.job_id for job in jobs), key=lambda name: name != self.job_id)  # the one asked for first
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        with Progress(label, lambda: _totals(self.queue, names), quiet=self.service.quiet) as progress:
+            dispatcher = Dispatcher(
+                self.folder, self.queue, make_executor(choice, self.cluster), key, progress, service=self.service,
+                trust=self.trust, outcomes=self.outcomes,
+            )  # fmt: skip
+            dispatcher.run(self.stop, self.lock)
 
 
 def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
@@ -225,25 +260,19 @@ def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
         print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
 
 
-def _work_device(folder, queue, cluster, key, stop, lock, job_id, service, trust, outcomes) -> None:
-    choice = device_from_key(key)
-    jobs = [job for job in queue.jobs() if job.device == key and queue.pending(job.job_id)]
-    _be_patient(service, cluster, jobs)
-    names = sorted((job.job_id for job in jobs), key=lambda name: name != job_id)  # the one asked for stands first
-    label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    with Progress(label, lambda: _totals(queue, names), quiet=service.quiet) as progress:
-        executor = make_executor(choice, cluster)
-        dispatcher = Dispatcher(
-            folder, queue, executor, key, progress, service=service, trust=trust, outcomes=outcomes
-        )  # fmt: skip
-        dispatcher.run(stop, lock)
-
-
 def _be_patient(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
     """With cluster=inline the loop stands still while a trial runs."""
     if cluster.kind == "inline":
-        longest_s = max((json.loads(job.settings_json).get("timeout_s", 0.0) for job in jobs), default=0.0)
+        longest_s = max((_timeout_s(job) for job in jobs), default=0.0)
         service.pulse.patience_s = PATIENCE_S + longest_s
+
+
+def _timeout_s(job: Job) -> float:
+    """How long a trial of the job may take, in seconds; 0 where its settings cannot be read, so that none runs."""
+    try:
+        return settings_of_text(job.settings_json).timeout_s
+    except UsageError:
+        return 0.0
 
 
 def _totals(queue: Queue, names: Sequence[str]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from conf.cli import EXIT_USAGE, load_config
 from conf.errors import UsageError, unknown_name
 from farm.jobs import Queue
 from farm.settings import SubmitSettings
-from farm.space import Choice, Range, Space
+from farm.space import Choice, Range, Space, space_of_mapping
 from farm.submit import submit
 from farm.work import work
 from featurize.families import family_names
@@ -112,7 +112,7 @@ def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitS
     for offset, share in enumerate(SHARES):
         own = [f"seed={settings.seed * len(SHARES) + offset}"]
         if share == PAIRS:
-            own.append(f"batch_sizes=[{','.join(map(str, pair_sizes(Space.from_mapping(_plain(plain.arch)))))}]")
+            own.append(f"batch_sizes=[{','.join(map(str, pair_sizes(space_of_mapping(_plain(plain.arch)))))}]")
         elif share != 1.0:
             if settings.device == "cpu":
                 continue

@@ -14,7 +14,7 @@ ALLOWED = {
     "conf": set(),
     "warehouse": {"conf"},
     "featurize": {"conf"},
-    "workers": {"conf", "featurize", "warehouse.schema"},
+    "workers": {"conf", "featurize", "warehouse.schema", "warehouse.run"},
     "learn": {"conf", "featurize", "warehouse"},
     "farm": {"conf", "featurize", "warehouse", "workers", "learn"},
 }

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from warehouse.folder import DataFolder, checked_name, sync, write_parquet
 from warehouse.merged import is_merged_name, land_batch
 from warehouse.merged_index import MergedIndex
+from warehouse.run import Run
 from warehouse.schema import (
     JOB_SCHEMA,
     METRICS,
@@ -43,25 +44,30 @@ class RunWriter:
         self._folder = folder.create()
         self._merged = MergedIndex(self._folder)
 
-    def write(self, run: Mapping[str, Any], telemetry: pa.Table) -> Path:
+    def write(self, run: Run | Mapping[str, Any], telemetry: pa.Table) -> Path:
         """Make a run durable; the path of the file that holds its row.
 
-        `run` has columns of `RUN_SCHEMA` (absent ones are NULL), `telemetry` columns of `TELEMETRY_SCHEMA`
-        (`run_id` may be absent). A repeat of a run_id replaces the run, or is without effect once compaction has
-        merged it, so its row is never there twice. Raises `ValueError` naming every column that breaks the
-        schema's rules, and `OSError` (full disk) with nothing of this call left behind but whole files.
+        Args:
+            run: a `Run`, or its columns by name; absent ones are NULL.
+            telemetry: columns of `TELEMETRY_SCHEMA`; `run_id` may be absent.
+
+        A repeat of a run_id replaces the run, or is without effect once compaction has merged it, so its row is never
+        there twice. Raises `ValueError` naming every column that breaks the schema's rules, and `OSError` (full disk)
+        with nothing of this call left behind but whole files.
         """
-        run = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **run}
-        run_row = run_table(run)
-        samples = telemetry_table(run["run_id"], telemetry)
-        runs = self._folder.partition("runs", run["family"])
+        given = run.columns() if isinstance(run, Run) else run
+        columns = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **given}
+        run_row = run_table(columns)
+        run_id, family = columns["run_id"], columns["family"]
+        samples = telemetry_table(run_id, telemetry)
+        runs = self._folder.partition("runs", family)
         # On first attempts too: the queue may have been lost, or restored from an older copy.
-        landed = self._merged.file_with(run["family"], run["run_id"])
+        landed = self._merged.file_with(family, run_id)
         if landed is not None:
             return landed
-        name = f"{run['run_id']}.parquet"
+        name = f"{run_id}.parquet"
         # Telemetry first: whoever sees the run sees its samples.
-        _write(self._folder.partition("telemetry", run["family"]) / name, samples)
+        _write(self._folder.partition("telemetry", family) / name, samples)
         _write(runs / name, run_row)
         return runs / name
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +100,8 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
     summary = {**verdict.summary, **({"peak_memory": _GROWTH} if growth else {})}
     columns |= {
         "quality": verdict.quality,
-        "quality_reasons": json.dumps(verdict.reasons, sort_keys=True) if verdict.reasons else None,
-        "quality_summary": json.dumps(summary, sort_keys=True) if summary else None,
+        "quality_reasons": verdict.reasons or None,
+        "quality_summary": summary or None,
         **count_qualities(samples, start_ns, end_ns),
     }
     return columns, samples

@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import platform
 import signal
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from featurize.trial import mapping_hash
+from featurize.trial import TrialConfig, config_hash
+from warehouse.run import Run
 from warehouse.schema import SCHEMA_VERSION
 from workers.devices import DeviceChoice, make_device
 from workers.environment import core_count, host_memory_share_mib
@@ -42,13 +42,13 @@ _CORES_TO_PREPARE = 4  # for each worker: the trial that is measured, its sampli
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What a worker needs to run a task. `config` and `settings` are JSON, as the queue holds them."""
+    """What a worker needs to run a task."""
 
     job_id: str
     task_index: int
     attempt: int
-    config: str
-    settings: str
+    config: TrialConfig
+    settings: TrialSettings
     seed: int
     own_code: bool = False  # the code that `config` names is of the user who runs the farm: it may be imported
 
@@ -63,7 +63,7 @@ class RunResult:
     """One row of `runs` and its rows of `telemetry`. `retryable`: the failure was not the trial's own, try again.
     `repeat`: the trial ended, but its labels cannot be trusted."""
 
-    run: dict[str, Any]
+    run: Run
     telemetry: pa.Table
     retryable: bool = False
     repeat: bool = False
@@ -124,7 +124,7 @@ class Worker:
 
         `upcoming` is what probably runs next: while this trial is measured, the process of that one gets ready.
         """
-        settings = TrialSettings.from_mapping(json.loads(task.settings))
+        settings = task.settings
         observed = Observed()
         lost: str | None = None
         started_at, t0_ns = datetime.datetime.now(datetime.UTC), time.monotonic_ns()
@@ -160,20 +160,19 @@ class Worker:
                 stayed_processes=observed.exit.stayed,
             )
         )
-        run = {
-            **self._identity(task),
-            **outcome,
-            **labels,
-            "half_widths": json.dumps(observed.half_widths, sort_keys=True) if observed.half_widths else None,
-            "window_kind": settings.window.kind,
-            "startup_s": startup_s(observed, t0_ns if self._device.sampled else None),
-            "prepared": observed.prepared,
-            "telemetry_rows": len(observed.samples),
-            "telemetry_missing": _as_json(observed.missing),
-            "started_at": started_at,
-            "finished_at": finished_at,
-            "wall_s": wall_s,
-        }
+        # What the trial reported of its software takes the place of what its server knew.
+        run = Run(
+            **{**self._identity(task), **outcome, **labels},
+            half_widths=observed.half_widths or None,
+            window_kind=settings.window.kind,
+            startup_s=startup_s(observed, t0_ns if self._device.sampled else None),
+            prepared=observed.prepared,
+            telemetry_rows=len(observed.samples),
+            telemetry_missing={name: safe_text(why, 1000) for name, why in observed.missing.items()} or None,
+            started_at=started_at,
+            finished_at=finished_at,
+            wall_s=wall_s,
+        )
         table = to_table(
             task.run_id,
             samples,
@@ -182,7 +181,7 @@ class Worker:
             observed.window_ns,
             observed.window_end_ns,
         )
-        return RunResult(run=run, telemetry=table, retryable=retryable, repeat=run["quality"] == "untrusted")
+        return RunResult(run=run, telemetry=table, retryable=retryable, repeat=run.quality == "untrusted")
 
     def close(self) -> None:
         self._discard_server()
@@ -218,7 +217,7 @@ class Worker:
         """Have the next trial's process build what it can on the host, and wait."""
         if task is None or self._prepared is not None:
             return
-        settings = TrialSettings.from_mapping(json.loads(task.settings))
+        settings = task.settings
         if settings.prepare_ahead == "never" or (settings.prepare_ahead == "auto" and not self.prepares):
             return
         self._prepared = task, self._server.start({**self._described(task), "ahead": True}, self._reader())
@@ -226,9 +225,9 @@ class Worker:
     def _described(self, task: TaskSpec) -> dict[str, Any]:
         """What the trial's process is told."""
         return {
-            "config": json.loads(task.config),
+            "config": task.config.to_mapping(),
             "own_code": task.own_code,
-            "settings": json.loads(task.settings),
+            "settings": task.settings.to_mapping(),
             "seed": task.seed,
             "device": self._choice.to_mapping(),
             "slot": dataclasses.asdict(self._slot),
@@ -312,7 +311,6 @@ class Worker:
             )
 
     def _identity(self, task: TaskSpec) -> dict[str, Any]:
-        config = json.loads(task.config)
         software = dict(self._server.hello()) if self._server is not None else {}
         software.pop("threads", None)
         return {
@@ -321,9 +319,9 @@ class Worker:
             "job_id": task.job_id,
             "task_index": task.task_index,
             "attempt": task.attempt,
-            "family": config["family"],
-            "config": task.config,
-            "config_hash": mapping_hash(config),
+            "family": task.config.family,
+            "config": task.config.to_mapping(),
+            "config_hash": config_hash(task.config),
             "source": self._device.source,
             "device_name": self._slot.device_name,
             "device_uuid": self._slot.device_uuid,
@@ -335,14 +333,7 @@ class Worker:
             "mig_profile": self._slot.mig_profile,
             "mps": self._slot.mps,
             "schema_version": SCHEMA_VERSION,
-            "batch_size": config["batch_size"],
-            "precision": config["precision"],
-            "optimizer": config["optimizer"],
+            "batch_size": task.config.batch_size,
+            "precision": task.config.precision,
+            "optimizer": task.config.optimizer,
         }
-
-
-def _as_json(reasons: dict[str, str]) -> str | None:
-    """A column that holds reasons by name, in words which may come from anywhere."""
-    return (
-        json.dumps({name: safe_text(why, 1000) for name, why in reasons.items()}, sort_keys=True) if reasons else None
-    )

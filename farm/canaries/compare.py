@@ -5,16 +5,18 @@ Start reading at `canary_configs`, what runs, then `compare`, what it says.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from farm.canaries.runs import LABELS, CanaryRun, Night, causes, read_nights
+from farm.canaries.runs import LABELS, CanaryNight, CanaryRun, causes, read_nights
+from farm.journal_payloads import CanariesPayload, ComparedLabel, DriftPayload
 from featurize.families import get_family
 from featurize.layers import rough_memory_mib
 from featurize.trial import TrialConfig, config_from_mapping
+from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT
 from warehouse.writer import RUN_RATIOS
 
@@ -107,7 +109,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class CanaryVerdict:
     """What tonight's canaries say of the machine.
 
     verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
@@ -136,24 +138,24 @@ class Verdict:
     def moved(self) -> tuple[Compared, ...]:
         return tuple(entry for entry in self.compared if entry.moved)
 
-    def to_mapping(self, drift: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As the journal's step `canaries` holds it; `drift`: `farm.canaries.drift.Drift.to_mapping`."""
-        return {
-            "verdict": self.verdict,
-            "said": self.said,
-            "device_name": self.device_name,
-            "source": self.source,
-            "environment": dict(self.environment),
-            "before": None if self.before is None else dict(self.before),
-            "runs": self.runs,
-            "compared": [{**asdict(entry), "run_ids": list(entry.run_ids)} for entry in self.compared],
-            "causes": list(self.causes),
-            "drift": None if drift is None else dict(drift),
-        }
+    def payload(self, drift: DriftPayload | None = None) -> CanariesPayload:
+        """Return it as the journal keeps it, with what drifted."""
+        return CanariesPayload(
+            verdict=self.verdict,
+            said=self.said,
+            environment=dict(self.environment),
+            runs=self.runs,
+            device_name=self.device_name,
+            source=self.source,
+            before=None if self.before is None else dict(self.before),
+            compared=tuple(ComparedLabel(**asdict(entry)) for entry in self.compared),
+            causes=self.causes,
+            drift=drift,
+        )
 
 
 def compare(
-    data,
+    data: str | os.PathLike | DataFolder,
     device_name: str,
     source: str,
     job_ids: Collection[str],
@@ -161,7 +163,7 @@ def compare(
     forget: Collection[str] = (),
     shared: bool = False,
     accepted: Collection[str] = (),
-) -> Verdict:
+) -> CanaryVerdict:
     """What the canaries of the jobs `job_ids` say, against those of earlier jobs on that device, with that source.
 
     Compared is with the history of the very same environment, however long ago, else with that of the newest night:
@@ -177,7 +179,7 @@ def compare(
     ).verdict()
 
 
-def unconfirmed(verdict: Verdict) -> tuple[TrialConfig, ...]:
+def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
     """The canaries that moved and ran only once tonight, or once on the GPU where they did: to be run twice more before
     the verdict counts."""
     once = {entry.config_hash for entry in verdict.moved if len(entry.run_ids) == 1}
@@ -186,17 +188,27 @@ def unconfirmed(verdict: Verdict) -> tuple[TrialConfig, ...]:
 
 class _Comparison:
     def __init__(
-        self, data, device_name, source, job_ids, shared: bool, tonight: Night | None, earlier: Sequence[Night],
+        self,
+        data: str | os.PathLike | DataFolder,
+        device_name: str,
+        source: str,
+        job_ids: Collection[str],
+        shared: bool,
+        tonight: CanaryNight | None,
+        earlier: Sequence[CanaryNight],
         accepted: frozenset[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._data = data
+        self._device_name = device_name
+        self._source = source
+        self._job_ids = tuple(job_ids)
         self._shared = shared
         self._accepted = accepted
         self._tonight = tonight
         self._earlier = [night for night in earlier if history_of([night])]
-        self._where = {"device_name": device_name, "source": source, "job_ids": job_ids}
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CanaryVerdict:
+        why: tuple[str, ...]
         if self._tonight is None:
             return self._verdict("none", "no canary ran", None, (), ())
         runs = finals(self._tonight)
@@ -205,20 +217,20 @@ class _Comparison:
             ended = [run for of_canary in runs.values() for run in of_canary]
             if ended and not any(run.status == "ok" for run in ended):
                 why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error told'}" for run in ended))
-                said = f"none of the {_canaries(runs)} ran to its end: {why[0]}"
-                return self._verdict("sick", said, None, entries, why)
+                sentence = f"none of the {_canaries(runs)} ran to its end: {why[0]}"
+                return self._verdict("sick", sentence, None, entries, why)
             if failed := [entry for entry in entries if entry.moved]:
                 why = self._causes(runs, {}, failed)
-                names = dict.fromkeys(entry.name for entry in failed)
-                said = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
-                return self._verdict("sick", said, None, entries, why)
+                names = list(dict.fromkeys(entry.name for entry in failed))
+                sentence = f"{len(names)} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
+                return self._verdict("sick", sentence, None, entries, why)
             doubted = [e for e in entries if e.label == "quality"]
-            said = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
-            said += _accepted_failures(entries)
+            sentence = f"the first {_canaries(runs)} of this device; there is nothing to compare them with yet"
+            sentence += _accepted_failures(entries)
             if doubted:
-                said += f"; {len(doubted)} of them cannot be trusted"
+                sentence += f"; {len(doubted)} of them cannot be trusted"
             why = causes(self._data, [(runs[e.config_hash], (), ()) for e in doubted]) if doubted else ()
-            return self._verdict("first", said, None, entries, why)
+            return self._verdict("first", sentence, None, entries, why)
         now, newest = self._tonight.environment, self._earlier[-1].environment
         reference = now if any(night.environment == now for night in self._earlier) else newest
         history = history_of([night for night in self._earlier if night.environment == reference])
@@ -227,9 +239,9 @@ class _Comparison:
         if not moved:
             failing = {entry.config_hash for entry in entries if entry.label == "status"}
             known, new = (failing ^ runs.keys()) & history.keys(), runs.keys() - failing - history.keys()
-            said = f"{_canaries(known)} as before{_since(now, newest)}"
-            said += f"; {_canaries(new)} for the first time" if new else ""
-            return self._verdict("steady", said + _accepted_failures(entries), reference, entries, ())
+            sentence = f"{_canaries(known)} as before{_since(now, newest)}"
+            sentence += f"; {_canaries(new)} for the first time" if new else ""
+            return self._verdict("steady", sentence + _accepted_failures(entries), reference, entries, ())
         # A run that failed, or whose labels nobody may trust, tells nothing of how a new environment measures.
         figures_only = all(entry.now is not None and entry.before is not None for entry in moved)
         verdict = "drift" if now != reference and figures_only and not alone else "sick"
@@ -237,12 +249,12 @@ class _Comparison:
         if verdict == "sick" and not why:
             why = (UNKNOWN,)
         names = list(dict.fromkeys(entry.name for entry in moved))
-        said = f"{len(names)} of {_canaries(runs)} moved ({'; '.join(e.said for e in moved[:3])}"
-        said += f"; {len(moved) - 3} more)" if len(moved) > 3 else ")"
-        said += f" with {_change(reference, now)}" if now != reference else " in an unchanged environment"
+        sentence = f"{len(names)} of {_canaries(runs)} moved ({'; '.join(e.said for e in moved[:3])}"
+        sentence += f"; {len(moved) - 3} more)" if len(moved) > 3 else ")"
+        sentence += f" with {_change(reference, now)}" if now != reference else " in an unchanged environment"
         if verdict == "sick":
-            said += f": {why[0]}"
-        return self._verdict(verdict, said, reference, entries, why)
+            sentence += f": {why[0]}"
+        return self._verdict(verdict, sentence, reference, entries, why)
 
     def _compared(self, runs: Mapping, history: Mapping) -> tuple[list[Compared], list[Compared]]:
         """(every entry, those of them that moved on one of several GPUs alone)."""
@@ -251,49 +263,58 @@ class _Comparison:
         return [*together, *alone], alone
 
     def _causes(self, runs: Mapping, history: Mapping, moved: Sequence[Compared]) -> tuple[str, ...]:
-        found = []
+        cases = []
         for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
             lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
-            found.append((runs[config_hash], history.get(config_hash, ()), lost))
-        return causes(self._data, found)
+            cases.append((runs[config_hash], history.get(config_hash, ()), lost))
+        return causes(self._data, cases)
 
-    def _verdict(self, verdict: str, said: str, before: tuple | None, entries, why) -> Verdict:
-        def named(values: tuple | None) -> dict[str, str | None] | None:
-            return None if values is None else dict(zip(ENVIRONMENT, values, strict=True))
+    def _verdict(
+        self,
+        verdict: str,
+        sentence: str,
+        before: tuple[str | None, ...] | None,
+        entries: Sequence[Compared],
+        why: Sequence[str],
+    ) -> CanaryVerdict:
+        def named(values: tuple[str | None, ...]) -> dict[str, str | None]:
+            return dict(zip(ENVIRONMENT, values, strict=True))
 
         night = self._tonight
-        return Verdict(
+        return CanaryVerdict(
             verdict=verdict,
-            said=said,
+            said=sentence,
             environment=named(night.environment if night else (None,) * len(ENVIRONMENT)),
-            before=named(before),
-            newest=named(self._earlier[-1].environment if self._earlier else None),
+            before=None if before is None else named(before),
+            newest=named(self._earlier[-1].environment) if self._earlier else None,
             runs=len(night.runs) if night else 0,
             shared=self._shared,
             compared=tuple(entries),
             causes=tuple(why),
             configs={run.config_hash: run.config for run in night.runs} if night else {},
-            **self._where,
+            device_name=self._device_name,
+            source=self._source,
+            job_ids=self._job_ids,
         )
 
 
-def finals(night: Night) -> dict[str, tuple[CanaryRun, ...]]:
+def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
     """config_hash -> its runs of the night; attempts that were run again are no runs."""
-    found: dict[str, list[CanaryRun]] = {}
+    by_config: dict[str, list[CanaryRun]] = {}
     for run in night.runs:
         if run.final:
-            found.setdefault(run.config_hash, []).append(run)
-    return {config_hash: tuple(runs) for config_hash, runs in found.items()}
+            by_config.setdefault(run.config_hash, []).append(run)
+    return {config_hash: tuple(runs) for config_hash, runs in by_config.items()}
 
 
-def history_of(nights: Sequence[Night]) -> dict[str, tuple[CanaryRun, ...]]:
+def history_of(nights: Sequence[CanaryNight]) -> dict[str, tuple[CanaryRun, ...]]:
     """config_hash -> its trusted runs of these nights that are ok, oldest first. A failure says nothing of labels."""
-    found: dict[str, list[CanaryRun]] = {}
+    by_config: dict[str, list[CanaryRun]] = {}
     for night in nights:
         for run in night.runs:
             if run.final and run.trusted and run.status == "ok":
-                found.setdefault(run.config_hash, []).append(run)
-    return {config_hash: tuple(runs) for config_hash, runs in found.items()}
+                by_config.setdefault(run.config_hash, []).append(run)
+    return {config_hash: tuple(runs) for config_hash, runs in by_config.items()}
 
 
 def compare_canaries(
@@ -325,16 +346,16 @@ def _of_single_gpus(
     if len(gpus) < 2:
         return []
     known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
-    found = []
+    on_one_gpu = []
     for gpu in gpus:
         own = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
         entries = compare_canaries({name: of_gpu for name, of_gpu in own.items() if of_gpu}, history, shared, accepted)
-        found += [
+        on_one_gpu += [
             replace(entry, said=f"{entry.said} on {gpu} alone")
             for entry in entries
             if entry.moved and (entry.config_hash, entry.label) not in known
         ]
-    return found
+    return on_one_gpu
 
 
 def _of_canary(
@@ -342,13 +363,13 @@ def _of_canary(
 ) -> list[Compared]:  # fmt: skip
     entries = []
 
-    def add(label: str, said: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
+    def add(label: str, sentence: str, *, before=None, now=None, tolerance=None, moved: bool, of: int) -> None:
         first, unit = runs[0], LABELS.get(label, "")
         entries.append(
             Compared(
                 family=first.config.family, config_hash=first.config_hash, label=label, unit=unit, before=before,
                 now=now, tolerance=tolerance, moved=moved, history_runs=of, run_ids=tuple(run.run_id for run in runs),
-                said=f"{first.name}: {said}",
+                said=f"{first.name}: {sentence}",
             )
         )  # fmt: skip
 
@@ -369,8 +390,8 @@ def _of_canary(
     for label, unit in LABELS.items():
         if shared and label not in _OF_SHARED:
             continue
-        known = [run.labels[label] for run in history if run.labels[label] is not None]
-        seen = [run.labels[label] for run in trusted if run.status == "ok" and run.labels[label] is not None]
+        known = [value for run in history if (value := run.labels[label]) is not None]
+        seen = [value for run in trusted if run.status == "ok" and (value := run.labels[label]) is not None]
         before, now = (statistics.median(values) if values else None for values in (known, seen))
         if before is None:
             if now is not None:
@@ -379,12 +400,12 @@ def _of_canary(
         tolerance = tolerance_of(label, known, shared)
         if now is None:
             always = len(known) == len(history)
-            said = f"{label} {_figure(before, unit)} before, NULL now"
-            add(label, said, before=before, tolerance=tolerance, moved=always, of=len(known))
+            sentence = f"{label} {_figure(before, unit)} before, NULL now"
+            add(label, sentence, before=before, tolerance=tolerance, moved=always, of=len(known))
             continue
-        said = f"{label} {_figure(before, unit)} -> {_figure(now, unit)}"
+        sentence = f"{label} {_figure(before, unit)} -> {_figure(now, unit)}"
         moved = abs(now - before) > tolerance
-        add(label, said, before=before, now=now, tolerance=tolerance, moved=moved, of=len(known))
+        add(label, sentence, before=before, now=now, tolerance=tolerance, moved=moved, of=len(known))
     return entries
 
 

@@ -12,16 +12,16 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 import warehouse
 from conf.errors import UsageError
-from farm.canaries.compare import Compared, Verdict, compare_canaries, finals, history_of
+from farm.canaries.compare import CanaryVerdict, Compared, compare_canaries, finals, history_of
 from farm.canaries.operators import OPERATORS, WEIGHT_UPDATES, operators_of
 from farm.canaries.runs import LABELS, read_nights
 from farm.choosing.coverage import Map
+from farm.journal_payloads import DriftPayload
 from featurize.device_spec import same_device
 from featurize.row_config import config_of_row, problem_of
 from featurize.trial import TrialConfig, config_hash
@@ -51,22 +51,22 @@ class Drift:
     marks: tuple[Mark, ...]
     families: Mapping[str, str]
 
-    def to_mapping(self, remeasured: int) -> dict[str, Any]:
-        """As `Verdict.to_mapping` takes it; `remeasured`: configs to measure again."""
-        operators = {run_id: set() for run_id in self.families}
+    def payload(self, remeasured: int) -> DriftPayload:
+        """Return it as the journal keeps it. `remeasured`: configurations to measure again."""
+        operators: dict[str, set[str]] = {run_id: set() for run_id in self.families}
         for mark in self.marks:
             operators[mark.run_id].update(mark.operators)
-        return {
-            "operators": {label: list(found) for label, found in self.operators.items()},
-            "stale_rows": len(self.families),
-            "stale_by_family": dict(Counter(self.families.values()).most_common()),
-            "stale_by_operator": dict(Counter(name for found in operators.values() for name in found).most_common()),
-            "remeasure": remeasured,
-            "moved": list(self.moved),
-        }
+        return DriftPayload(
+            operators=dict(self.operators),
+            stale_rows=len(self.families),
+            stale_by_family=dict(Counter(self.families.values()).most_common()),
+            stale_by_operator=dict(Counter(name for names in operators.values() for name in names).most_common()),
+            remeasure=remeasured,
+            moved=self.moved,
+        )
 
 
-def drift_of(data, verdict: Verdict, *, forget: Collection[str] = ()) -> Drift | None:
+def drift_of(data, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> Drift | None:
     """What the change of the environment since the night before did to the rows measured so far.
 
     None where the environment is the same, or the machine is sick. Each environment that rows were measured in is
@@ -92,9 +92,9 @@ def drift_of(data, verdict: Verdict, *, forget: Collection[str] = ()) -> Drift |
         if not affected:
             continue
         shifts = {label: _shift([entry for entry in entries if entry.label == label]) for label in affected}
-        for label, found in affected.items():
-            operators.setdefault(label, set()).update(found)
-            names = ", ".join(_in_order(found))
+        for label, families_moved in affected.items():
+            operators.setdefault(label, set()).update(families_moved)
+            names = ", ".join(_in_order(families_moved))
             moved.setdefault(label, []).append(f"{label} moved with {names}: {shifts[label][1]}")
         for row, config in _rows(data, verdict, environment):
             row_marks = list(_marks(row, config, affected, shifts, verdict))
@@ -127,12 +127,12 @@ def affected_operators(
         if not stayed:
             affected[label] = frozenset((EVERYTHING,))
             continue
-        found = frozenset().union(*moved) - frozenset().union(*stayed)
-        for unexplained in [operators for operators in moved if not operators & found]:
+        responsible = frozenset().union(*moved) - frozenset().union(*stayed)
+        for unexplained in [operators for operators in moved if not operators & responsible]:
             have = {name: sum(name in operators for operators in stayed) for name in unexplained - _EVERY_STEP}
             fewest = min(have.values())
-            found |= {name for name, count in have.items() if count == fewest}
-        affected[label] = found
+            responsible |= {name for name, count in have.items() if count == fewest}
+        affected[label] = responsible
     return affected
 
 
@@ -149,7 +149,7 @@ def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
     return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
 
 
-def _rows(data, verdict: Verdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
+def _rows(data, verdict: CanaryVerdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
     """The rows of that environment that can be learned from, with their configs."""
     columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
@@ -172,7 +172,9 @@ def _config(text: str | None) -> TrialConfig | None:
         return None
 
 
-def _marks(row: Mapping, config: TrialConfig, affected: Mapping, shifts: Mapping, verdict: Verdict) -> Iterator[Mark]:
+def _marks(
+    row: Mapping, config: TrialConfig, affected: Mapping, shifts: Mapping, verdict: CanaryVerdict
+) -> Iterator[Mark]:
     own = None
     for label, moved in affected.items():
         if row[label] is None and not (label == _MEMORY and row["status"] == "oom"):
@@ -256,8 +258,8 @@ def _stale_rows(data, device_name: str, source: str, environment: Mapping[str, s
             WHERE mark.source = ? AND {same.replace("{}", "mark")} ORDER BY run_id, label""",
             [source, *values, source, *values],
         ).fetchall()
-    found = [dict(zip(columns, row, strict=True)) for row in rows]
-    return [row for row in found if same_device(row["device_name"], device_name)]
+    marks = [dict(zip(columns, row, strict=True)) for row in rows]
+    return [row for row in marks if same_device(row["device_name"], device_name)]
 
 
 def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dict[str, TrialConfig]]:

@@ -26,7 +26,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "gather_scatter": ("gather", "scatter", "edge_softmax", "dispatch", "combine"),
     "copy": ("add", "concat", "pad2d", "upsample"),
 }
-# What no layer plan tells: the loss, which every step has, how the weights are updated, and in which precision.
+# What no layer plan holds: the loss, which every step has, how the weights are updated, and in which precision.
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "momentum": "sgd"}
 _AUTOCAST = ("bf16", "fp16")
 WEIGHT_UPDATES = tuple(dict.fromkeys(_OPTIMIZERS.values()))
@@ -47,14 +47,14 @@ def operators_of(config: TrialConfig) -> frozenset[str]:
 
     `other` stands for the layers of a model that cannot be read here (of a library that is not installed).
     """
-    found = {"loss", _OPTIMIZERS[config.optimizer]}
+    names = {"loss", _OPTIMIZERS[config.optimizer]}
     if config.precision in _AUTOCAST:
-        found.add("autocast")
+        names.add("autocast")
     try:
-        found.update(operator_of_kind(layer.kind) for layer in get_family(config.family).layers(config))
+        names.update(operator_of_kind(layer.kind) for layer in get_family(config.family).layers(config))
     except UsageError:
-        found.add(OTHER)
-    return frozenset(found)
+        names.add(OTHER)
+    return frozenset(names)
 
 
 def operator_of_kind(kind: str) -> str:

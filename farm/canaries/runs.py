@@ -45,7 +45,7 @@ class CanaryRun:
     config: TrialConfig
     status: str
     error: str  # its exception in one line, empty where there is none
-    trusted: bool  # nobody said that its labels are wrong
+    trusted: bool  # its labels are not known to be wrong
     reasons: Mapping[str, str]  # runs.quality_reasons
     missing: Mapping[str, str]  # runs.telemetry_missing
     labels: Mapping[str, float | None]
@@ -60,7 +60,7 @@ class CanaryRun:
 
 
 @dataclass(frozen=True)
-class Night:
+class CanaryNight:
     """The canaries of one job, in the environment that they ran in (values of `ENVIRONMENT`)."""
 
     environment: tuple[str | None, ...]
@@ -69,7 +69,7 @@ class Night:
 
 def read_nights(
     data, device_name: str, source: str, tonight: Collection[str], forget: Collection[str]
-) -> tuple[Night | None, list[Night]]:
+) -> tuple[CanaryNight | None, list[CanaryNight]]:
     """(the canaries of the jobs `tonight`, as one night; earlier ones by job, oldest first), of that device and source.
 
     Earlier: jobs whose id begins with `canary-`, but those to `forget`. A night's environment is that of its runs that
@@ -92,22 +92,22 @@ def read_nights(
             jobs.setdefault(night, []).append((run, tuple(row[name] for name in ENVIRONMENT)))
     now = jobs.pop("", None)
     began = min((run.started_at for run, _ in now or ()), default=None)
-    earlier = [_night(found) for found in jobs.values() if began is None or found[0][0].started_at <= began]
+    earlier = [_night(of_job) for of_job in jobs.values() if began is None or of_job[0][0].started_at <= began]
     if now is None:
         return None, earlier
     return _night(now, earlier[-1].environment if earlier else None), earlier
 
 
-def _night(found: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None) -> Night:
-    runs = tuple(run for run, _ in found)
-    said = Counter(environment for run, environment in found if run.status == "ok")
-    if said:
-        return Night(said.most_common(1)[0][0], runs)
-    known = tuple(next((e[i] for _, e in found if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
+def _night(of_job: Sequence[tuple[CanaryRun, tuple]], before: tuple | None = None) -> CanaryNight:
+    runs = tuple(run for run, _ in of_job)
+    environments = Counter(environment for run, environment in of_job if run.status == "ok")
+    if environments:
+        return CanaryNight(environments.most_common(1)[0][0], runs)
+    known = tuple(next((e[i] for _, e in of_job if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
     # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
     if before is not None and all(one in (None, other) for one, other in zip(known, before, strict=True)):
-        return Night(before, runs)
-    return Night(known, runs)
+        return CanaryNight(before, runs)
+    return CanaryNight(known, runs)
 
 
 def _run(row: Mapping) -> CanaryRun | None:
@@ -141,38 +141,38 @@ def _error_of(row: Mapping[str, Any]) -> str:
 
 
 def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]]) -> tuple[str, ...]:
-    """Why canaries may have moved, in words, the commonest first; empty where nothing tells.
+    """Return why canaries may have moved, in words, the commonest cause first; empty where no cause is known.
 
     `moved`: for each of them tonight's runs, those it was compared with, and the labels that are NULL now.
     """
-    found: dict[str, list[str]] = {}
+    names_by_cause: dict[str, list[str]] = {}
     for runs, history, lost in moved:
-        for what, words in _of_canary(runs, history, lost):
-            found.setdefault(what, []).append(f"{runs[0].name}: {words}" if words else runs[0].name)
+        for cause, words in _of_canary(runs, history, lost):
+            names_by_cause.setdefault(cause, []).append(f"{runs[0].name}: {words}" if words else runs[0].name)
     slower = _slower(data, moved)
-    said = [f"{what} ({'; '.join(words[:3])}{_more(words)})" for what, words in _by_count(found)]
-    return (*said, *slower)
+    sentences = [f"{cause} ({'; '.join(words[:3])}{_more(words)})" for cause, words in _by_count(names_by_cause)]
+    return (*sentences, *slower)
 
 
 def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Collection[str]) -> list[tuple[str, str]]:
     """(cause, details) of one canary; what was so before too is none."""
-    found = []
+    reasons = []
     usual = Counter(reason for run in history for reason in run.reasons)
     for reason in dict.fromkeys(reason for run in runs for reason in run.reasons):
         if 2 * usual[reason] > len(history):
             continue
         words = next(run.reasons[reason] for run in runs if reason in run.reasons)
         meaning = REASONS[reason].meaning if reason in REASONS else reason
-        found.append((meaning, words))
+        reasons.append((meaning, words))
     if lost:
         sensors = {name: why for run in runs for name, why in run.missing.items()}
         known = {name for run in history for name in run.missing}
         why = ", ".join(f"{name}: {text}" for name, text in sensors.items() if name not in known)
-        found.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
+        reasons.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
     failed = next((run for run in runs if run.status != "ok"), None)
     if failed is not None:  # of a canary that moved: one whose failure was accepted has not
-        found.append((f"ended as {failed.status}", failed.error))
-    return found
+        reasons.append((f"ended as {failed.status}", failed.error))
+    return reasons
 
 
 def _slower(data, moved: Sequence[tuple]) -> list[str]:
@@ -182,15 +182,15 @@ def _slower(data, moved: Sequence[tuple]) -> list[str]:
     if not now or not before:
         return []
     figures = _window_figures(data, [*now, *before])
-    found = []
+    sentences = []
     clocks = [[figures[run.run_id][0] for run in runs if run.run_id in figures] for runs in (now, before)]
     heat = [[figures[run.run_id][1] for run in runs if run.run_id in figures] for runs in (now, before)]
     (clock_now, clock_then), (heat_now, heat_then) = (map(_middle, both) for both in (clocks, heat))
     if clock_now is not None and clock_then is not None and clock_now < (1 - _CLOCK_SHARE) * clock_then:
-        found.append(f"the SM clock was lower: {clock_now:.0f} MHz, {clock_then:.0f} before")
+        sentences.append(f"the SM clock was lower: {clock_now:.0f} MHz, {clock_then:.0f} before")
     if heat_now is not None and heat_then is not None and heat_now > heat_then + _HOTTER_C:
-        found.append(f"the GPU was hotter: {heat_now:.0f} °C, {heat_then:.0f} before")
-    return found
+        sentences.append(f"the GPU was hotter: {heat_now:.0f} °C, {heat_then:.0f} before")
+    return sentences
 
 
 def _window_figures(data, runs: Sequence[CanaryRun]) -> dict[str, tuple[float | None, float | None]]:
@@ -210,8 +210,8 @@ def _middle(values: Sequence[float | None]) -> float | None:
     return known[len(known) // 2] if known else None
 
 
-def _by_count(found: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
-    return sorted(found.items(), key=lambda item: -len(item[1]))
+def _by_count(groups: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
+    return sorted(groups.items(), key=lambda item: -len(item[1]))
 
 
 def _more(words: Sequence[str]) -> str:

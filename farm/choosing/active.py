@@ -38,7 +38,7 @@ class Doubts:
     def score(self) -> np.ndarray:
         """(n,) around 1: the mean of both disagreements, each over its own mean."""
         both = (self.disagreement, self.of_label)
-        return np.mean([found / max(float(found.mean()), 1e-12) for found in both], axis=0)
+        return np.mean([disagreement / max(float(disagreement.mean()), 1e-12) for disagreement in both], axis=0)
 
 
 def doubts(
@@ -63,12 +63,12 @@ def doubts(
     space = get_target(target).space
     new, old = to_space(figures, space), to_space(known_figures, space)
     label = to_space(labels, space)
-    told = np.flatnonzero(np.isfinite(label) & np.isfinite(old))
-    if len(told) < LEAST_ROWS:
+    labelled = np.flatnonzero(np.isfinite(label) & np.isfinite(old))
+    if len(labelled) < LEAST_ROWS:
         return None
-    label, old = label[told], old[told]
-    shift, disagreement = _committee(known_table[told], label - old, table, seed)
-    beside = [np.column_stack([rows, np.nan_to_num(of)]) for rows, of in ((known_table[told], old), (table, new))]
+    label, old = label[labelled], old[labelled]
+    shift, disagreement = _committee(known_table[labelled], label - old, table, seed)
+    beside = [np.column_stack([rows, np.nan_to_num(of)]) for rows, of in ((known_table[labelled], old), (table, new))]
     _, of_label = _committee(beside[0], label, beside[1], seed)
     return Doubts(shift, disagreement, of_label)
 
@@ -78,12 +78,12 @@ def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: i
     from sklearn.ensemble import ExtraTreesRegressor
 
     random = np.random.default_rng(seed)
-    said = np.empty((MEMBERS, len(asked)))
+    predictions = np.empty((MEMBERS, len(asked)))
     for member in range(MEMBERS):
         rows = random.integers(len(known), size=len(known))
         forest = ExtraTreesRegressor(TREES, max_features=0.5, n_jobs=1, random_state=seed * MEMBERS + member)
-        said[member] = forest.fit(known[rows], taught[rows]).predict(asked)
-    return said.mean(0), said.std(0)
+        predictions[member] = forest.fit(known[rows], taught[rows]).predict(asked)
+    return predictions.mean(0), predictions.std(0)
 
 
 def worth(scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: np.ndarray) -> np.ndarray:

@@ -87,12 +87,12 @@ class Forecaster:
         n = len(configs)
         figures = {name: np.full(n, np.nan) for name in TARGETS}
         parameters, ways = np.zeros(n), np.full(n, "plan", dtype=object)
-        values, done = None, 0
-        for places, (found, sketch, weights, way) in self._sketched(parts, configs):
-            if values is None:
+        values, done = np.zeros((n, 0), dtype=np.float32), 0
+        for places, (columns, sketch, weights, way) in self._sketched(parts, configs):
+            if not values.shape[1]:
                 values = np.zeros((n, sketch.shape[1]), dtype=np.float32)
             values[places], parameters[places], ways[places] = sketch, weights, way
-            for name, column in found.items():
+            for name, column in columns.items():
                 figures[name][places] = column
             done += len(places)
             progress(done, n)
@@ -114,8 +114,8 @@ class Forecaster:
         from learn.parallel import ray_map
 
         workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
-        for index, found in ray_map(sketch_of, jobs, workers):
-            yield parts[index], found
+        for index, sketches in ray_map(sketch_of, jobs, workers):
+            yield parts[index], sketches
 
     def _trace(self, configs: list[TrialConfig], places: np.ndarray, figures, ways) -> None:
         from learn.cases import Case
@@ -199,11 +199,11 @@ def _own_fields(configs: Sequence[TrialConfig]) -> tuple[np.ndarray, np.ndarray]
 def _table(values: np.ndarray, numbers: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Numbers around 0 with a spread of 1, cut off at 3: one odd config must not be all that is far away. Words as they
     are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs tell nothing."""
-    found = np.hstack([values, numbers])
-    centre, spread = found.mean(0, dtype=np.float64), found.std(0, dtype=np.float64)
+    standardized = np.hstack([values, numbers])
+    centre, spread = standardized.mean(0, dtype=np.float64), standardized.std(0, dtype=np.float64)
     varied = spread > 1e-6
-    found = np.clip((found[:, varied] - centre[varied]) / spread[varied], -_FAR, _FAR)
+    standardized = np.clip((standardized[:, varied] - centre[varied]) / spread[varied], -_FAR, _FAR)
     share = words.mean(0, dtype=np.float64)
-    told = words[:, (share >= _RARE) & (share <= 1 - _RARE)]
-    both = np.hstack([found, told]).astype(np.float32)
+    common_words = words[:, (share >= _RARE) & (share <= 1 - _RARE)]
+    both = np.hstack([standardized, common_words]).astype(np.float32)
     return both if both.shape[1] else np.zeros((len(both), 1), dtype=np.float32)

@@ -82,14 +82,14 @@ def known_runs(
         ).fetchall()
     finally:
         connection.close()
-    found = [dict(zip(columns, row, strict=True)) for row in rows]
-    found = [row for row in found if row["device_name"] and same_device(row["device_name"], device_name)]
+    of_device = [dict(zip(columns, row, strict=True)) for row in rows]
+    of_device = [row for row in of_device if row["device_name"] and same_device(row["device_name"], device_name)]
     if families is not None:
-        found = [row for row in found if row["family"] in families]
-    measured = {row["config_hash"] for row in found if all(row[name] == v for name, v in environment.items())}
+        of_device = [row for row in of_device if row["family"] in families]
+    measured = {row["config_hash"] for row in of_device if all(row[name] == v for name, v in environment.items())}
     configs, kept = [], []
     left_out: dict[str, list[str]] = {}
-    for row in found:
+    for row in of_device:
         out = row["status"] == "oom" and row["oom_kind"] == "device"
         doubtful = row["quality"] == "untrusted" or row["error_type"] == "doubt"
         if doubtful or not (out or (row["status"] == "ok" and row["peak_memory_mib"])):

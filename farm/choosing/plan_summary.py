@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from farm.choosing.known_runs import Known
-from farm.choosing.selection import Choice, Chosen
+from farm.choosing.selection import Chosen, Selection
 
 _PAST_RUNS = 10  # of a family, from which on its own median wall time is what a run is expected to take
 _STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, and of the steps until a window is steady
@@ -64,7 +64,7 @@ class Summary:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def summary(choice: Choice, known: Known, capacity_mib: float) -> Summary:
+def summary(choice: Selection, known: Known, capacity_mib: float) -> Summary:
     """What the choice gains and costs on a device with so much memory, from `known` runs where they tell."""
     seconds, past = expected_seconds(choice, known)
     return Summary(
@@ -93,7 +93,7 @@ def may_run_out(one: Chosen, capacity_mib: float) -> float:
     return 0.5 * (1 + erf(log(max(one.figures["memory"], 1.0) / capacity_mib) / error / sqrt(2)))
 
 
-def expected_seconds(choice: Choice, known: Known) -> tuple[list[float], int]:
+def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]:
     """Wall time of each chosen run: its family's median so far, else start-up and a hundred steps of the roofline; and
     for how many it is the median."""
     family = np.array([config.family for config in known.configs], dtype=object)
@@ -102,8 +102,8 @@ def expected_seconds(choice: Choice, known: Known) -> tuple[list[float], int]:
         of_family = known.seconds[(family == name) & np.isfinite(known.seconds)] if len(family) else np.zeros(0)
         if len(of_family) >= _PAST_RUNS:
             medians[name] = float(np.median(of_family))
-    found = []
+    seconds = []
     for one in choice.chosen:
         guess = _STARTUP_S + _STEPS * one.figures["step_time"] / 1e3
-        found.append(medians.get(one.config.family, guess))
-    return found, sum(one.config.family in medians for one in choice.chosen)
+        seconds.append(medians.get(one.config.family, guess))
+    return seconds, sum(one.config.family in medians for one in choice.chosen)

@@ -16,8 +16,8 @@ import numpy as np
 from conf.errors import UsageError, unknown_name
 from farm.choosing.known_runs import Known
 from farm.choosing.networks import Networks
+from farm.dimensions import Space
 from farm.sampling import NO_LIMITS, Limits, sample_range
-from farm.space import Space
 from featurize.trial import TrialConfig, config_hash
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ TAKES_FIRST = ("uniform", "stratified")  # those that take the first ones
 _UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is unsure of, as far as they are measured
 
 
-class Estimator(Protocol):
+class CandidateForecaster(Protocol):
     """What `choose` has to know of candidates. `forecast.Forecaster` is one."""
 
     def look(self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = ...) -> Outlook: ...
@@ -39,7 +39,7 @@ class Estimator(Protocol):
 
 
 @dataclass(frozen=True)
-class Pool:
+class CandidatePool:
     """Candidates of one or more spaces: config, its hash, and its index in its family's sequence, in one order.
 
     next_index  family -> where its sequence goes on after all of these
@@ -80,12 +80,12 @@ class Chosen:
     def why(self) -> str:
         """In words: the cell with the fewest rows, the region, and the doubt where that was asked for."""
         emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
-        said = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
-        return said if self.uncertainty is None else f"{said}; {self.uncertainty:.1f} x as uncertain as the mean"
+        reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
+        return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Selection:
     """What `choose` took, in the order in which it is to run.
 
     pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
@@ -113,7 +113,7 @@ def candidates(
     count: int,
     limits: Limits = NO_LIMITS,
     rejections: Counter[str] | None = None,
-) -> Pool:
+) -> CandidatePool:
     """The `count` configs of the space's sequence from index `start` on: where the last night ended.
 
     `uniform` draws independent points; every other policy goes on with the low-discrepancy sequence. Errors as in
@@ -126,15 +126,15 @@ def candidates(
     points = "uniform" if policy == "uniform" else "stratified"
     configs = tuple(sample_range(space, seed, start, start + count, points, limits, rejections))
     hashes = tuple(map(config_hash, configs))
-    return Pool(configs, hashes, tuple(range(start, start + count)), {space.family: start + count})
+    return CandidatePool(configs, hashes, tuple(range(start, start + count)), {space.family: start + count})
 
 
-def joined(pools: Sequence[Pool]) -> Pool:
+def joined(pools: Sequence[CandidatePool]) -> CandidatePool:
     """Pools of different families as one: in turns, so that a prefix has its share of each."""
     if len({name for pool in pools for name in pool.next_index}) < sum(len(pool.next_index) for pool in pools):
         raise UsageError("two pools are of the same family; make one of them, with a larger count")
     order = sorted(((i + 0.5) / len(pool), k, i) for k, pool in enumerate(pools) for i in range(len(pool)))
-    return Pool(
+    return CandidatePool(
         tuple(pools[k].configs[i] for _, k, i in order),
         tuple(pools[k].hashes[i] for _, k, i in order),
         tuple(pools[k].indices[i] for _, k, i in order),
@@ -144,13 +144,13 @@ def joined(pools: Sequence[Pool]) -> Pool:
 
 def choose(
     policy: str,
-    pool: Pool,
+    pool: CandidatePool,
     known: Known,
     n: int,
-    estimator: Estimator,
+    estimator: CandidateForecaster,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Choice:
+) -> Selection:
     """The `n` candidates to measure next (fewer where the pool has no more), in order, each with its reasons.
 
     uniform, stratified  the first of the sequence
@@ -197,8 +197,8 @@ def choose(
         places = fill(cells, old, new, n, seed)
     else:
         places = new[:n]
-    chosen = _told(pool, fresh.places, places, cells, old, figures, doubts, distances)
-    return Choice(
+    chosen = _chosen(pool, fresh.places, places, cells, old, figures, doubts, distances)
+    return Selection(
         policy=policy,
         chosen=chosen,
         pool=len(pool),
@@ -232,7 +232,7 @@ class _Fresh:
         return f"{count:,} candidate{'s' if count > 1 else ''} whose model cannot be built: {reason}{more}"
 
 
-def _fresh(pool: Pool, known: Known, at_most: int | None, networks: Networks | None = None) -> _Fresh:
+def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Networks | None = None) -> _Fresh:
     """The candidates not measured yet, until there are `at_most`. `networks`: leave out also what cannot be built."""
     seen: set[str] = set()
     places: list[int] = []
@@ -256,7 +256,7 @@ def _fresh(pool: Pool, known: Known, at_most: int | None, networks: Networks | N
     return _Fresh(places, measured, repeated, unbuildable, looked)
 
 
-def _look(estimator: Estimator, fresh: _Fresh, pool: Pool, known: Known, progress) -> Outlook:
+def _look(estimator: CandidateForecaster, fresh: _Fresh, pool: CandidatePool, known: Known, progress) -> Outlook:
     """The outlook on the fresh candidates, then the known rows. Raises `UsageError` where no candidate is fresh."""
     if fresh.places:
         return estimator.look([*(pool.configs[i] for i in fresh.places), *known.configs], progress)
@@ -265,7 +265,7 @@ def _look(estimator: Estimator, fresh: _Fresh, pool: Pool, known: Known, progres
     raise UsageError(f"all {len(pool):,} candidates are measured already; take more of them, or widen the search space")
 
 
-def _after(pool: Pool, looked: int) -> dict[str, int]:
+def _after(pool: CandidatePool, looked: int) -> dict[str, int]:
     """Where each family's sequence goes on, when only the first `looked` candidates are spent."""
     following = dict(pool.next_index)
     for config, index in zip(reversed(pool.configs[looked:]), reversed(pool.indices[looked:]), strict=True):
@@ -286,17 +286,17 @@ def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, n
 def _doubts(outlook: Outlook, known: Known, new, old, seed: int) -> dict:
     from farm.choosing.active import doubts
 
-    found = {}
+    by_target = {}
     for target in _UNSURE_OF:
         labels = known.labels.get(target)
         if labels is None:
             continue
-        told = np.where(known.out_of_memory, np.nan, labels)
+        exact = np.where(known.out_of_memory, np.nan, labels)
         figures = outlook.figures[target]
-        of_target = doubts(target, outlook.table[new], figures[new], outlook.table[old], figures[old], told, seed=seed)
+        of_target = doubts(target, outlook.table[new], figures[new], outlook.table[old], figures[old], exact, seed=seed)
         if of_target is not None:
-            found[target] = of_target
-    return found
+            by_target[target] = of_target
+    return by_target
 
 
 def _shifted(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
@@ -320,16 +320,16 @@ def _drawn(cells, outlook: Outlook, doubts: dict, memory, new, old, n, capacity,
     return places, distances(outlook.table[places], outlook.table[old])
 
 
-def _told(pool: Pool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
+def _chosen(pool: CandidatePool, fresh, places, cells, old, figures, doubts: dict, distances) -> tuple[Chosen, ...]:
     from farm.choosing.coverage import DIMENSIONS
 
     before = cells.counts(old)
     score = np.mean([doubt.score for doubt in doubts.values()], axis=0) if doubts else None
     memory = doubts.get("memory")
-    found = []
+    chosen = []
     for rank, place in enumerate(places.tolist()):
         at = fresh[place]
-        found.append(
+        chosen.append(
             Chosen(
                 index=pool.indices[at],
                 config=pool.configs[at],
@@ -342,7 +342,7 @@ def _told(pool: Pool, fresh, places, cells, old, figures, doubts: dict, distance
                 distance=None if distances is None else float(distances[rank]),
             )
         )
-    return tuple(found)
+    return tuple(chosen)
 
 
 def _gained(cells, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:

@@ -147,8 +147,8 @@ def _answers(
         for process, log in processes:
             if process.wait():
                 log.seek(0)
-                said = log.read().strip().splitlines() or [f"exit code {process.returncode}"]
-                raise UsageError(f"{environment.text}: its operators cannot be traced: {said[-1]}")
+                error_lines = log.read().strip().splitlines() or [f"exit code {process.returncode}"]
+                raise UsageError(f"{environment.text}: its operators cannot be traced: {error_lines[-1]}")
 
 
 def _tell(pipe: TextIO, lines: Sequence[str]) -> None:
@@ -215,16 +215,16 @@ def _changes(
                     totals[name][side][figure] += figures[figure]
             if any(_differ(old[figure], new[figure]) for figure in FIGURES):
                 differing[name].append((abs(new["ms"] - old["ms"]), key))
-    found = []
+    changes = []
     for name, (old, new) in totals.items():
         largest = sorted(differing[name], key=lambda item: (-item[0], item[1]))
-        found.append(
+        changes.append(
             Change(
                 name=name, kind=kinds.get(name, ""), before=old, after=new, configurations=len(largest),
                 examples=tuple(key for _, key in largest[:_EXAMPLES]),
             )
         )  # fmt: skip
-    return tuple(sorted(found, key=_largest_first))
+    return tuple(sorted(changes, key=_largest_first))
 
 
 def _largest_first(change: Change) -> tuple:

@@ -151,15 +151,15 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
         raise UsageError(f"{key}={text}: {python} cannot be run: {error.strerror or error}") from error
     line = next((line for line in done.stdout.splitlines() if line.startswith("PROBE")), None)
     if done.returncode or line is None:
-        said = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
-        missing = said[-1].partition("No module named ")[2].strip("'").partition(".")[0]
+        error_lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
+        missing = error_lines[-1].partition("No module named ")[2].strip("'").partition(".")[0]
         hint = f"; install it there: {python} -m pip install {missing}" if missing else ""
-        raise UsageError(f"{key}={text}: {python} cannot run a trial: {said[-1]}{hint}")
-    found = json.loads(line.removeprefix("PROBE"))
-    identity = {**found, "python": str(python), "code": _trial_code(code)}
+        raise UsageError(f"{key}={text}: {python} cannot run a trial: {error_lines[-1]}{hint}")
+    answer = json.loads(line.removeprefix("PROBE"))
+    identity = {**answer, "python": str(python), "code": _trial_code(code)}
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:8]
     return Environment(
-        text=text, python=python, versions={name: found.get(name) for name in _SHOWN}, fingerprint=digest
+        text=text, python=python, versions={name: answer.get(name) for name in _SHOWN}, fingerprint=digest
     )
 
 

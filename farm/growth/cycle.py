@@ -1,6 +1,6 @@
 """One night: canaries, choose, run, land, learn, report; each step written down, so that a killed cycle goes on.
 
-Start reading at `Night.work`.
+Start reading at `NightWork.work`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import secrets
 import time
 import traceback
@@ -23,7 +24,18 @@ from farm.growth.plan import Plan, code_names, make_plan, read_plan, skipped
 from farm.growth.settings import GrowSettings
 from farm.growth.stop import NightStop
 from farm.jobs import Queue
-from farm.journal import Cycle, Journal
+from farm.journal import Cycle, Journal, plain
+from farm.journal_payloads import (
+    CanariesPayload,
+    ChoicePayload,
+    Ended,
+    LandPayload,
+    LearnPayload,
+    LearntTarget,
+    P,
+    ReportPayload,
+    RunPayload,
+)
 from farm.monitoring.service import Service
 from farm.outcomes import failed_before
 from farm.work import run_job
@@ -31,10 +43,11 @@ from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.trial import TrialConfig
+    from learn.promotion import Promotion
 
 _FAILURES_AT_MOST = 3  # of one step: then the cycle is over, so that the next night can begin another
 _ERROR_CHARACTERS = 4000
-_PATIENCE_S = 3600.0  # for whoever asks for our health: a fit, a choice, a report beat no pulse
+_PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress meanwhile
 
 
 class Left(Exception):
@@ -42,8 +55,8 @@ class Left(Exception):
 
 
 @dataclass
-class Night:
-    """One cycle at work on a data folder. `tell` takes what a person should see now, `say` a line that stays."""
+class NightWork:
+    """One cycle at work on a data folder. `tell` updates the status line, `say` prints a line."""
 
     folder: DataFolder
     queue: Queue
@@ -57,45 +70,55 @@ class Night:
 
     @classmethod
     def begin(
-        cls, folder, queue, journal: Journal, settings: GrowSettings, machine: Machine, service, tell, say
-    ) -> Night:
-        """Begin a cycle and write that down."""
+        cls,
+        folder: DataFolder,
+        queue: Queue,
+        journal: Journal,
+        settings: GrowSettings,
+        machine: Machine,
+        service: Service,
+        tell: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> NightWork:
+        """Begin a cycle and record it in the journal."""
         written = {**settings.written, "device": machine.choice.to_mapping()}
         cycle = journal.begin(written, secrets.token_hex(4), lambda name: snapshot_taken(folder, name))
         return cls(folder, queue, journal, settings, machine, service, cycle, tell, say)
 
     def work(self) -> Cycle:
-        """Do the steps that are not done yet, and end the cycle; as it is then.
+        """Do the steps that are not done yet, end the cycle and return it.
 
-        Raises `Left` after Ctrl-C and where the machine was wanted back before anything ran, what a step raised where
-        one failed, and `KeyboardInterrupt`: the cycle stays open then, and the same call goes on.
+        Raises `Left` after Ctrl-C and where a signal came before anything ran, `KeyboardInterrupt`, and the error of a
+        step that failed. The cycle then stays open, and the same call resumes it.
         """
-        canaries = self._step("canaries", self._canaries)
-        if canaries["verdict"] == "sick":
-            return self._close("sick", canaries["said"])
-        self._step("choose", self._choose)
-        ran = self._step("run", self._run)
-        self._step("land", lambda: land(self.folder, self.cycle, self.tell))
-        asked = ran["ended"] == "asked"
-        self._step("learn", lambda: self._learn(skip=asked))
+        canaries = self._step(CanariesPayload, self._canaries)
+        if canaries.verdict == "sick":
+            return self._close("sick", canaries.said)
+        choice = self._step(ChoicePayload, self._choose)
+        ran = self._step(RunPayload, lambda: self._run(choice))
+        landed = self._step(LandPayload, lambda: land(self.folder, self.cycle, self.tell))
+        asked = ran.ended == "asked"
+        learnt = self._step(LearnPayload, lambda: LearnPayload() if asked else self._learn(landed))
+        all_failed = f"; {ran.failed}" if ran.failed else ""
         if asked:
-            return self._close("cut short", f"asked to leave; {ran['runs']} runs are landed{self._all_failed()}")
-        return self._close("done", self._said())
+            return self._close("cut short", f"asked to leave; {ran.runs} runs are landed{all_failed}")
+        return self._close("done", _night_in_a_sentence(choice, ran, learnt) + all_failed)
 
-    def _close(self, outcome: str, said: str) -> Cycle:
-        self._step("report", lambda: self._report(outcome, said))
-        return self._end(outcome, said)
+    def _close(self, outcome: str, sentence: str) -> Cycle:
+        self._step(ReportPayload, lambda: self._report(outcome, sentence))
+        return self._end(outcome, sentence)
 
-    def _end(self, outcome: str, said: str) -> Cycle:
-        self.cycle = self.journal.end(self.cycle.name, outcome, said)
-        self.service.events.emit("cycle_ended", cycle=self.cycle.name, outcome=outcome, message=said)
+    def _end(self, outcome: str, sentence: str) -> Cycle:
+        self.cycle = self.journal.end(self.cycle.name, outcome, sentence)
+        self.service.events.emit("cycle_ended", cycle=self.cycle.name, outcome=outcome, message=sentence)
         return self.cycle
 
-    def _step(self, name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Do a step unless it is done; what it wrote down."""
-        done = self.cycle.done(name)
+    def _step(self, kind: type[P], work: Callable[[], P]) -> P:
+        """Do a step unless it is done, and return what it wrote down."""
+        done = self.cycle.payload(kind)
         if done is not None:
             return done
+        name = kind.step
         self.journal.start(self.cycle.name, name)
         self.cycle = self.journal.cycle(self.cycle.name)
         self.service.events.emit("step_started", cycle=self.cycle.name, step=name)
@@ -104,37 +127,37 @@ class Night:
         self.tell(name)
         began = time.monotonic()
         try:
-            payload = dict(work())
+            payload = work()
         except (Left, KeyboardInterrupt):
             raise
         except Exception as error:
             self._failed(name, error)
             raise
-        payload["seconds"] = round(time.monotonic() - began, 3)
-        self.cycle = self.journal.done(self.cycle.name, name, payload)
-        self.service.events.emit("step_done", cycle=self.cycle.name, step=name, seconds=payload["seconds"])
+        seconds = round(time.monotonic() - began, 3)
+        self.cycle = self.journal.done(self.cycle.name, name, plain({**payload.to_mapping(), "seconds": seconds}))
+        self.service.events.emit("step_done", cycle=self.cycle.name, step=name, seconds=seconds)
         return payload
 
     def _failed(self, name: str, error: Exception) -> None:
-        """Write it down, and report what there is; a step that fails again and again ends the cycle."""
+        """Record the failure and report what there is; a step that fails three times ends the cycle."""
         text = str(error) if isinstance(error, UsageError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
         self.cycle = self.journal.fail(self.cycle.name, name, text)
         self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
-        said = f"{name} failed: {error_line(text)}"
+        sentence = f"{name} failed: {error_line(text)}"
         if name != "report":
-            with contextlib.suppress(Exception):  # the step's own error is what is told
-                self._report("failed", said)
+            with contextlib.suppress(Exception):  # the user gets the step's own error
+                self._report("failed", sentence)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
             with contextlib.suppress(UsageError):  # as above; there may be no such job
                 self.queue.cancel(self.cycle.job("grow"), time.time())
-            self._end("failed", said)
+            self._end("failed", sentence)
 
     # The steps
 
-    def _canaries(self) -> dict[str, Any]:
+    def _canaries(self) -> CanariesPayload:
         if self.settings.canaries == "skip":
             now = environment_now(self.folder, self.machine)
-            return {"verdict": "none", "said": "left out", "environment": now, "runs": 0}
+            return CanariesPayload(verdict="none", said="left out", environment=now)
         from farm.growth.watch import watch
 
         return watch(self.folder, self.machine, self.cycle, self.earlier(), self._measure)
@@ -150,7 +173,7 @@ class Night:
             return None
         return job_id
 
-    def _work_off(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int = 1) -> str:
+    def _work_off(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]], shares: int = 1) -> Ended:
         """Queue the configs as this job and run it: `all`, or why the night ends there, `asked` or `time`.
 
         Raises `Left` after Ctrl-C. A signal counts also where all trials have run: closing the workers takes seconds.
@@ -164,20 +187,20 @@ class Night:
             return "asked"
         return "all" if worked_off else "time"
 
-    def _choose(self) -> dict[str, Any]:
+    def _choose(self) -> ChoicePayload:
         plan = self._plan(self.earlier(), "choosing")
         if plan.again:
             self.say(f"{self.machine.source} again first, as stale: {plan.again:,}")
         for line in () if plan.summary is None else plan.summary.lines(self.machine.source):
             self.say(line)
-        return {**plan.payload(), "plan": plan.write(self.folder, self.cycle.name)}
+        return plan.payload(plan.write(self.folder, self.cycle.name))
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self, choice: ChoicePayload) -> RunPayload:
         job_id = self.cycle.job("grow")
-        planned = read_plan(self.folder, self.cycle.done("choose")["plan"], self.settings.spaces)
+        planned = read_plan(self.folder, choice.plan, self.settings.spaces)
         configs = [(index, entry.config) for index, entry in enumerate(planned)]
         began = time.monotonic()
-        ended = self._work_off(job_id, configs) if configs else "all"
+        ended: Ended = self._work_off(job_id, configs) if configs else "all"
         if ended != "all":
             self.queue.cancel(job_id, time.time())
         failure = failed_before(self.queue, job_id) if configs else None
@@ -185,57 +208,58 @@ class Night:
             self.service.events.emit("job_failed", job=job_id, message=str(failure))
         figures = job_figures(self.folder, job_id)
         left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
-        return {
-            "job_id": job_id, **figures, "ended": ended, "next_index": left,
-            "wall_s": round(time.monotonic() - began, 3), "failed": None if failure is None else str(failure),
-        }  # fmt: skip
+        return RunPayload(
+            job_id=job_id, runs=figures.runs, by_status=figures.by_status, by_family=figures.by_family,
+            gpu_seconds=figures.gpu_seconds, energy_j=figures.energy_j, ended=ended, next_index=left,
+            wall_s=round(time.monotonic() - began, 3), failed=None if failure is None else str(failure),
+        )  # fmt: skip
 
-    def _learn(self, skip: bool) -> dict[str, Any]:
+    def _learn(self, landed: LandPayload) -> LearnPayload:
         from learn.promotion import refit
 
-        landed = self.cycle.done("land")
         results = []
-        for target in () if skip else self.settings.targets:
+        for target in self.settings.targets:
             try:
                 promotion = refit(
                     self.folder, target, self.settings.estimator, cycle=self.cycle.name, source=self.machine.source,
-                    device_name=self.machine.device_name, snapshot=landed["snapshot"], seed=self.settings.seed,
+                    device_name=self.machine.device_name, snapshot=landed.snapshot, seed=self.settings.seed,
                     trust=code_names(self.settings.spaces),
                     now=datetime.datetime.now(datetime.UTC),
-                    progress=lambda said, target=target: self.tell(f"learning {target}: {said}"),
+                    progress=functools.partial(self._tell_learning, target),
                 )  # fmt: skip
-                results.append({**promotion.to_mapping(), "why": promotion.why + self._of_simulated()})
+                results.append(self._learnt(promotion))
             except UsageError as error:
                 results.append(self._no_result(target, "skipped", str(error)))
             except Exception:  # one estimator's mistake must cost neither the others nor the night
                 results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))
-        return {"results": results}
+        return LearnPayload(results=tuple(results))
 
-    def _of_simulated(self) -> str:
-        said = "; the labels are simulated, so this says nothing of real GPUs"
-        return said if self.machine.source == "simulated" else ""
+    def _tell_learning(self, target: str, step: str) -> None:
+        self.tell(f"learning {target}: {step}")
 
-    def _no_result(self, target: str, decision: str, why: str) -> dict[str, Any]:
-        return {
-            "target": target, "estimator": self.settings.estimator, "decision": decision, "why": why, "current": None,
-            "candidate": None, "held_out": 0, "figures": {"current": None, "candidate": None},
-        }  # fmt: skip
+    def _learnt(self, promotion: Promotion) -> LearntTarget:
+        simulated = self.machine.source == "simulated"
+        caveat = "; the labels are simulated, so this says nothing of real GPUs" if simulated else ""
+        return LearntTarget(**{**promotion.to_mapping(), "why": promotion.why + caveat})
 
-    def _report(self, outcome: str, said: str) -> dict[str, Any]:
+    def _no_result(self, target: str, decision: str, why: str) -> LearntTarget:
+        return LearntTarget(
+            target=target, estimator=self.settings.estimator, decision=decision, why=why,
+            figures={"current": None, "candidate": None},
+        )  # fmt: skip
+
+    def _report(self, outcome: str, sentence: str) -> ReportPayload:
         from farm.reports.write import write_report
 
-        told = dataclasses.replace(self.cycle, outcome=outcome, said=said)
-        others = self.earlier()
-        path = write_report(self.folder, told, [*others, told], self._next_plan())
-        return {
-            "html": str(path.relative_to(self.folder.root)),
-            "json": str(path.relative_to(self.folder.root).with_suffix(".json")),
-        }
+        ended = dataclasses.replace(self.cycle, outcome=outcome, said=sentence)
+        path = write_report(self.folder, ended, [*self.earlier(), ended], self._next_plan())
+        page = path.relative_to(self.folder.root)
+        return ReportPayload(html=str(page), json=str(page.with_suffix(".json")))
 
     def _next_plan(self) -> Mapping[str, Any] | None:
-        """What the next night would measure; None where that cannot be told, which costs nobody the report."""
+        """Return what the next night would measure; None where planning fails: the report is written without it."""
         try:
-            return self._plan(self.journal.cycles(), "looking ahead").payload()
+            return plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
         except Exception as error:
             self.service.events.emit("notice", message=f"the next night's plan: {error}")
             return None
@@ -245,14 +269,15 @@ class Night:
     def _plan(self, cycles: Sequence[Cycle], doing: str) -> Plan:
         from farm.growth.watch import stale_first
 
-        environment = (self.cycle.done("canaries") or {}).get("environment")
+        canaries = self.cycle.payload(CanariesPayload)
+        environment = None if canaries is None else canaries.environment
         return make_plan(
             self.folder, self.queue, cycles, self.settings, self.machine, environment,
             again=stale_first(self.folder, self.machine, environment, self.settings.n),
             progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
         )  # fmt: skip
 
-    def submit(self, job_id: str, configs) -> None:
+    def submit(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]]) -> None:
         """Queue listed configs for this cycle's devices."""
         submit_listed(
             self.folder, self.queue, job_id, configs, self.machine, self.settings.trial, self.settings.policy,
@@ -271,25 +296,17 @@ class Night:
         """The cycles before this one."""
         return [cycle for cycle in self.journal.cycles() if cycle.name != self.cycle.name]
 
-    def _said(self) -> str:
-        """The night in a sentence."""
-        ran, learnt = self.cycle.done("run"), self.cycle.done("learn")
-        statuses = ", ".join(f"{status} {count}" for status, count in ran["by_status"].items()) or "none"
-        decisions = ", ".join(f"{result['target']} {result['decision']}" for result in learnt["results"])
-        again = self.cycle.done("choose")["remeasured"]
-        stale = f", up to {again} of them of stale rows" if again else ""
-        time_up = "; the time was up before all had run" if ran["ended"] == "time" else ""
-        runs_line = f"{ran['runs']} runs ({statuses}){stale}{time_up}"
-        return f"{runs_line}; models: {decisions or 'none fitted'}{self._all_failed()}"
 
-    def _all_failed(self) -> str:
-        """The reason where no trial of the night measured anything, to be added to its sentence; else nothing."""
-        failure = (self.cycle.done("run") or {}).get("failed")
-        return f"; {failure}" if failure else ""
+def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPayload) -> str:
+    statuses = ", ".join(f"{status} {count}" for status, count in ran.by_status.items()) or "none"
+    decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
+    stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured else ""
+    time_up = "; the time was up before all had run" if ran.ended == "time" else ""
+    return f"{ran.runs} runs ({statuses}){stale}{time_up}; models: {decisions or 'none fitted'}"
 
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
-    """What a notified program gets to know. `error`: what failed, where the journal may not have it."""
+    """Return the message for notifications. `error`: the failure, where the journal may not have it."""
     report = folder.reports / f"{cycle.name}.html"  # of a step that failed, there is one all the same
     errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
     return {

@@ -6,16 +6,19 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 from conf.errors import UsageError
 from farm.journal import Cycle
+from farm.journal_payloads import Compacted, FindingPayload, LandPayload
 from warehouse.folder import DataFolder
 
 
-def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> dict[str, Any]:
-    """What the journal keeps of it. May be killed at any point and called again: the snapshot of the cycle's name is
-    taken once. Raises `UsageError` for files that cannot be read."""
+def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandPayload:
+    """Merge small files, freeze a snapshot and check its rows.
+
+    May be killed at any point and called again: the snapshot of the cycle's name is taken once. Raises `UsageError` for
+    files that cannot be read.
+    """
     from warehouse.checks import check
     from warehouse.compact import compact
     from warehouse.connection import connect
@@ -35,13 +38,13 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> dict[
     with contextlib.closing(connect(folder, snapshot=name)) as connection:
         findings = check(connection)
     before = [other for other, snapshot in there.items() if snapshot.taken_at < there[name].taken_at]
-    return {
-        "snapshot": name,
-        "before": before[-1] if before else None,
-        "rows": dict(there[name].rows),
-        "compacted": {"said": compacted.lines(), "problems": len(compacted.problems)},
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-    }
+    return LandPayload(
+        snapshot=name,
+        before=before[-1] if before else None,
+        rows=dict(there[name].rows),
+        compacted=Compacted(said=tuple(compacted.lines()), problems=len(compacted.problems)),
+        findings=tuple(FindingPayload(**dataclasses.asdict(finding)) for finding in findings),
+    )
 
 
 def snapshot_taken(folder: DataFolder, name: str) -> bool:

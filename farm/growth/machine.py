@@ -1,4 +1,4 @@
-"""What a cycle measures on, and the jobs of listed configurations that it measures with.
+"""The devices that a cycle measures on, and its jobs of listed configurations.
 
 Start reading at `machine_of` and `submit_listed`.
 """
@@ -10,15 +10,16 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from farm.jobs import MIXED_FAMILY, Job, Queue
 from farm.journal import Cycle
+from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.ray_executor import ClusterSettings
-from farm.settings import device_key
 from farm.submitted_code import record_submitted
 from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, device_names, load_device, same_device
 from featurize.row_config import code_problem
@@ -52,22 +53,24 @@ class Machine:
 
 
 def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[Cycle] = ()) -> tuple[Machine, str]:
-    """What `device` means here, and one line that says so.
+    """Return the machine that `device` names, and a line that describes it.
 
-    Raises `UsageError` where it is not there, for GPUs of several models, and where `auto` finds no GPU any more
-    although the cycles `before` measured on one: a data set must not go on with simulated runs because a driver broke.
+    Raises `UsageError` where the device is missing, for GPUs of several models, and where `auto` finds no GPU although
+    the cycles `before` measured on one: a broken driver must not turn a measured data set into a simulated one.
     """
-    choice, said = choose_device(device)
+    choice, device_line = choose_device(device)
     used = next(filter(None, ((c.settings.get("device") or {}).get("backend") for c in reversed(before))), None)
     if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
-        raise UsageError(f"{said}; but the last cycle here measured on GPUs: mend that, or say device=simulated")
+        raise UsageError(
+            f"{device_line}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated"
+        )
     slots = make_device(choice).slots()
     names = sorted({slot.device_name for slot in slots})
     if len(names) > 1:
         raise UsageError(f"a cycle measures on GPUs of one model, here are {', '.join(names)}; hide some from it")
     workers = 1 if cluster.kind == "inline" else len(slots)
     source = "simulated" if choice.backend == "simulated" else "measured"
-    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), said
+    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), device_line
 
 
 def _description(choice: DeviceChoice, slot) -> DeviceSpec:
@@ -104,12 +107,12 @@ def submit_listed(
         seed=seed,
         policy=policy,
         device=device_key(machine.choice),
-        settings_json=canonical_json(trial.to_mapping()),
+        settings_json=text_of_settings(trial),
         submitted_at=time.time(),
     )
-    texts = [canonical_json(config.to_mapping()) for config in record_submitted(config for _, config in configs)]
+    texts = [text_of_config(config) for config in record_submitted(config for _, config in configs)]
     queue.submit(job, zip((index for index, _ in configs), texts, strict=True), time.time())
-    told = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
+    recorded = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
     RunWriter(folder).write_job(
         {
             "job_id": job_id,
@@ -119,14 +122,14 @@ def submit_listed(
             "policy": policy,
             "priority": job.priority,
             "space": job.space_json,
-            "config": json.dumps(told, sort_keys=True),
+            "config": json.dumps(recorded, sort_keys=True),
             "submitted_at": queue.job(job_id).submitted_at,
         }
     )
 
 
 def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | None:
-    """The environment of the newest run of this device; None where there is none."""
+    """Return the environment of the newest run of this device; None where there is none."""
     rows = _ask(
         folder,
         f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE source = ? AND torch_version IS NOT NULL "
@@ -139,7 +142,7 @@ def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | No
 
 
 def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
-    """How long a cycle has measured so far, in all attempts at it: what was killed counts to its last run."""
+    """Return for how many seconds a cycle has measured, over all attempts; a killed one counts up to its last run."""
     finished = [
         row[0].replace(tzinfo=datetime.UTC)
         for row in _ask(
@@ -151,7 +154,9 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
     total = 0.0
     for name in ("canaries", "run"):
         step = cycle.steps.get(name)
-        for number, began in enumerate(step.attempts if step else ()):
+        if step is None:
+            continue
+        for number, began in enumerate(step.attempts):
             last = number == len(step.attempts) - 1
             until = None if last else step.attempts[number + 1]
             ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
@@ -161,31 +166,42 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
     return total
 
 
-def job_figures(folder: DataFolder, job_id: str) -> dict[str, Any]:
-    """Runs of a job by status and family, their workers' seconds, and the energy of their windows."""
+@dataclass(frozen=True, kw_only=True)
+class JobFigures:
+    """Runs of a job by status and family, their workers' seconds, and the energy of their windows in J."""
+
+    by_status: Mapping[str, int]
+    by_family: Mapping[str, int]
+    gpu_seconds: float
+    energy_j: float | None  # None where no run has it
+
+    @property
+    def runs(self) -> int:
+        return sum(self.by_status.values())
+
+
+def job_figures(folder: DataFolder, job_id: str) -> JobFigures:
+    """Return the figures of a job's runs."""
     rows = _ask(
         folder,
         "SELECT family, status, count(*), sum(wall_s), sum(energy_j) FROM runs WHERE job_id = ? "
         "GROUP BY ALL ORDER BY ALL",
         [job_id],
     )
-    by_status: dict[str, int] = {}
-    by_family: dict[str, int] = {}
+    by_status: Counter[str] = Counter()
+    by_family: Counter[str] = Counter()
     for family, status, count, *_ in rows:
-        by_status[status] = by_status.get(status, 0) + count
-        by_family[family] = by_family.get(family, 0) + count
+        by_status[status] += count
+        by_family[family] += count
     energies = [row[4] for row in rows if row[4] is not None]
-    return {
-        "runs": sum(by_status.values()),
-        "by_status": by_status,
-        "by_family": by_family,
-        "gpu_seconds": sum(row[3] or 0.0 for row in rows),
-        "energy_j": sum(energies) if energies else None,
-    }
+    return JobFigures(
+        by_status=dict(by_status), by_family=dict(by_family), gpu_seconds=sum(row[3] or 0.0 for row in rows),
+        energy_j=sum(energies) if energies else None,
+    )  # fmt: skip
 
 
 def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
-    """Indices of a job's tasks that have a run."""
+    """Return the indices of a job's tasks that have a run."""
     return {index for (index,) in _ask(folder, "SELECT task_index FROM runs WHERE job_id = ?", [job_id])}
 
 

@@ -19,8 +19,11 @@ _WEBHOOK_S = 15.0
 
 
 def notify(message: Mapping[str, Any], command: str | None, webhook: str | None) -> list[str]:
-    """Hand the message on as JSON: to the command's standard input (its `outcome` is also in $GPUFARM_OUTCOME), and by
-    POST to the address. What went wrong with it, a sentence each: nobody's night fails because of a message."""
+    """Send the message as JSON to the command's standard input and by POST to the address.
+
+    The command also finds the outcome in $GPUFARM_OUTCOME. Returns a sentence for each problem: a message that cannot
+    be sent fails no night.
+    """
     text, problems = json.dumps(message), []
     if command is not None:
         problems += _run(command, text, str(message["outcome"]))
@@ -46,7 +49,7 @@ def _run(command: str, text: str, outcome: str) -> list[str]:
         )  # fmt: skip
     except OSError as error:
         return [f"notify.command: {error.strerror}"]
-    with process.stderr:
+    with process:
         try:
             _, errors = process.communicate(text.encode(), timeout=_COMMAND_S)
         except subprocess.TimeoutExpired:
@@ -58,5 +61,5 @@ def _run(command: str, text: str, outcome: str) -> list[str]:
                 process.wait()
     if process.returncode == 0:
         return []
-    said = errors.decode(errors="replace").strip().splitlines()[-1:]
-    return [f"notify.command ended with {process.returncode}{': ' + said[0] if said else ''}"]
+    last_line = errors.decode(errors="replace").strip().splitlines()[-1:]
+    return [f"notify.command ended with {process.returncode}{': ' + last_line[0] if last_line else ''}"]

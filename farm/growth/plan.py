@@ -19,15 +19,16 @@ from conf.json_file import read_json
 from farm.choosing.forecast import Forecaster
 from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import Summary, expected_seconds, summary
-from farm.choosing.selection import TAKES_FIRST, Pool, candidates, choose, joined
+from farm.choosing.selection import TAKES_FIRST, CandidatePool, candidates, choose, joined
+from farm.dimensions import Space
 from farm.growth.machine import Machine
 from farm.growth.settings import GrowSettings
 from farm.jobs import Queue
 from farm.journal import Cycle, plain
-from farm.settings import device_key
-from farm.space import Space
+from farm.journal_payloads import ChoicePayload, RunPayload
+from farm.queue_values import device_key
 from featurize.own_code import trusting
-from featurize.trial import TrialConfig, config_from_mapping, config_hash, mapping_hash
+from featurize.trial import TrialConfig, config_from_mapping, config_hash
 from warehouse.folder import DataFolder, write_bytes
 
 _AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
@@ -52,10 +53,15 @@ class Plan:
     summary: Summary | None
     next_index: Mapping[str, int]
 
-    def payload(self) -> dict[str, Any]:
-        """For the journal, beside the file."""
-        told = {} if self.summary is None else plain(self.summary.to_mapping())
-        return {**told, "runs": len(self.configs), "remeasured": self.again, "next_index": dict(self.next_index)}
+    def payload(self, path: str | None = None) -> ChoicePayload:
+        """Return it as the journal keeps it, beside its file at `path`."""
+        beside = ChoicePayload(
+            plan=path, runs=len(self.configs), remeasured=self.again, next_index=dict(self.next_index)
+        )  # fmt: skip
+        if self.summary is None:
+            return beside
+        about = {name: value for name, value in plain(self.summary.to_mapping()).items() if name != "runs"}
+        return dataclasses.replace(beside, **about)
 
     def write(self, folder: DataFolder, cycle: str) -> str:
         """Write `growth/plans/CYCLE.json` and return its path in the folder."""
@@ -77,8 +83,10 @@ class Planned:
     place: tuple[str, int] | None
 
 
-def read_plan(folder: DataFolder, path: str, spaces: Sequence[Space] = ()) -> list[Planned]:
+def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()) -> list[Planned]:
     """What `Plan.write` wrote. It is data of the folder: it names code only that this command's `spaces` name."""
+    if path is None:
+        raise UsageError(f"the journal of {folder.root} names no plan for this cycle")
     try:
         entries = read_json(folder.root / path)
     except ValueError as error:
@@ -99,13 +107,13 @@ def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> di
 
     Nothing for policies that have looked at all candidates: what they left is behind them.
     """
-    found: dict[str, int] = {}
+    first_left: dict[str, int] = {}
     if policy in TAKES_FIRST:
         for index, entry in enumerate(planned):
             if index not in ran and entry.place is not None:
                 sequence, place = entry.place
-                found[sequence] = min(place, found.get(sequence, place))
-    return found
+                first_left[sequence] = min(place, first_left.get(sequence, place))
+    return first_left
 
 
 def make_plan(
@@ -134,7 +142,11 @@ def make_plan(
     if known.measured.issuperset(pool.hashes):
         return _stale_only(again, _after(settings, cycles, pool.next_index))
     forecaster = Forecaster(device=machine.spec, data=folder)
-    n = _affordable(settings, machine, pool, known, forecaster) if left is None else min(left, len(pool))
+    if left is None:
+        assert settings.hours is not None, "a night has a number of configurations or a time"
+        n = _affordable(settings, settings.hours, machine, pool, known, forecaster)
+    else:
+        n = min(left, len(pool))
     keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
     return Plan(
@@ -159,13 +171,12 @@ def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, mach
     if not folder.format_marker.exists():  # a dry run before the first submission
         return Known.nothing()
     known = known_runs(folder, machine.device_name, source=machine.source, environment=environment)
-    waiting = [] if queue is None else queue.waiting_configs(device_key(machine.choice))
-    hashes = {mapping_hash(json.loads(text)) for text in waiting}
+    hashes = frozenset() if queue is None else queue.waiting_hashes(device_key(machine.choice))
     known = thinned(known, _ROWS_AT_MOST, settings.seed)
     return dataclasses.replace(known, measured=known.measured | hashes)
 
 
-def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> Pool:
+def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> CandidatePool:
     positions = _positions(cycles)
     count = math.ceil(settings.pool / len(settings.spaces))
     return joined(
@@ -178,11 +189,13 @@ def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> Pool:
     )
 
 
-def _affordable(settings: GrowSettings, machine: Machine, pool: Pool, known: Known, forecaster: Forecaster) -> int:
+def _affordable(
+    settings: GrowSettings, hours: float, machine: Machine, pool: CandidatePool, known: Known, forecaster: Forecaster
+) -> int:
     """How many runs to plan for the hours given: half as many again as probably fit."""
     some = choose("stratified", pool, known, min(_TRIED, len(pool)), forecaster, settings.seed)
     seconds, _ = expected_seconds(some, known)
-    fitting = settings.hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
+    fitting = hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
     return max(1, min(len(pool), math.ceil(_AHEAD * fitting)))
 
 
@@ -196,8 +209,9 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
     """Where each sequence goes on, by all cycles that have chosen."""
     positions: dict[str, int] = {}
     for cycle in cycles:
-        for step in ("choose", "run"):  # a night that was cut off corrects what it had chosen
-            positions.update((cycle.done(step) or {}).get("next_index", {}))
+        # A night that was cut off corrects what it had chosen.
+        for payload in (cycle.payload(ChoicePayload), cycle.payload(RunPayload)):
+            positions.update({} if payload is None else payload.next_index)
     return positions
 
 

@@ -127,14 +127,15 @@ def _spaces(families: Any, common: Any) -> tuple[Space, ...]:
         keys = sorted(set().union(*(valid_keys(name) for name in names)))
         raise UsageError(f"space: no family here has {', '.join(unused)}; keys: {', '.join(keys)}")
     spaces = tuple(
-        parse_space(
-            name, {**default_space(name), **{key: spec for key, spec in common.items() if key in valid_keys(name)}}
-        )
-        for name in names
-    )
+        parse_space(name, {**(default_space(name) or {}), **_known_keys(name, common)}) for name in names
+    )  # fmt: skip
     for space in spaces if common else ():
         require_within_limits(space)
     return spaces
+
+
+def _known_keys(family: str, common: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: spec for key, spec in common.items() if key in valid_keys(family)}
 
 
 def _names(key: str, values: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How a cycle is asked to leave while trials run: SIGTERM ends the night, Ctrl-C leaves it open within seconds.
+"""Signals while a cycle's trials run: SIGTERM ends the night, Ctrl-C leaves the cycle open within seconds.
 
 Start reading at `NightStop`.
 """

@@ -1,4 +1,4 @@
-"""Runs the canaries, and says what their labels mean for tonight: go on, stop, or measure again what is stale.
+"""Runs the canaries and decides from their labels: continue, stop, or measure stale rows again.
 
 Start reading at `watch`; `farm.canaries` compares, and finds what moved with the environment.
 """
@@ -6,12 +6,13 @@ Start reading at `watch`; `farm.canaries` compares, and finds what moved with th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from farm.canaries.compare import Verdict, canary_configs, compare, unconfirmed
+from farm.canaries.compare import CanaryVerdict, canary_configs, compare, unconfirmed
 from farm.canaries.drift import drift_of, remeasure
 from farm.canaries.operators import operators_of
 from farm.journal import Cycle
+from farm.journal_payloads import CanariesPayload
 from featurize.trial import TrialConfig, config_hash
 from warehouse.stale import Mark, write_marks
 
@@ -30,12 +31,13 @@ def watch(
     cycle: Cycle,
     earlier: Sequence[Cycle],
     measure: Callable[[str, Sequence[tuple[int, TrialConfig]], int], str | None],
-) -> dict[str, Any]:
-    """Run the canaries on every GPU and compare them with the nights before; marks what drift has made stale.
+) -> CanariesPayload:
+    """Run the canaries on every GPU, compare them with the nights before, and mark rows that drift made stale.
 
-    Once more what moved, where a canary ran only once: one odd run is no verdict. May be killed and called again.
-    `measure(kind, configs, shares)` runs a job of the cycle and gives its id, None where the time was up. What the
-    journal keeps is returned.
+    A canary that moved and ran only once runs again: one odd run is no verdict. May be killed and called again.
+
+    Args:
+        measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
     """
     configs = canary_configs(machine.capacity_mib)
     if not configs:
@@ -43,31 +45,35 @@ def watch(
     place_of = {config_hash(config): place for place, config in enumerate(configs)}
     copies = machine.workers
     first = [(place * copies + copy, config) for place, config in enumerate(configs) for copy in range(copies)]
-    jobs = [measure(FIRST, first, copies)]
-    if jobs[0] is None:
+    first_job = measure(FIRST, first, copies)
+    if first_job is None:
         return _none("the time was up before the canaries were done")
     forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
     accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)
-    how = {"forget": forget, "shared": machine.choice.backend == "cpu", "accepted": accepted}
-    verdict = compare(*where, jobs, **how)
+
+    def compared(*jobs: str) -> CanaryVerdict:
+        shared = machine.choice.backend == "cpu"
+        return compare(*where, jobs, forget=forget, shared=shared, accepted=accepted)
+
+    verdict = compared(first_job)
     if doubtful := unconfirmed(verdict):
         more = _CONFIRMING_RUNS * copies
         again = [(place_of[config_hash(c)] * more + copy, c) for c in doubtful for copy in range(more)]
         if job_id := measure(AGAIN, again, copies):
-            verdict = compare(*where, [*jobs, job_id], **how)
+            verdict = compared(first_job, job_id)
     marked_at = cycle.steps["canaries"].attempts[0]
     if verdict.verdict == "sick":  # what a sick machine measured is kept, and nothing learns from it
         write_marks(folder, cycle.name, _of_moved(verdict), marked_at=marked_at)
     drift = drift_of(folder, verdict, forget=forget)
     if drift is None:
-        return verdict.to_mapping()
+        return verdict.payload()
     write_marks(folder, cycle.name, drift.marks, marked_at=marked_at)
-    return verdict.to_mapping(drift.to_mapping(len(remeasure(*where, verdict.environment))))
+    return verdict.payload(drift.payload(len(remeasure(*where, verdict.environment))))
 
 
-def _none(said: str) -> dict[str, Any]:
-    return {"verdict": "none", "said": said, "environment": None, "runs": 0}
+def _none(reason: str) -> CanariesPayload:
+    return CanariesPayload(verdict="none", said=reason)
 
 
 def stale_first(
@@ -79,11 +85,11 @@ def stale_first(
     return remeasure(folder, machine.device_name, machine.source, environment, at_most=at_most)
 
 
-def _of_moved(verdict: Verdict) -> list[Mark]:
+def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
     """Marks of tonight's own labels that moved."""
     return [
         Mark(
-            run_id=run_id, label=entry.label, operators=operators_of(verdict.configs[entry.config_hash]),
+            run_id=run_id, label=entry.label, operators=tuple(sorted(operators_of(verdict.configs[entry.config_hash]))),
             device_name=verdict.device_name, source=verdict.source, environment=verdict.environment, shift=entry.shift,
             said=entry.said,
         )
@@ -94,17 +100,18 @@ def _of_moved(verdict: Verdict) -> list[Mark]:
 def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
     """Hashes of the canaries that failed in the newest night whose labels the user accepted."""
     night = next((cycle for cycle in reversed(earlier) if cycle.settings.get("canaries") == ACCEPT), None)
-    payload = (night.done("canaries") if night else None) or {}
-    return {entry["config_hash"] for entry in payload.get("compared", ()) if entry["label"] == "status"}
+    canaries = None if night is None else night.payload(CanariesPayload)
+    return {entry.config_hash for entry in canaries.compared if entry.label == "status"} if canaries else set()
 
 
 def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
     """Jobs of canaries that are no history: those of sick nights, and all before the user accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
-    forgotten = [
-        cycle
-        for place, cycle in enumerate(earlier)
-        if place < from_here or (cycle.done("canaries") or {}).get("verdict") == "sick"
-    ]
+    forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]
     return {cycle.job(kind) for cycle in forgotten for kind in (FIRST, AGAIN)}
+
+
+def _was_sick(cycle: Cycle) -> bool:
+    canaries = cycle.payload(CanariesPayload)
+    return canaries is not None and canaries.verdict == "sick"

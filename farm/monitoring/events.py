@@ -20,6 +20,7 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from conf.outputs import checked_output, folder_problems
+from farm.job_records import Lease
 from workers.worker import TaskSpec
 
 _KEY = "log.file"
@@ -61,7 +62,7 @@ class Events:
         """Raises `UsageError` where the file cannot be written, or is one of a data folder: `data`, or any other."""
         events = cls()
         if settings.file is not None:
-            events._add(_file_handler(settings, data))
+            events._add(_file_handler(settings.file, settings, data))
         if settings.format == "json":
             events._add(logging.StreamHandler(sys.stdout))
         return events
@@ -73,19 +74,23 @@ class Events:
     def _add(self, handler: logging.Handler) -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         self._handlers.append(handler)
-        self._sinks.append(lambda event: handler.handle(_record(json.dumps(event, default=str))))
 
-    def emit(self, event: str, task: TaskSpec | None = None, **fields: Any) -> None:
+        def write(event: Mapping[str, Any]) -> None:
+            handler.handle(_record(json.dumps(event, default=str)))
+
+        self._sinks.append(write)
+
+    def emit(self, event: str, task: TaskSpec | Lease | None = None, **fields: Any) -> None:
         """Fields that are None are left out."""
         if not self._sinks:
             return
         moment = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
-        told: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
+        entry: dict[str, Any] = {"time": moment.isoformat(timespec="milliseconds"), "event": event}
         if task is not None:
-            told |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
-        told |= {name: value for name, value in fields.items() if value is not None}
+            entry |= {"job": task.job_id, "task": task.task_index, "run": task.run_id, "attempt": task.attempt}
+        entry |= {name: value for name, value in fields.items() if value is not None}
         for sink in self._sinks:
-            sink(told)
+            sink(entry)
 
     def __enter__(self) -> Events:
         return self
@@ -95,14 +100,14 @@ class Events:
             handler.close()
 
 
-def _file_handler(settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
+def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
     """A file that is rotated; a device or a pipe takes the lines as they come."""
-    parent = Path(settings.file).expanduser().parent
+    parent = Path(file).expanduser().parent
     if not parent.is_dir() and (problems := folder_problems(parent, key=_KEY)):
         raise UsageError("; ".join(problems))
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        output = checked_output(settings.file, key=_KEY, data=data)
+        output = checked_output(file, key=_KEY, data=data)
         if not output.is_plain:
             descriptor = None if output.descriptor is None else os.dup(output.descriptor)
             return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))
@@ -110,7 +115,7 @@ def _file_handler(settings: LogSettings, data: Sequence[Path]) -> logging.Handle
             output.path, maxBytes=int(settings.max_mib * 2**20), backupCount=settings.keep, encoding="utf-8"
         )
     except OSError as error:
-        raise UsageError(f"log.file={settings.file}: {error.strerror}") from error
+        raise UsageError(f"log.file={file}: {error.strerror}") from error
 
 
 class _StreamHandler(logging.StreamHandler):

@@ -1,4 +1,4 @@
-"""Whether a dispatcher is alive and at work, for whoever watches it from outside. Start reading at `Pulse`."""
+"""Health of a dispatcher for monitoring: whether it is alive and takes on tasks. Start reading at `Pulse`."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from conf.errors import UsageError
 from farm.jobs import Queue, QueueError
 from farm.monitoring.health import Pulse
 from farm.monitoring.http_server import CONNECTION_S, BoundedServer
+from warehouse.run import Run
 
 _RATE_WINDOW_S = 300.0
 _RATE_RUNS = 4096  # at most so many of the window's runs are remembered: memory stays bounded at any rate
@@ -85,7 +86,7 @@ class FarmMetrics:
             self._lost += name == "retried"
             self._repeated += name == "repeated"
 
-    def on_samples(self, run: Mapping[str, Any], telemetry: pa.Table) -> None:
+    def on_samples(self, run: Run, telemetry: pa.Table) -> None:
         """The last figures of the GPU that a run came from."""
         figures = {}
         for columns, metric, _, factor in _GPU:
@@ -94,7 +95,7 @@ class FarmMetrics:
             if value is not None:
                 figures[metric] = value * factor
         if figures:
-            labels = tuple(str(run.get(name) or "") for name in ("node", "device_name", "device_uuid", "source"))
+            labels = tuple(str(getattr(run, name) or "") for name in ("node", "device_name", "device_uuid", "source"))
             with self._guard:
                 self._gpus[labels] = (self._clock(), figures)
 
@@ -197,7 +198,7 @@ class MetricsServer:
 
         Handler.registry, Handler.pulse = registry, pulse
         try:
-            self._server = BoundedServer((settings.address, settings.port), Handler)
+            self._server = BoundedServer((settings.address, settings.port or 0), Handler)
         except OSError as error:
             raise UsageError(f"metrics.port={settings.port} at {settings.address}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -206,7 +207,7 @@ class MetricsServer:
     def url(self) -> str:
         """Where it answers."""
         host, port = self._server.server_address[:2]
-        return f"http://{host}:{port}"
+        return f"http://{host if isinstance(host, str) else host.decode()}:{port}"
 
     def connections(self) -> int:
         """Return how many clients are connected."""
@@ -232,7 +233,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/metrics":
             from prometheus_client.exposition import choose_encoder
 
-            encode, content_type = choose_encoder(self.headers.get("Accept"))
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(self.registry), content_type)
         elif path in ("/healthz", "/readyz"):
             report = self.pulse.report()

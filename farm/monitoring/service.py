@@ -1,4 +1,4 @@
-"""What a dispatcher tells the outside: its events, its health, its metrics. Start reading at `Service.open`."""
+"""What a dispatcher publishes: events, health and metrics. Start reading at `Service.open`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.health import Pulse
 from farm.monitoring.metrics import FarmMetrics, MetricsServer, MetricsSettings
 from warehouse.folder import DataFolder
+from warehouse.run import Run
 
 
 @dataclass
 class Service:
-    """Made as it stands it tells nobody anything. `quiet`: standard output is for programs, no progress bar."""
+    """Events, health and metrics of one command. Constructed without arguments it publishes nothing.
+
+    `quiet`: standard output is for programs; no progress bar is drawn.
+    """
 
     events: Events = field(default_factory=Events)
     pulse: Pulse = field(default_factory=Pulse)
@@ -40,8 +44,8 @@ class Service:
                 print(f"metrics: {server.url}/metrics, health: {server.url}/healthz")
             yield service
 
-    def samples(self, run: Mapping[str, Any], telemetry: pa.Table) -> None:
-        """A run has landed with these samples."""
+    def samples(self, run: Run, telemetry: pa.Table) -> None:
+        """Publish the samples of a run that has landed."""
         if self.metrics is not None:
             self.metrics.on_samples(run, telemetry)
 

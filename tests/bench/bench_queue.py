@@ -11,12 +11,19 @@ import time
 from pathlib import Path
 
 from farm.jobs import Job, Queue
-from featurize.trial import canonical_json
+from farm.queue_values import device_key, text_of_config, text_of_settings
+from featurize.families import get_family
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
 
 
 def run(tasks: int = 100_000, batch: int = 1) -> dict[str, float]:
     """Enqueue, then lease `batch` and finish each, on the disk under TMPDIR; prints and returns tasks per second."""
-    config = canonical_json({f"hyper_parameter_{i}": i * 1.5 for i in range(20)})  # about 600 characters
+    config = text_of_config(
+        get_family("cnn").Config(
+            batch_size=32, image_size=64, channels=3, classes=10, base_filters=32, depth=4, kernel_size=3
+        )
+    )
     job = Job(
         job_id="cnn-00000000",
         family="cnn",
@@ -24,6 +31,8 @@ def run(tasks: int = 100_000, batch: int = 1) -> dict[str, float]:
         n=tasks,
         seed=0,
         policy="stratified",
+        settings_json=text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))),
+        device=device_key(DeviceChoice(backend="simulated", count=1)),
         submitted_at=0.0,
     )
     with tempfile.TemporaryDirectory() as folder, Queue.open(Path(folder) / "queue.sqlite") as queue:

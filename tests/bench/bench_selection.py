@@ -20,7 +20,7 @@ from selection_curves import compared, draw
 from farm.choosing.forecast import Forecaster, Outlook
 from farm.choosing.known_runs import Known
 from farm.choosing.selection import Pool, candidates, choose, joined
-from farm.space import Space
+from farm.space import Space, space_of_mapping
 from featurize.device_spec import load_device
 from featurize.trial import TrialConfig, config_hash
 from learn.cases import Case
@@ -336,7 +336,7 @@ def space_of(family: str) -> Space:
     from omegaconf import OmegaConf
 
     text = (importlib.resources.files("conf") / "arch" / f"{family}.yaml").read_text()
-    return Space.from_mapping(OmegaConf.to_container(OmegaConf.create(text)))
+    return space_of_mapping(OmegaConf.to_container(OmegaConf.create(text)))
 
 
 def _sizes(most: int) -> list[int]:

@@ -20,12 +20,16 @@ from farm.monitoring.events import Events, LogSettings
 from farm.monitoring.metrics import FarmMetrics
 from farm.monitoring.service import Service
 from farm.progress import Progress
+from farm.queue_values import text_of_settings
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from warehouse.folder import DataFolder
+from warehouse.run import Run
+from workers.settings import TrialSettings, WindowSettings
 from workers.worker import RunResult
 
 DEVICE = '{"backend":"simulated","count":4,"memory_limit_mib":null,"spec":null}'
+SETTINGS = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))
 WORKERS = 4
 POINTS = 50
 
@@ -57,11 +61,11 @@ class ScriptedExecutor:
         if task.task_index % 97 == 0 and task.attempt == 1:
             return Completion(worker=worker, task=task, lost="worker lost: scripted")
         self._landed()
-        run = {
-            "run_id": task.run_id, "job_id": task.job_id, "task_index": task.task_index, "attempt": task.attempt,
-            "family": "mlp", "config": task.config, "status": "ok", "source": "simulated", "wall_s": 0.1,
-            "device_name": "A100-SXM4-40GB", "device_uuid": f"SIM-{worker}", "peak_memory_mib": 2e3,
-        }  # fmt: skip
+        run = Run(
+            run_id=task.run_id, job_id=task.job_id, task_index=task.task_index, attempt=task.attempt, family="mlp",
+            config=task.config.to_mapping(), status="ok", source="simulated", wall_s=0.1,
+            device_name="A100-SXM4-40GB", device_uuid=f"SIM-{worker}", peak_memory_mib=2e3,
+        )  # fmt: skip
         return Completion(worker=worker, task=task, result=RunResult(run=run, telemetry=self._table))
 
     def running(self) -> dict:
@@ -120,7 +124,7 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
             )
             job = Job(
                 job_id="mlp-00000001", family="mlp", space_json="{}", n=tasks, seed=0, policy="uniform", device=DEVICE,
-                settings_json="{}", submitted_at=0.0,
+                settings_json=SETTINGS, submitted_at=0.0,
             )  # fmt: skip
             queue.submit(job, ((index, config) for index in range(tasks)), now=0.0)
             service = Service(events=events, quiet=True)

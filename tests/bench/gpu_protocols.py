@@ -18,8 +18,9 @@ from pathlib import Path
 from conf.cli import load_config
 from conf.identity import mapping_hash
 from farm.jobs import Job, Queue
+from farm.queue_values import device_key
 from farm.sampling import NO_LIMITS, Limits, sample
-from farm.settings import SubmitSettings, device_key
+from farm.settings import SubmitSettings
 from featurize.trial import TrialConfig, canonical_json
 from workers.devices import DeviceChoice, make_device
 from workers.settings import TrialSettings

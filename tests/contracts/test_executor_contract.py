@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import threading
 
 import psutil
@@ -12,7 +11,6 @@ from farm.dispatch import make_executor
 from farm.executors import Executor
 from farm.ray_executor import ClusterSettings
 from featurize.families import get_family
-from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import TaskSpec
@@ -27,8 +25,8 @@ def task(index):
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
-        config=canonical_json(config.to_mapping()),
-        settings=canonical_json(settings.to_mapping()),
+        config=config,
+        settings=settings,
         seed=0,
     )
 
@@ -63,9 +61,9 @@ def test_a_task_comes_back_once_with_its_run(executor):
         completions = executor.wait(0.2)
     (completion,) = completions
     assert (completion.worker, completion.task, completion.lost) == (worker, task(7), None)
-    assert completion.result.run["status"] == "ok"
-    assert completion.result.run["source"] == "simulated"
-    assert completion.result.telemetry.num_rows == completion.result.run["telemetry_rows"] > 0
+    assert completion.result.run.status == "ok"
+    assert completion.result.run.source == "simulated"
+    assert completion.result.telemetry.num_rows == completion.result.run.telemetry_rows > 0
     assert executor.running() == {}
     assert worker in executor.idle()
 
@@ -76,14 +74,13 @@ def test_waiting_with_nothing_handed_out_returns_nothing(executor):
 
 
 def test_a_trials_failure_is_a_result_and_not_an_exception(executor):
-    broken = json.loads(task(8).config)
-    broken["depth"] = 0
-    spec = dataclasses.replace(task(8), config=canonical_json(broken))
+    nobodys = get_family("zoo").Config(model="no_such_module:build", inputs="float32[4]", batch_size=2)
+    spec = dataclasses.replace(task(8), config=nobodys)
     executor.submit(await_idle(executor), spec)
     completions = []
     while not completions:
         completions = executor.wait(0.2)
-    assert completions[0].result.run["status"] == "invalid"
+    assert completions[0].result.run.status == "invalid"
 
 
 def test_everything_listens_on_loopback_only(executor):

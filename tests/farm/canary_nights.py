@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 
-from farm.canaries.compare import Verdict, canary_configs, compare
+from farm.canaries.compare import CanaryVerdict, canary_configs, compare
 from farm.canaries.operators import operators_of
 from featurize.trial import TrialConfig, config_hash
 from warehouse.folder import DataFolder
@@ -83,5 +83,5 @@ class Lab:
             ids.append(row["run_id"])
         return ids
 
-    def verdict(self, *job_ids: str, **options) -> Verdict:
+    def verdict(self, *job_ids: str, **options) -> CanaryVerdict:
         return compare(self.folder, DEVICE, "measured", job_ids, **options)

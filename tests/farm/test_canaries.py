@@ -14,7 +14,7 @@ from farm.canaries.operators import OPERATORS, OTHER, operator_of_kind, operator
 from farm.growth.machine import Machine
 from farm.growth.settings import NEED_LIBRARIES
 from farm.growth.watch import watch
-from farm.journal import Journal
+from farm.journal import Journal, plain
 from farm.sampling import Limits, sample
 from farm.space import default_space, parse_space
 from featurize.device_spec import load_device
@@ -189,9 +189,9 @@ def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab
             return job_id
 
         earlier = journal.cycles()[:-1]
-        verdict = watch(lab.folder, machine, journal.cycle(cycle.name), earlier, measure)
-        journal.done(cycle.name, "canaries", verdict)
-        return verdict["verdict"], verdict["said"]
+        payload = watch(lab.folder, machine, journal.cycle(cycle.name), earlier, measure)
+        journal.done(cycle.name, "canaries", plain(payload.to_mapping()))
+        return payload.verdict, payload.said
 
     broken = of(2, **CRASHED)
     assert night(broken)[0] == "sick"
@@ -322,7 +322,7 @@ def test_a_rolled_back_driver_is_compared_with_its_own_nights(lab):
 
 def test_the_payload_is_json_as_the_journal_holds_it(lab):
     lab.night()
-    found = lab.verdict(lab.night(of(0, smact=0.9))).to_mapping()
+    found = plain(lab.verdict(lab.night(of(0, smact=0.9))).payload().to_mapping())
     assert json.loads(json.dumps(found)) == found
     assert set(found) == {"verdict", "said", "device_name", "source", "environment", "before", "runs", "compared",
                           "causes", "drift"}  # fmt: skip

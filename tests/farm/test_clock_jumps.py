@@ -34,7 +34,7 @@ def work(folder, queue, executor):
 
 @pytest.mark.parametrize("jump_s", JUMPS)
 def test_every_task_is_handed_out_once_and_lands_as_what_it_is(folder, queue, jump_s):
-    submit(queue, 8, settings='{"prepare_ahead":"always"}')
+    submit(queue, 8, prepare_ahead="always")
     executor = Jumping(jump_s)
     assert work(folder, queue, executor)
     assert executor.handed_out == [("mlp-00000001", index, 1) for index in range(8)]

@@ -1,5 +1,6 @@
 """The dispatcher with a scripted executor and a clock of its own: what it leases, lands, repeats and gives back."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -9,16 +10,26 @@ from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile, task_s
 from farm.executors import Completion
 from farm.jobs import Job
 from farm.lock import DispatcherBusy, DispatcherLock
+from farm.queue_values import text_of_settings
 from farm.ray_executor import ClusterSettings
 from featurize.families import get_family
 from featurize.trial import canonical_json
 from warehouse import connect
+from warehouse.run import Run
 from warehouse.schema import TELEMETRY_SCHEMA
 from warehouse.writer import RunWriter
 from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
 from workers.worker import RunResult
 
 DEVICE = '{"backend":"simulated","count":1,"memory_limit_mib":null,"spec":null}'
+
+
+def settings_text(**settings):
+    return text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0), **settings))
+
+
+SETTINGS = settings_text()
 
 
 class Clock:
@@ -81,17 +92,17 @@ class ScriptedExecutor:
 
 
 def result_of(task, how):
-    run = {
-        "run_id": task.run_id,
-        "job_id": task.job_id,
-        "task_index": task.task_index,
-        "attempt": task.attempt,
-        "family": "mlp",
-        "config": task.config,
-        "status": "crashed" if how == "killed" else how,
-        "source": "simulated",
-        "error": "killed from outside" if how == "killed" else None,
-    }
+    run = Run(
+        run_id=task.run_id,
+        job_id=task.job_id,
+        task_index=task.task_index,
+        attempt=task.attempt,
+        family=task.config.family,
+        config=task.config.to_mapping(),
+        status="crashed" if how == "killed" else how,
+        source="simulated",
+        error="killed from outside" if how == "killed" else None,
+    )
     return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table(), retryable=how == "killed")
 
 
@@ -121,11 +132,12 @@ class NoLock:
         pass
 
 
-def submit(queue, n, job_id="mlp-00000001", priority=0, settings="{}"):
+def submit(queue, n, job_id="mlp-00000001", priority=0, **settings):
+    """`settings`: of its trials, those that differ from the defaults."""
     config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
     job = Job(
         job_id=job_id, family="mlp", space_json="{}", n=n, seed=0, policy="uniform",
-        priority=priority, device=DEVICE, settings_json=settings, submitted_at=0.0,
+        priority=priority, device=DEVICE, settings_json=settings_text(**settings), submitted_at=0.0,
     )  # fmt: skip
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
@@ -200,7 +212,7 @@ def test_jobs_of_higher_priority_come_first(folder, queue):
 
 
 def test_a_worker_is_told_what_comes_next_so_that_it_can_make_it_ready(folder, queue):
-    submit(queue, 3, settings='{"prepare_ahead":"always"}')
+    submit(queue, 3, prepare_ahead="always")
     executor, _ = work(folder, queue)
     assert [index for _, index, _ in executor.handed_out] == [0, 1, 2]
     assert executor.announced == [1, 2, None]
@@ -224,13 +236,13 @@ def test_a_trial_that_outlasts_its_lease_inside_of_an_inline_executor_is_not_run
 
 
 def test_nothing_is_announced_for_a_simulated_device_unless_it_is_asked_for(folder, queue):
-    submit(queue, 2, settings='{"prepare_ahead":"auto"}')
+    submit(queue, 2, prepare_ahead="auto")
     executor, _ = work(folder, queue)
     assert executor.announced == [None, None]
 
 
 def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(folder, queue):
-    submit(queue, 3, settings='{"prepare_ahead":"always"}')
+    submit(queue, 3, prepare_ahead="always")
     stop = Stop()
 
     class StopsAfterOne(ScriptedExecutor):
@@ -248,7 +260,7 @@ def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(f
 
 
 def test_the_last_tasks_do_not_wait_for_a_busy_worker_they_were_announced_to(folder, queue):
-    submit(queue, 2, settings='{"prepare_ahead":"always"}')
+    submit(queue, 2, prepare_ahead="always")
 
     class TwoWorkers(ScriptedExecutor):
         """Worker `a` is slow: what it was told of next is run by `b`, which comes later."""
@@ -310,7 +322,8 @@ def test_when_landing_fails_the_task_is_given_back_without_an_attempt(folder, qu
 def test_a_run_that_landed_before_its_dispatcher_died_is_done_and_not_repeated(folder, queue):
     submit(queue, 2)
     (task,) = queue.lease("w", 1, now=10.0, lease_s=1e9)
-    RunWriter(folder).write(lost_run(task, "for the test").run | {"status": "ok"}, TELEMETRY_SCHEMA.empty_table())
+    landed = dataclasses.replace(lost_run(task, "for the test").run, status="ok")
+    RunWriter(folder).write(landed, TELEMETRY_SCHEMA.empty_table())
     assert reconcile(folder, queue) == 1
     executor, _ = work(folder, queue)
     assert [index for _, index, _ in executor.handed_out] == [1]

@@ -59,10 +59,10 @@ def test_convolutions_alone_moved_and_networks_without_them_stay(grown, configs)
     assert set(found.families) == {grown.ids[i] for i in stale} | canaries
     assert {mark.label for mark in found.marks} == {"peak_memory_mib"}
     assert all(mark.shift == pytest.approx(200 / 1500) for mark in found.marks)
-    told = found.to_mapping(remeasured=4)
-    assert (told["stale_rows"], told["stale_by_family"], told["remeasure"]) == (12, {"cnn": 11, "unet": 1}, 4)
-    assert told["stale_by_operator"]["convolution"] == 12
-    assert "peak_memory_mib moved with convolution: +13.3%, the median of 2 of 8" in told["moved"][0]
+    payload = found.payload(remeasured=4)
+    assert (payload.stale_rows, payload.stale_by_family, payload.remeasure) == (12, {"cnn": 11, "unet": 1}, 4)
+    assert payload.stale_by_operator["convolution"] == 12
+    assert "peak_memory_mib moved with convolution: +13.3%, the median of 2 of 8" in payload.moved[0]
 
 
 def test_everything_moved_where_no_canary_stayed(grown, configs):

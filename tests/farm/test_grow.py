@@ -226,7 +226,7 @@ def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root,
     write, landed = RunWriter.write, []
 
     def interrupted(writer, run, telemetry):
-        landed.append(run["run_id"])
+        landed.append(run.run_id)
         if len(landed) == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return write(writer, run, telemetry)
@@ -300,8 +300,8 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     from farm.growth.machine import machine_of, submit_listed
     from farm.lock import DispatcherLock
     from farm.monitoring.service import Service
+    from farm.queue_values import device_key
     from farm.ray_executor import ClusterSettings
-    from farm.settings import device_key
     from farm.work import TimedStop, run_job
     from featurize.families import get_family
     from workers.devices import DeviceChoice
@@ -405,7 +405,7 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
 
     def failing(completion, task):
         completion = accepted(completion, task)
-        run = {**completion.result.run, "status": statuses.pop(), "error": "ValueError: boom"}
+        run = dataclasses.replace(completion.result.run, status=statuses.pop(), error="ValueError: boom")
         return dataclasses.replace(completion, result=dataclasses.replace(completion.result, run=run))
 
     monkeypatch.setattr(dispatch, "accepted", failing)

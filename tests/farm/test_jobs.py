@@ -1,6 +1,5 @@
 """The durable queue: what is leased, retried, cancelled and finished, and what outlives a killed process."""
 
-import dataclasses
 import itertools
 import os
 import signal
@@ -13,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import UsageError
-from farm.jobs import Added, Job, Queue, QueueError, job_id_for
+from farm.jobs import Added, Job, Queue, QueueError, Task, UnreadableTask, job_id_for
+from farm.queue_values import device_key, text_of_config, text_of_settings
+from featurize.families import get_family
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings, WindowSettings
 
 LEASE_S = 60.0
 
@@ -201,17 +204,31 @@ def test_leases_go_by_priority_then_age_then_index(queue):
 
 
 def test_a_lease_carries_what_its_worker_needs(queue):
-    submit(queue, device="cpu")
+    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
+    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0), timeout_s=7.0)
+    device = DeviceChoice(backend="cpu", memory_limit_mib=900.0)
+    job = a_job(family="mixed", settings_json=text_of_settings(settings), device=device_key(device))
+    queue.submit(job, [(0, text_of_config(config))], 1000.0)
+    assert queue.lease("w", 1, 0.0, LEASE_S) == [
+        Task(
+            job_id="cnn-1", task_index=0, attempt=1, family="mlp", config=config, settings=settings, device=device
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", ["config", "settings", "device"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "no json", "[" * 100_000, '{"family": 3}', '{"family": "mlp", "batch_size": [1]}']
+)
+def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, broken, text):
+    config = text_of_config(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2))
+    settings = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))
+    texts = {"config": config, "settings": settings, "device": device_key(DeviceChoice(backend="cpu")), broken: text}
+    job = a_job(settings_json=texts["settings"], device=texts["device"])
+    queue.submit(job, [(0, texts["config"])], 1000.0)
     (task,) = queue.lease("w", 1, 0.0, LEASE_S)
-    assert dataclasses.asdict(task) == {
-        "job_id": "cnn-1",
-        "task_index": 0,
-        "attempt": 1,
-        "config_json": '{"depth":0}',
-        "settings_json": '{"window":"fixed"}',
-        "family": "cnn",
-        "device": "cpu",
-    }
+    assert isinstance(task, UnreadableTask) and task.problem and len(task.problem) < 5000
+    assert queue.finish(task, "invalid", 1.0) and queue.pending() == 0
 
 
 def test_leases_can_be_kept_to_one_job_or_one_device(queue):

@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 
 import pytest
-from test_dispatch import DEVICE, submit, work
+from test_dispatch import DEVICE, SETTINGS, submit, work
 
 from conf.cli import run
 from conf.identity import canonical_json
@@ -163,7 +163,7 @@ def submit_mixed(queue, n):
     config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
     job = Job(
         job_id=JOB, family=MIXED_FAMILY, space_json="{}", n=n, seed=0, policy="uniform", device=DEVICE,
-        settings_json="{}", submitted_at=0.0,
+        settings_json=SETTINGS, submitted_at=0.0,
     )  # fmt: skip
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 

@@ -1,6 +1,7 @@
 """A job of which every trial fails ends its command with 1 and the commonest reason; out of memory is no failure."""
 
 import contextlib
+import dataclasses
 
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, submit
@@ -15,6 +16,7 @@ from farm.outcomes import JobOutcomes, reason_of
 from farm.ray_executor import ClusterSettings
 from farm.work import work
 from warehouse import connect
+from warehouse.run import Run
 from workers.worker import RunResult
 
 TRACEBACK = """Traceback (most recent call last):
@@ -44,7 +46,7 @@ class Executor(ScriptedExecutor):
         those = self._statuses[task.job_id]
         status = those.pop(0) if len(those) > 1 else those[0]
         error = None if status == "ok" else self._errors[task.task_index % len(self._errors)]
-        run = {**result_of(task, "ok").run, "status": status, "error": error}
+        run = dataclasses.replace(result_of(task, "ok").run, status=status, error=error)
         return type(completion)(
             worker=completion.worker, task=task, result=RunResult(run=run, telemetry=completion.result.telemetry)
         )
@@ -141,17 +143,21 @@ def test_the_reason_of_an_error_is_the_line_that_says_what_happened(error, reaso
     assert reason_of(error) == reason
 
 
+def a_run(status, error):
+    return Run(run_id="a-000000", job_id="a", family="mlp", source="simulated", status=status, error=error)
+
+
 def test_reasons_are_kept_of_jobs_alone_that_measured_nothing_and_not_without_end(queue):
     submit(queue, 1, "a")
     outcomes = JobOutcomes()
     for index in range(3000):
         reason = "".join(chr(97 + int(digit)) for digit in str(index))
-        outcomes.landed({"job_id": "a", "status": "crashed", "error": reason})
-    outcomes.landed({"job_id": "a", "status": "crashed", "error": "a"})
+        outcomes.landed(a_run("crashed", reason))
+    outcomes.landed(a_run("crashed", "a"))
     (failure,) = outcomes.failed(queue)
     assert (failure.reason, failure.count, failure.by_status) == ("a", 2, {"crashed": 3001})
     assert len(outcomes._tallies["a"].reasons) <= 1000
-    outcomes.landed({"job_id": "a", "status": "oom", "error": "out"})
+    outcomes.landed(a_run("oom", "out"))
     assert outcomes.failed(queue) == [] and not outcomes._tallies["a"].reasons
 
 

@@ -1,7 +1,7 @@
 """Runs whose labels cannot be trusted are kept, marked and run again, within bounds: real queue, writer, dispatcher."""
 
 import contextlib
-import json
+import dataclasses
 from random import Random
 
 import pyarrow as pa
@@ -23,9 +23,9 @@ REASONS = {"other_process": "up to 1 with 900 MiB, in 4 of 9 readings"}
 
 def judged(task, quality):
     result = result_of(task, "ok")
-    reasons = json.dumps(REASONS) if quality != "trusted" else None
+    reasons = REASONS if quality != "trusted" else None
     telemetry = pa.table({"run_id": [task.run_id] * 2, "t_ms": [0.0, 100.0], "power_w": [200.0, 210.0]})
-    run = {**result.run, "quality": quality, "quality_reasons": reasons, "power_w": 205.0 + task.attempt}
+    run = dataclasses.replace(result.run, quality=quality, quality_reasons=reasons, power_w=205.0 + task.attempt)
     return RunResult(run=run, telemetry=telemetry, repeat=quality == "untrusted")
 
 
@@ -97,7 +97,7 @@ def test_what_stays_untrusted_is_repeated_once_and_lands_as_it_is(folder, queue)
 
 @pytest.mark.parametrize(("repeats", "handed_out"), [(0, 1), (1, 2), (2, 3)])
 def test_how_often_is_a_setting_of_the_job(folder, queue, repeats, handed_out):
-    submit(queue, 1, settings=json.dumps({"quality_repeats": repeats}))
+    submit(queue, 1, quality_repeats=repeats)
     executor = work(folder, queue, {0: ["untrusted"] * 9})
     assert len(executor.handed_out) == handed_out
     assert len(attempts(folder)) == handed_out and len(runs(folder)) == 1
@@ -117,7 +117,7 @@ def test_a_suspect_run_is_not_repeated(folder, queue):
 
 
 def test_lost_workers_and_repeats_share_a_tasks_attempts(folder, queue):
-    submit(queue, 2, settings='{"quality_repeats":2}')
+    submit(queue, 2, quality_repeats=2)
     work(folder, queue, {0: ["lost", "untrusted", "untrusted"], 1: ["untrusted", "lost", "lost"]})
     assert ask(folder, "SELECT task_index, attempt, status, quality FROM runs ORDER BY ALL") == [
         (0, 3, "ok", "untrusted"),
@@ -146,7 +146,7 @@ def test_what_landed_before_its_dispatcher_was_killed_is_counted_as_it_was_judge
     submit(queue, 1)
     (task,) = queue.lease("w", 1, 1000.0, 60.0)
     result = judged(task_spec(task), "suspect")
-    RunWriter(folder).write({**result.run, "final": True}, result.telemetry)
+    RunWriter(folder).write(dataclasses.replace(result.run, final=True), result.telemetry)
     assert reconcile(folder, queue) == 1
     assert reconcile(folder, queue) == 0
     assert queue.doubts() == {"mlp-00000001": {"suspect": {"": 1, "other_process": 1}}}
@@ -160,7 +160,7 @@ def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, q
     """Random outcomes, and a dispatcher that is killed at a random step of landing, again and again."""
     random = Random(seed)
     limit = random.randrange(3)
-    submit(queue, 4, settings=json.dumps({"quality_repeats": limit}))
+    submit(queue, 4, quality_repeats=limit)
     outcomes = {index: random.choices(OUTCOMES, k=9) for index in range(4)}
     steps = [(RunWriter, "write"), (Queue, "repeat"), (Queue, "finish"), (Queue, "retry")]
     executor, done = Judging(Clock(), outcomes), False

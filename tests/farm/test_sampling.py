@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from conf.errors import UsageError
 from farm.sampling import POLICIES as POINTS_OF
 from farm.sampling import Limits, checked_batch_sizes, sample, sample_range
-from farm.space import Space, parse_space
+from farm.space import parse_space, space_of_mapping
 from featurize import families
 from featurize.layers import Layer, rough_memory_mib, totals
 from featurize.trial import ACTIVATIONS, TrialConfig, config_from_mapping
@@ -78,7 +78,7 @@ def test_the_batch_gives_the_same_configs_as_index_by_index_in_any_order(space, 
 def test_seed_space_and_index_decide_the_config(space, policy):
     here = list(sample_range(space, 0, 0, 50, policy))
     wider = parse_space("toy", {**SPACE, "depth": {"low": 1, "high": 13}})
-    assert here == list(sample_range(Space.from_mapping(space.to_mapping()), 0, 0, 50, policy))
+    assert here == list(sample_range(space_of_mapping(space.to_mapping()), 0, 0, 50, policy))
     assert len(set(here)) == 50
     assert set(here).isdisjoint(sample_range(space, 1, 0, 50, policy))
     assert set(here).isdisjoint(sample_range(wider, 0, 0, 50, policy))
@@ -248,7 +248,7 @@ def test_limits_report_every_bad_value():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", families.family_names())
 def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
-    space = Space.from_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{name}.yaml")))
+    space = space_of_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{name}.yaml")))
     limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)
     module = families.get_family(name)
     n = 25 if name in ("timm", "zoo") else 200  # of libraries' models every plan is a trace
@@ -271,7 +271,7 @@ def test_any_seed_and_index_give_a_valid_config(seed, index, policy):
 
 
 def own_space(family):
-    return Space.from_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{family}.yaml")))
+    return space_of_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{family}.yaml")))
 
 
 def test_batch_sizes_repeat_every_sampled_trial_and_nothing_else_of_it():

@@ -14,7 +14,7 @@ from farm.choosing.coverage import DIMENSIONS, Map, fill
 from farm.choosing.forecast import Forecaster
 from farm.choosing.known_runs import Known, known_runs, thinned
 from farm.choosing.plan_summary import summary
-from farm.choosing.selection import POLICIES, Pool, candidates, choose, joined
+from farm.choosing.selection import POLICIES, CandidatePool, candidates, choose, joined
 from farm.sampling import Limits
 from farm.space import parse_space
 from featurize.device_spec import load_device
@@ -89,7 +89,7 @@ def test_candidates_respect_limits():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_measured_twice(pool, policy):
     known = measured(pool.configs[:120])
-    twice = Pool(pool.configs * 2, pool.hashes * 2, pool.indices * 2, pool.next_index)
+    twice = CandidatePool(pool.configs * 2, pool.hashes * 2, pool.indices * 2, pool.next_index)
     choice = choose(policy, twice, known, 180, FORECASTER)
     chosen = [one.config_hash for one in choice.chosen]
     assert len(chosen) == len(set(chosen)) == 180
@@ -152,7 +152,7 @@ def own_models(tmp_path, monkeypatch):
 @pytest.mark.parametrize("policy", ["stratified", "coverage", "active"])
 def test_what_cannot_be_built_costs_its_own_candidates_and_is_counted(pool, own_models, policy):
     both = joined(
-        [Pool(pool.configs[:12], pool.hashes[:12], pool.indices[:12], {"mlp": 12}), own_models("good", "bad")]
+        [CandidatePool(pool.configs[:12], pool.hashes[:12], pool.indices[:12], {"mlp": 12}), own_models("good", "bad")]
     )
     choice = choose(policy, both, Known.nothing(), 15, FORECASTER)
     assert len(choice.chosen) == 15

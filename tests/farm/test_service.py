@@ -1,5 +1,6 @@
 """What the dispatcher tells the outside: its events, its metrics, its health, and how it is asked to leave."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -23,9 +24,14 @@ from farm.monitoring.service import Service
 from farm.ray_executor import ClusterSettings
 from farm.ray_nodes import NodeWatch
 from farm.work import TimedStop, work
+from featurize.families import get_family
+from warehouse.run import Run
+from workers.settings import TrialSettings, WindowSettings
 from workers.worker import TaskSpec
 
-SPEC = TaskSpec(job_id="mlp-00000001", task_index=7, attempt=2, config="{}", settings="{}", seed=7)
+CONFIG = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
+SETTINGS = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0))
+SPEC = TaskSpec(job_id="mlp-00000001", task_index=7, attempt=2, config=CONFIG, settings=SETTINGS, seed=7)
 
 
 def lines(path):
@@ -42,6 +48,10 @@ def samples_of(collector):
         for sample in family.samples:
             found[(sample.name, *sorted(sample.labels.values()))] = sample.value
     return found
+
+
+def a_run(**changes):
+    return Run(run_id="mlp-00000001-000007", family="mlp", status="ok", source="measured", **changes)
 
 
 def dispatch(folder, queue, service, outcomes=None):
@@ -173,9 +183,9 @@ def test_the_oldest_lease_ages_until_its_run_is_back(folder):
 
 def test_a_gpus_last_sample_is_shown_in_base_units_and_a_missing_one_is_not_zero(folder):
     metrics = FarmMetrics(folder.queue, Pulse())
-    run = {"node": "n1", "device_name": "A100", "device_uuid": "GPU-1", "source": "measured"}
+    run = a_run(node="n1", device_name="A100", device_uuid="GPU-1")
     metrics.on_samples(run, pa.table({"memory_used_mib": [1.0, 2.0, None], "smact": [0.25, None, None]}))
-    metrics.on_samples(run | {"device_uuid": "GPU-2"}, pa.table({"smact": pa.nulls(2, pa.float64())}))
+    metrics.on_samples(dataclasses.replace(run, device_uuid="GPU-2"), pa.table({"smact": pa.nulls(2, pa.float64())}))
     found = samples_of(metrics)
     assert found["gpufarm_gpu_memory_used_bytes", "A100", "GPU-1", "measured", "n1"] == 2 * 2**20
     assert found["gpufarm_gpu_sm_active_ratio", "A100", "GPU-1", "measured", "n1"] == 0.25

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from conf.errors import UsageError
-from farm.space import Choice, Constant, Range, Space, parse_space
+from farm.space import Choice, Constant, Range, parse_space, space_of_mapping
 from farm.space_limits import require_within_limits
 from featurize.families import family_names
 
@@ -215,7 +215,7 @@ def test_an_unknown_family_lists_the_known_ones():
 @pytest.mark.parametrize("mapping", [{}, {"family": "mlp"}, {"family": "mlp", "space": 3}])
 def test_what_is_no_space_is_a_usage_error(mapping):
     with pytest.raises(UsageError, match="space"):
-        Space.from_mapping(mapping)
+        space_of_mapping(mapping)
 
 
 @pytest.mark.parametrize("low, high", [(1, 3), (1, 200), (5, 5), (2, 4096)])
@@ -258,7 +258,7 @@ def test_a_step_gives_a_grid(scale):
 def test_mapping_and_json_round_trip_and_keep_the_order():
     mapping = {"depth": {"low": 1, "high": 900}, "batch_size": [8, 16], "activation": "relu", "dropout": 0.0}
     space = parse_space("mlp", mapping)
-    again = Space.from_mapping(json.loads(space.to_json()))
+    again = space_of_mapping(json.loads(space.to_json()))
     assert again == space
     assert [dimension.name for dimension in again.dimensions] == list(mapping)
     assert (again.to_json(), again.identity) == (space.to_json(), space.identity)
@@ -272,7 +272,7 @@ def test_identity_tells_spaces_apart_and_not_spellings():
 
 @pytest.mark.parametrize("path", ARCH, ids=lambda path: path.stem)
 def test_every_arch_file_is_a_valid_space_of_its_family(path):
-    space = Space.from_mapping(OmegaConf.to_container(OmegaConf.load(path)))
+    space = space_of_mapping(OmegaConf.to_container(OmegaConf.load(path)))
     assert space.family == path.stem
     assert space.varied
 

@@ -8,7 +8,7 @@ import pytest
 
 from conf.cli import run
 from farm import cancel, status
-from farm.jobs import Doubt, Job, Queue
+from farm.jobs import Job, Queue, RunDoubt
 from farm.lock import DispatcherLock
 from farm.space import parse_space
 from farm.status import _print_table
@@ -210,7 +210,9 @@ def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, 
     assert queue.repeat(task, now, "labels not trusted: other_process (one)", ("other_process",))
     for quality in ("suspect", "suspect", "untrusted"):
         (task,) = queue.lease("w", 1, now, 60.0)
-        doubt = Doubt(quality=quality, reasons=("power_cap",) if quality == "suspect" else ("power_cap", "ecc_errors"))
+        doubt = RunDoubt(
+            quality=quality, reasons=("power_cap",) if quality == "suspect" else ("power_cap", "ecc_errors")
+        )
         assert queue.finish(task, "ok", now, doubt=doubt)
         assert not queue.finish(task, "ok", now, doubt=doubt), "counted once"
     code, out, _ = call(status)

@@ -311,7 +311,7 @@ def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, caps
     def fills_up(writer, run, telemetry):
         if len(written) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(data))
-        written.append(run["run_id"])
+        written.append(run.run_id)
         return write(writer, run, telemetry)
 
     with monkeypatch.context() as patch:

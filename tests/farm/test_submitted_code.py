@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from test_dispatch import DEVICE, Clock, NoLock, Quiet, ScriptedExecutor, Stop
+from test_dispatch import DEVICE, SETTINGS, Clock, NoLock, Quiet, ScriptedExecutor, Stop
 
 from conf.errors import UsageError
 from farm import submitted_code
 from farm.dispatch import Dispatcher
 from farm.jobs import Job
+from farm.queue_values import config_of_text
 from farm.sampling import sample_range
 from farm.space import parse_space
 from farm.submitted_code import SubmittedCode, record_code, record_submitted
@@ -56,7 +57,7 @@ class Executor(ScriptedExecutor):
 def dispatch(folder, queue, configs, trust=()):
     job = Job(
         job_id="zoo-00000001", family="zoo", space_json="{}", n=len(configs), seed=0, policy="uniform", priority=0,
-        device=DEVICE, settings_json="{}", submitted_at=0.0,
+        device=DEVICE, settings_json=SETTINGS, submitted_at=0.0,
     )  # fmt: skip
     queue.submit(job, enumerate(configs), now=0.0)
     executor = Executor()
@@ -102,35 +103,35 @@ def test_what_the_user_samples_is_recorded_and_runs_in_a_later_process(folder, q
 
 def test_a_dispatcher_that_stands_by_learns_of_what_is_submitted_meanwhile(monkeypatch):
     code = SubmittedCode()
-    assert code.decide(config())[1]
+    assert code.decide(config_of_text(config()))[1]
     record_code([OWN])
     forget(monkeypatch)
-    assert code.decide(config()) == (True, None)
+    assert code.decide(config_of_text(config())) == (True, None)
 
 
 def test_a_librarys_model_with_arguments_that_data_may_not_give_needs_its_own_record(monkeypatch):
     fetching = config("torchvision.models:resnet18", arguments='{"weights":"DEFAULT"}', inputs="float32[3,32,32]")
     record_code(["torchvision.models:resnet18"])
-    assert SubmittedCode().decide(LIBRARY) == (True, None)
-    allowed, refusal = SubmittedCode().decide(fetching)
+    assert SubmittedCode().decide(config_of_text(LIBRARY)) == (True, None)
+    allowed, refusal = SubmittedCode().decide(config_of_text(fetching))
     assert not allowed and refusal
     space = {"model": "torchvision.models:resnet18", "arguments": "{weights: DEFAULT}", "inputs": "float32[3,32,32]"}
     assert len(list(record_submitted(sample_range(parse_space("zoo", {**space, "batch_size": 2}), 0, 0, 1)))) == 1
     forget(monkeypatch)
-    assert SubmittedCode().decide(fetching) == (True, None)
+    assert SubmittedCode().decide(config_of_text(fetching)) == (True, None)
 
 
 def test_names_of_code_that_a_row_brought_are_not_recorded():
     assert len(list(record_submitted([config_from_mapping(json.loads(config()))]))) == 1
-    assert SubmittedCode().decide(config())[1]
+    assert SubmittedCode().decide(config_of_text(config()))[1]
 
 
 def test_without_a_state_folder_the_process_runs_what_it_submitted_itself(state, monkeypatch):
     state.parent.write_text("in the way")
     record_code([OWN])
-    assert SubmittedCode().decide(config()) == (True, None)
+    assert SubmittedCode().decide(config_of_text(config())) == (True, None)
     forget(monkeypatch)
-    assert SubmittedCode().decide(config())[1]
+    assert SubmittedCode().decide(config_of_text(config()))[1]
 
 
 @pytest.mark.parametrize("how", ["open to others", "a link", "a pipe", "garbage", "torn"])
@@ -151,18 +152,20 @@ def test_only_a_record_that_this_user_alone_can_write_counts(state, how, monkeyp
         file.write_bytes(b"\xff\x00[1]\n{}\n" + b"[" * 100_000)
     else:
         file.write_bytes(file.read_bytes()[:-4])
-    assert SubmittedCode().decide(config())[1]
+    assert SubmittedCode().decide(config_of_text(config()))[1]
     if how in ("garbage", "torn"):
         record_code([OWN])
         forget(monkeypatch)
-        assert SubmittedCode().decide(config()) == (True, None)
+        assert SubmittedCode().decide(config_of_text(config())) == (True, None)
 
 
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "no json", "[" * 100_000, '{"family": 3}', '{"family": "zoo", "model": 3}']
 )
-def test_a_config_that_makes_no_sense_is_no_permission(text):
-    assert SubmittedCode().decide(text) == (False, None)
+def test_a_config_that_makes_no_sense_lands_as_one_invalid_run_and_is_never_handed_out(folder, queue, text):
+    handed_out, own_code = dispatch(folder, queue, [text, LIBRARY])
+    assert handed_out == [1] and own_code == [False]
+    assert [run[:3] for run in runs(folder)] == [(0, "invalid", "UsageError"), (1, "ok", None)]
 
 
 def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_path):

@@ -7,7 +7,6 @@ import psutil
 import pytest
 
 from featurize.families import get_family
-from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import TaskSpec, Worker
@@ -35,7 +34,7 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
         server.send_signal(signal.SIGSTOP)
         thread.join(timeout=120)
         (result,) = results
-        assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+        assert (result.run.error_type, result.retryable) == ("ServerLost", True)
         assert not psutil.wait_procs([keeper, server, *trials], timeout=20)[1]
         monkeypatch.undo()
         assert worker.run(a_task(timeout_s=1.0)).run["status"] == "timeout", "on a server of its own"
@@ -44,9 +43,8 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
 
 
 def a_task(timeout_s):
-    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping()
-    settings = TrialSettings(window=LONG, timeout_s=timeout_s).to_mapping()
+    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
+    settings = TrialSettings(window=LONG, timeout_s=timeout_s)
     return TaskSpec(
-        job_id="mlp-00000000", task_index=0, attempt=1, config=canonical_json(config),
-        settings=canonical_json(settings), seed=0,
+        job_id="mlp-00000000", task_index=0, attempt=1, config=config, settings=settings, seed=0,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from featurize.families import family_names, get_family
-from featurize.trial import canonical_json
 from workers.devices import DeviceChoice, DeviceUnavailable, make_device
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import TaskSpec, Worker
@@ -35,8 +34,8 @@ def task(config, index=0, **settings):
         job_id=f"{config.family}-00000000",
         task_index=index,
         attempt=1,
-        config=canonical_json(config.to_mapping()),
-        settings=canonical_json(settings.to_mapping()),
+        config=config,
+        settings=settings,
         seed=0,
     )
 
@@ -55,8 +54,8 @@ def cnn(**changes):
 def test_the_trial_server_has_not_touched_cuda_and_every_trial_starts_clean(worker):
     first = run(worker, "cnn", 0, **cnn()).run
     again = run(worker, "cnn", 1, **cnn()).run
-    assert (first["status"], again["status"]) == ("ok", "ok"), first["error"] or again["error"]
-    assert again["peak_memory_mib"] == pytest.approx(first["peak_memory_mib"], rel=0.01)
+    assert (first.status, again.status) == ("ok", "ok"), first.error or again.error
+    assert again.peak_memory_mib == pytest.approx(first.peak_memory_mib, rel=0.01)
 
 
 def test_a_trial_that_was_made_ready_on_the_host_measures_the_same(worker):
@@ -64,37 +63,38 @@ def test_a_trial_that_was_made_ready_on_the_host_measures_the_same(worker):
     first, second = (task(config, index, prepare_ahead="always") for index in (0, 1))
     fresh = worker.run(first, second).run
     prepared = worker.run(second).run
-    assert (fresh["prepared"], prepared["prepared"]) == (False, True)
-    assert prepared["peak_memory_mib"] == pytest.approx(fresh["peak_memory_mib"], rel=0.01)
-    assert prepared["peak_allocated_mib"] == pytest.approx(fresh["peak_allocated_mib"], rel=0.01)
+    assert (fresh.prepared, prepared.prepared) == (False, True)
+    assert prepared.peak_memory_mib == pytest.approx(fresh.peak_memory_mib, rel=0.01)
+    assert prepared.peak_allocated_mib == pytest.approx(fresh.peak_allocated_mib, rel=0.01)
 
 
 @pytest.mark.parametrize("family", family_names())
 def test_every_family_trains(worker, family):
     measured = worker.run(task(small_config(family, 3))).run
-    assert measured["status"] == "ok", measured["error"]
-    assert measured["peak_memory_mib"] > measured["peak_allocated_mib"] > 0
+    assert measured.status == "ok", measured.error
+    assert measured.peak_memory_mib > measured.peak_allocated_mib > 0
 
 
 def test_an_idle_card_of_ones_own_gives_runs_that_can_be_trusted(worker):
     measured = run(worker, "cnn", **cnn(batch_size=62, image_size=128)).run
-    assert measured["quality"] == "trusted", measured["quality_reasons"]
+    assert measured.quality == "trusted", measured.quality_reasons
 
 
 def test_labels_come_from_the_device(worker):
     measured = run(worker, "cnn", **cnn(batch_size=62, image_size=128)).run
-    assert measured["status"] == "ok", measured["error"]
-    assert measured["source"] == "measured"
-    assert measured["peak_memory_mib"] > measured["peak_reserved_mib"] >= measured["peak_allocated_mib"] > 0
-    assert 0 < measured["gpu_util"] <= 1
-    assert measured["power_w"] > 0
+    assert measured.status == "ok", measured.error
+    assert measured.source == "measured"
+    assert measured.peak_memory_mib > measured.peak_reserved_mib >= measured.peak_allocated_mib > 0
+    assert 0 < measured.gpu_util <= 1
+    assert measured.power_w > 0
     for ratio in ("smact", "smocc", "drama"):
-        assert measured[ratio] is None or 0 < measured[ratio] <= 1
+        value = getattr(measured, ratio)
+        assert value is None or 0 < value <= 1
 
 
 def test_more_than_the_card_is_an_oom_and_the_next_trial_runs(worker):
     result = run(worker, "mlp", batch_size=4, input_size=300_000, classes=2, depth=2, topology="uniform")
-    assert (result.run["status"], result.run["oom_kind"]) == ("oom", "device")
+    assert (result.run.status, result.run.oom_kind) == ("oom", "device")
     assert run(worker, "cnn", **cnn()).run["status"] == "ok"
 
 
@@ -106,10 +106,10 @@ def test_a_share_of_the_card_plays_a_smaller_one(worker):
         limited = run(small, "mlp", **wide).run
     finally:
         small.close()
-    assert (limited["status"], limited["oom_kind"], limited["memory_fraction"]) == ("oom", "device", 0.02)
-    assert limited["device_memory_mib"] == slot.device_memory_mib
+    assert (limited.status, limited.oom_kind, limited.memory_fraction) == ("oom", "device", 0.02)
+    assert limited.device_memory_mib == slot.device_memory_mib
     whole = run(worker, "mlp", **wide).run
-    assert (whole["status"], whole["memory_fraction"]) == ("ok", None), whole["error"]
+    assert (whole.status, whole.memory_fraction) == ("ok", None), whole.error
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

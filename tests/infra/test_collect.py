@@ -9,7 +9,7 @@ import pytest
 
 import warehouse
 from conf.errors import UsageError
-from farm.space import Space
+from farm.space import space_of_mapping
 from featurize.families import family_names
 from warehouse.dataset import find_parts
 
@@ -73,7 +73,7 @@ def test_every_family_has_its_jobs_with_every_training_setting_sampled(collect, 
 
 def test_pairs_span_the_batch_sizes_of_a_space(collect):
     def sizes(batch_size):
-        return collect.pair_sizes(Space.from_mapping({"family": "mlp", "space": {"batch_size": batch_size}}))
+        return collect.pair_sizes(space_of_mapping({"family": "mlp", "space": {"batch_size": batch_size}}))
 
     assert sizes({"low": 4, "high": 256}) == (4, 16, 64, 256)
     assert sizes([8, 512]) == (8, 32, 128, 512)

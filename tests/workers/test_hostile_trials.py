@@ -1,5 +1,6 @@
 """What a trial may do: whatever it reports, raises, writes or leaves behind, it ends as exactly one run."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from featurize.trial import canonical_json
+from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
 from workers.reports import READINGS_KEPT
 from workers.settings import TrialSettings, WindowSettings
@@ -27,17 +28,11 @@ def hostile(name, path="", timeout_s=30.0, **settings):
         job_id="zoo-00000000",
         task_index=0,
         attempt=1,
-        config=canonical_json(_complete(config)),
-        settings=canonical_json(TrialSettings(window=SHORT, timeout_s=timeout_s, **settings).to_mapping()),
+        config=config_from_mapping({key: value for key, value in config.items() if key != "target"}),
+        settings=TrialSettings(window=SHORT, timeout_s=timeout_s, **settings),
         seed=0,
         own_code=True,
     )
-
-
-def _complete(config):
-    from featurize.trial import config_from_mapping
-
-    return config_from_mapping({key: value for key, value in config.items() if key != "target"}).to_mapping()
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +69,17 @@ def ends_well(worker, spec):
     """The run, after which the worker still runs trials on the same server, and nothing is left below it."""
     server = worker._server.pid if worker._server else None
     result = worker.run(spec)
-    assert server is None or worker._server.pid == server, result.run["error"]
+    assert server is None or worker._server.pid == server, result.run.error
     assert not psutil.Process(worker._server.pid).children()
-    json.dumps(result.run, default=str).encode()  # no surrogate is left
-    assert "\x00" not in (result.run["error"] or "") and len(result.run["error"] or "") < 50_000
+    json.dumps(result.run.columns(), default=str).encode()  # no surrogate is left
+    assert "\x00" not in (result.run.error or "") and len(result.run.error or "") < 50_000
     return result
 
 
 def test_a_trial_that_closes_its_output_trains(worker):
     run = ends_well(worker, hostile("closes_its_output")).run
-    assert run["status"] == "ok", run["error"]
-    assert run["quality_reasons"] is None or "processes_left" not in run["quality_reasons"]
+    assert run.status == "ok", run.error
+    assert run.quality_reasons is None or "processes_left" not in run.quality_reasons
 
 
 STEP = b'{"event":"step","t_ns":1,"values":{}}\n'
@@ -125,14 +120,14 @@ def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, 
     said = tmp_path / "said"
     said.write_bytes(BROKEN[case])
     result = ends_well(worker, hostile("says_file", said))
-    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "BrokenReport", False)
-    assert result.run["error"].isprintable()
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "BrokenReport", False)
+    assert result.run.error.isprintable()
 
 
 def test_a_line_without_an_end_is_not_waited_for(worker):
     run = ends_well(worker, hostile("line_without_end")).run
-    assert (run["status"], run["error_type"]) == ("crashed", "BrokenReport")
-    assert "more than 1,048,576 bytes" in run["error"] and "xxx" in run["error"]
+    assert (run.status, run.error_type) == ("crashed", "BrokenReport")
+    assert "more than 1,048,576 bytes" in run.error and "xxx" in run.error
 
 
 def test_of_a_flood_of_readings_a_part_is_kept_and_the_run_says_so(worker, monkeypatch):
@@ -141,26 +136,26 @@ def test_of_a_flood_of_readings_a_part_is_kept_and_the_run_says_so(worker, monke
     monkeypatch.setattr("workers.worker.READINGS_KEPT", 2000)
     assert READINGS_KEPT >= 36_000, "an hour of steps is no flood"
     result = ends_well(worker, hostile("flood_of_steps", 20_000))
-    assert result.run["status"] == "ok", result.run["error"]
+    assert result.run.status == "ok", result.run.error
     assert result.telemetry["sensor"].to_pylist().count("torch") == 2000
-    assert json.loads(result.run["telemetry_missing"])["torch"] == "kept 2,000 of 20,000 readings of the trial"
+    assert result.run.telemetry_missing["torch"] == "kept 2,000 of 20,000 readings of the trial"
 
 
 def test_an_error_of_50_mib_lands_as_what_it_is(worker):
     run = ends_well(worker, hostile("huge_error")).run
-    assert (run["status"], run["error_type"]) == ("crashed", "RuntimeError")
-    assert "characters left out" in run["error"] and "end of it" in run["error"] and "Traceback" in run["error"]
+    assert (run.status, run.error_type) == ("crashed", "RuntimeError")
+    assert "characters left out" in run.error and "end of it" in run.error and "Traceback" in run.error
 
 
 def test_an_error_text_that_nothing_can_store_lands_escaped_and_claims_no_device(worker):
     result = ends_well(worker, hostile("surrogate_error"))
-    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "RuntimeError", False)
-    assert r"lone \ud800 and NUL \x00 and \x1b[2Jescape" in result.run["error"]
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "RuntimeError", False)
+    assert r"lone \ud800 and NUL \x00 and \x1b[2Jescape" in result.run.error
 
 
 def test_a_device_fault_on_a_device_that_has_none_is_not_tried_again(worker):
     result = ends_well(worker, hostile("device_fault"))
-    assert (result.run["status"], result.retryable) == ("crashed", False)
+    assert (result.run.status, result.retryable) == ("crashed", False)
 
 
 @pytest.mark.parametrize(
@@ -174,25 +169,25 @@ def test_a_device_fault_on_a_device_that_has_none_is_not_tried_again(worker):
 )  # fmt: skip
 def test_however_a_trial_fails_it_is_one_crashed_run(worker, name, error_type):
     result = ends_well(worker, hostile(name))
-    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", error_type, False)
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", error_type, False)
 
 
 def test_a_trial_in_a_folder_that_is_gone_trains(worker):
-    assert ends_well(worker, hostile("changes_folder")).run["status"] == "ok"
+    assert ends_well(worker, hostile("changes_folder")).run.status == "ok"
 
 
 def test_a_trial_that_left_its_group_is_killed_at_its_deadline(worker):
-    assert ends_well(worker, hostile("joins_another_group_and_hangs", timeout_s=2.0)).run["status"] == "timeout"
+    assert ends_well(worker, hostile("joins_another_group_and_hangs", timeout_s=2.0)).run.status == "timeout"
 
 
 def test_of_a_trial_that_forks_one_copy_reports(worker):
     run = ends_well(worker, hostile("forks_and_both_go_on")).run
-    assert run["status"] == "ok", run["error"]
+    assert run.status == "ok", run.error
 
 
 def test_a_trial_inherits_its_own_socket_and_nothing_else(worker, tmp_path):
     note = tmp_path / "descriptors"
-    assert ends_well(worker, hostile("notes_descriptors", note)).run["status"] == "ok"
+    assert ends_well(worker, hostile("notes_descriptors", note)).run.status == "ok"
     opened = json.loads(note.read_text())
     sockets = [target for target in opened.values() if target.startswith("socket:")]
     pipes = {target for fd, target in opened.items() if target.startswith("pipe:") and int(fd) > 2}
@@ -202,15 +197,15 @@ def test_a_trial_inherits_its_own_socket_and_nothing_else(worker, tmp_path):
 
 def test_output_without_end_neither_stops_a_trial_nor_fills_a_disk(worker):
     run = ends_well(worker, hostile("writes_for_ever")).run
-    assert run["status"] == "ok", run["error"]
+    assert run.status == "ok", run.error
     folder = Path(worker._server._folder.name)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
 
 
 def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
     run = ends_well(worker, hostile("writes_much_and_fails")).run
-    assert run["error_type"] == "RuntimeError"
-    assert "first words" in run["error"] and "last words" in run["error"] and "bytes left out" in run["error"]
+    assert run.error_type == "RuntimeError"
+    assert "first words" in run.error and "last words" in run.error and "bytes left out" in run.error
 
 
 @pytest.mark.parametrize(
@@ -226,11 +221,11 @@ def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
 def test_what_a_trial_leaves_behind_is_killed_and_counted(worker_with_or_without_group, notes, name, count):
     worker = worker_with_or_without_group
     run = ends_well(worker, hostile(name, notes)).run
-    assert run["status"] == "ok", run["error"]
+    assert run.status == "ok", run.error
     assert len(pids_in(notes)) >= count
     assert await_gone(pids_in(notes)), "a process outlived its trial"
-    killed = int(json.loads(run["quality_reasons"])["processes_left"].split()[0])
-    assert killed >= count and run["quality"] == "suspect"
+    killed = int(run.quality_reasons["processes_left"].split()[0])
+    assert killed >= count and run.quality == "suspect"
 
 
 @pytest.fixture(scope="module")
@@ -253,35 +248,35 @@ def worker_with_or_without_group(with_group, worker, groupless_worker):
 
 def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
     run = ends_well(worker, hostile("daemonizes_and_hangs", notes, timeout_s=3.0)).run
-    assert run["status"] == "timeout"
+    assert run.status == "timeout"
     assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
-    assert "processes_left" in run["quality_reasons"]
+    assert "processes_left" in run.quality_reasons
 
 
 def test_a_process_that_forks_for_ever_is_ended(worker):
     run = ends_well(worker, hostile("forks_for_ever")).run
-    assert run["status"] == "ok", run["error"]
+    assert run.status == "ok", run.error
 
 
 def test_another_trial_that_is_made_ready_is_not_touched(worker, notes):
     spec = hostile("daemonizes", notes, prepare_ahead="always")
     upcoming = hostile("changes_folder", prepare_ahead="always")
-    upcoming = TaskSpec(**{**upcoming.__dict__, "task_index": 1})
-    window = {**json.loads(spec.settings)["window"], "seconds": 0.5, "min_seconds": 0.5, "max_seconds": 0.5}
-    spec = TaskSpec(**{**spec.__dict__, "settings": canonical_json({**json.loads(spec.settings), "window": window})})
+    upcoming = dataclasses.replace(upcoming, task_index=1)
+    window = dataclasses.replace(SHORT, seconds=0.5)
+    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, window=window))
     first = worker.run(spec, upcoming).run
     second = worker.run(upcoming).run
     assert await_gone(pids_in(notes))
-    assert (first["status"], second["status"], second["prepared"]) == ("ok", "ok", True), second["error"]
-    assert "processes_left" not in (second["quality_reasons"] or "")
+    assert (first.status, second.status, second.prepared) == ("ok", "ok", True), second.error
+    assert "processes_left" not in (second.quality_reasons or "")
 
 
 def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(notes):
     doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
     try:
         result = doomed.run(hostile("kills_its_server", notes))
-        assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+        assert (result.run.error_type, result.retryable) == ("ServerLost", True)
         assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
-        assert doomed.run(hostile("changes_folder")).run["status"] == "ok"
+        assert doomed.run(hostile("changes_folder")).run.status == "ok"
     finally:
         doomed.close()

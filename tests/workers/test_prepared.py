@@ -1,12 +1,11 @@
 """The next trial made ready while one runs: it waits for its turn, and whatever happens to it meanwhile is its own."""
 
-import json
+import dataclasses
 
 import psutil
 import pytest
 
 from featurize.families import get_family
-from featurize.trial import canonical_json
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import TaskSpec, Worker
@@ -16,13 +15,13 @@ SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_sec
 
 def task(index, prepare_ahead="always", **changes):
     values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
-    config = {**get_family("mlp").Config(**values).to_mapping(), **changes}
+    config = get_family("mlp").Config(**{**values, **changes})
     return TaskSpec(
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
-        config=canonical_json(config),
-        settings=canonical_json(TrialSettings(window=SHORT, prepare_ahead=prepare_ahead).to_mapping()),
+        config=config,
+        settings=TrialSettings(window=SHORT, prepare_ahead=prepare_ahead),
         seed=0,
     )
 
@@ -42,17 +41,17 @@ def test_a_trial_that_was_made_ready_runs_when_it_is_its_turn(worker):
     first = worker.run(task(0), task(1)).run
     (waiting,) = children(worker)
     second = worker.run(task(1)).run
-    assert (first["status"], first["prepared"]) == ("ok", False)
-    assert (second["status"], second["prepared"]) == ("ok", True), second["error"]
-    assert second["run_id"] == "mlp-00000000-000001"
-    assert second["steps"] >= 1 and second["startup_s"] > 0
+    assert (first.status, first.prepared) == ("ok", False)
+    assert (second.status, second.prepared) == ("ok", True), second.error
+    assert second.run_id == "mlp-00000000-000001"
+    assert second.steps >= 1 and second.startup_s > 0
     assert not waiting.is_running() and not children(worker)
 
 
 def test_a_chain_of_prepared_trials_leaves_nothing_behind(worker):
     runs = [worker.run(task(index), task(index + 1)).run for index in range(10, 14)]
-    assert [run["prepared"] for run in runs] == [False, True, True, True]
-    assert {run["status"] for run in runs} == {"ok"}
+    assert [run.prepared for run in runs] == [False, True, True, True]
+    assert {run.status for run in runs} == {"ok"}
     worker.run(task(14))
     assert not children(worker)
 
@@ -61,7 +60,7 @@ def test_one_that_is_not_wanted_after_all_is_ended(worker):
     worker.run(task(0), task(1))
     (waiting,) = children(worker)
     run = worker.run(task(2)).run
-    assert (run["status"], run["prepared"], run["task_index"]) == ("ok", False, 2)
+    assert (run.status, run.prepared, run.task_index) == ("ok", False, 2)
     assert not waiting.is_running() and not children(worker)
 
 
@@ -70,15 +69,16 @@ def test_one_that_was_killed_while_it_waited_is_tried_again(worker):
     (waiting,) = children(worker)
     waiting.kill()
     result = worker.run(task(1))
-    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "SIGKILL", True)
-    assert worker.run(task(1)).run["status"] == "ok"
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGKILL", True)
+    assert worker.run(task(1)).run.status == "ok"
 
 
 def test_one_that_cannot_be_built_is_invalid_when_it_is_its_turn(worker):
-    assert worker.run(task(0), task(1, batch_size=0)).run["status"] == "ok"
-    result = worker.run(task(1, batch_size=0))
-    assert result.run["status"] == "invalid"
-    assert "batch_size must be an integer >= 1, got 0" in result.run["error"]
+    nobodys = get_family("zoo").Config(model="nobodys.nets:build", inputs="float32[4]", batch_size=2)
+    assert worker.run(task(0), dataclasses.replace(task(1), config=nobodys)).run.status == "ok"
+    result = worker.run(dataclasses.replace(task(1), config=nobodys))
+    assert result.run.status == "invalid"
+    assert "nobodys.nets:build comes from stored data, so it is not imported" in result.run.error
 
 
 def test_nothing_is_made_ready_where_the_device_is_what_the_host_computes_on(worker):
@@ -90,11 +90,11 @@ def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
     small = Worker(DeviceChoice(backend="cpu"), "0", "small")
     try:
         big = task(1, batch_size=20_000, input_size=20_000)  # a batch of 1.6 GB
-        settings = json.loads(task(0).settings) | {"host_memory_limit_mib": 900}
         for seconds in (3.0, 30.0):  # a busy machine has not built the batch after three
-            window = settings["window"] | {"seconds": seconds, "min_seconds": seconds, "max_seconds": seconds}
-            first = TaskSpec(**{**task(0).__dict__, "settings": canonical_json(settings | {"window": window})})
-            assert small.run(first, big).run["status"] == "ok"
+            window = dataclasses.replace(SHORT, seconds=seconds)
+            settings = dataclasses.replace(task(0).settings, host_memory_limit_mib=900, window=window)
+            first = dataclasses.replace(task(0), settings=settings)
+            assert small.run(first, big).run.status == "ok"
             if not children(small):
                 break
         assert not children(small)

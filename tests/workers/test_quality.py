@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 
 import pytest
@@ -67,7 +66,7 @@ def verdict(samples, **changes):
     """(quality, its reasons, all columns)."""
     columns, _ = label_run(course(samples, **changes))
     assert set(columns) <= set(RUN_SCHEMA.names) and columns["quality"] in QUALITIES
-    reasons = json.loads(columns["quality_reasons"] or "{}")
+    reasons = columns["quality_reasons"] or {}
     assert set(reasons) <= set(REASONS) and all(reasons.values())
     return columns["quality"], set(reasons), columns
 
@@ -79,7 +78,7 @@ def test_a_quiet_run_is_trusted_and_its_labels_are_those_of_the_window():
     assert columns["energy_j"] == pytest.approx(3000.0) and columns["power_w"] == pytest.approx(300.0)
     assert columns["peak_memory_mib"] == 6_000.0 and columns["step_time_ms"] == 12.0
     assert columns["samples_measured"] == 5 * 100 + 4 and columns["samples_suspect"] == 0
-    summary = json.loads(columns["quality_summary"])
+    summary = columns["quality_summary"]
     assert summary["metrics"]["smact"] == {"sensor": "gpm", "coverage": 1.0, "readings": 100, "largest_gap_s": 0.0}
     assert {name for name, check in summary["checks"].items() if check["agree"]} == {
         "smact", "smocc", "drama", "gract", "gpu_util", "power_w", "energy_j", "process_memory_mib",
@@ -163,7 +162,7 @@ def test_another_process_on_the_gpu_makes_labels_and_an_out_of_memory_untrusted(
     )
     quality, reasons, columns = verdict(other)
     assert (quality, reasons) == ("untrusted", {"other_process"})
-    assert json.loads(columns["quality_reasons"])["other_process"] == "up to 1 with 900 MiB, in 9 of 129 readings"
+    assert columns["quality_reasons"]["other_process"] == "up to 1 with 900 MiB, in 9 of 129 readings"
     failed = {"window_ns": None, "window_end_ns": None, "values": {}}
     assert verdict(other, status="oom", oom_kind="device", **failed)[:2] == ("untrusted", {"other_process"})
     assert verdict(other, status="oom", oom_kind="host", **failed)[0] == "trusted"
@@ -212,7 +211,7 @@ def test_a_sampler_that_stood_still_is_suspect():
     samples = [(name, s) for name, s in telemetry() if name == "torch" or not 5 * S < s.t_ns <= 7 * S]
     quality, reasons, columns = verdict(samples)
     assert (quality, reasons) == ("suspect", {"sampler_gap"})
-    assert "nvml: 1 gaps, the longest 2.10 s" in json.loads(columns["quality_reasons"])["sampler_gap"]
+    assert "nvml: 1 gaps, the longest 2.10 s" in columns["quality_reasons"]["sampler_gap"]
     assert columns["samples_suspect"] == 3, "the readings that end the gap, of each sensor of the thread"
 
 
@@ -320,7 +319,7 @@ def test_readings_of_a_recorded_gpu_are_judged():
     found = course(samples, warmup_ns=0, window_ns=S, window_end_ns=5 * S, period_s=1.0, values={})
     columns, marked = label_run(found)
     assert columns["quality"] == "untrusted"
-    assert {"other_process", "ecc_errors", "power_cap"} == set(json.loads(columns["quality_reasons"]))
+    assert {"other_process", "ecc_errors", "power_cap"} == set(columns["quality_reasons"])
     assert columns["peak_memory_mib"] == pytest.approx(9123659776 / 2**20)
     assert [set(s.reasons) & {"other_process", "power_cap"} for _, s in marked[:4]] == [
         set(), {"other_process"}, {"other_process"}, {"other_process", "power_cap"},

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 import workers
 from conf.identity import identity
 from featurize.families import get_family
-from featurize.trial import canonical_json
+from featurize.trial import config_from_mapping
 from workers.devices import DeviceChoice
 from workers.failure import is_device_fault
 from workers.settings import TrialSettings, WindowSettings
@@ -30,7 +29,7 @@ LONG = WindowSettings(kind="fixed", seconds=600.0, warmup_steps=1, warmup_max_se
 
 def mlp(**changes):
     values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **changes}
-    return get_family("mlp").Config(**values).to_mapping()
+    return get_family("mlp").Config(**values)
 
 
 def task(config, window=SHORT, index=0, **settings):
@@ -39,8 +38,8 @@ def task(config, window=SHORT, index=0, **settings):
         job_id="mlp-00000000",
         task_index=index,
         attempt=1,
-        config=canonical_json(config),
-        settings=canonical_json(trial.to_mapping()),
+        config=config,
+        settings=trial,
         seed=0,
     )
 
@@ -93,18 +92,19 @@ def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(worker)
 def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker):
     result = worker.run(task(mlp()))
     run = result.run
-    assert (run["status"], run["source"], run["error"]) == ("ok", "measured", None)
-    assert run["run_id"] == "mlp-00000000-000000"
-    assert run["steps"] >= 1 and run["step_time_ms"] > 0 and run["window_s"] >= 0.05
-    assert run["peak_memory_mib"] > 0 and run["peak_rss_mib"] > 0
-    assert run["parameters"] == sum(layer.parameters for layer in get_family("mlp").layers(_config(run)))
-    assert run.get("smact") is None, "a CPU has no SMs"
+    assert (run.status, run.source, run.error) == ("ok", "measured", None)
+    assert run.run_id == "mlp-00000000-000000"
+    assert run.steps >= 1 and run.step_time_ms > 0 and run.window_s >= 0.05
+    assert run.peak_memory_mib > 0 and run.peak_rss_mib > 0
+    layers = get_family("mlp").layers(config_from_mapping(run.config))
+    assert run.parameters == sum(layer.parameters for layer in layers)
+    assert run.smact is None, "a CPU has no SMs"
     sensors = set(result.telemetry["sensor"].to_pylist())
     assert {"process", "torch"} <= sensors
-    assert set(result.telemetry["run_id"].to_pylist()) == {run["run_id"]}
-    assert "nvml" in json.loads(run["telemetry_missing"])
-    assert run["quality"] in ("trusted", "suspect"), "a machine that is busy may sample late, and no GPU is here"
-    assert set(json.loads(run["quality_reasons"] or "{}")) <= {"sampler_gap", "host_clock"} and not result.repeat
+    assert set(result.telemetry["run_id"].to_pylist()) == {run.run_id}
+    assert "nvml" in run.telemetry_missing
+    assert run.quality in ("trusted", "suspect"), "a machine that is busy may sample late, and no GPU is here"
+    assert set(run.quality_reasons or {}) <= {"sampler_gap", "host_clock"} and not result.repeat
 
 
 def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measured_against():
@@ -121,16 +121,10 @@ def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measu
     assert "nvml" not in without["sensor"].to_pylist()
 
 
-def _config(run):
-    from featurize.trial import config_from_mapping
-
-    return config_from_mapping(json.loads(run["config"]))
-
-
 def test_a_config_that_cannot_be_built_is_invalid(worker):
-    result = worker.run(task({**mlp(), "batch_size": 0}))
-    assert result.run["status"] == "invalid"
-    assert "batch_size must be an integer >= 1, got 0" in result.run["error"]
+    result = worker.run(task(get_family("zoo").Config(model="nobodys.nets:build", inputs="float32[4]", batch_size=2)))
+    assert result.run.status == "invalid"
+    assert "nobodys.nets:build comes from stored data, so it is not imported" in result.run.error
     assert not result.retryable
 
 
@@ -138,31 +132,31 @@ def test_too_much_memory_on_the_cpu_device_is_an_oom():
     small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=700), "0", "small")
     try:
         result = small.run(task(mlp(input_size=16384, depth=2, topology="uniform")))
-        assert (result.run["status"], result.run["oom_kind"]) == ("oom", "device")
-        assert result.run["device_memory_mib"] == 700
+        assert (result.run.status, result.run.oom_kind) == ("oom", "device")
+        assert result.run.device_memory_mib == 700
         assert not result.retryable
-        assert small.run(task(mlp())).run["status"] == "ok", "the next trial starts clean"
+        assert small.run(task(mlp())).run.status == "ok", "the next trial starts clean"
     finally:
         small.close()
 
 
 def test_a_trial_that_takes_the_hosts_memory_is_killed_and_is_an_oom(worker):
     result = worker.run(task(mlp(), window=LONG, host_memory_limit_mib=1))
-    assert (result.run["status"], result.run["oom_kind"]) == ("oom", "device"), "the host's memory is the CPU device's"
-    assert "trial.host_memory_limit_mib=1" in result.run["error"]
+    assert (result.run.status, result.run.oom_kind) == ("oom", "device"), "the host's memory is the CPU device's"
+    assert "trial.host_memory_limit_mib=1" in result.run.error
 
 
 def test_a_trial_past_its_deadline_is_killed_and_is_a_timeout(worker):
     result = worker.run(task(mlp(), window=LONG, timeout_s=1.0))
-    assert result.run["status"] == "timeout"
-    assert "trial.timeout_s=1" in result.run["error"]
-    assert result.run["peak_rss_mib"] > 0, "what was sampled until then is kept"
+    assert result.run.status == "timeout"
+    assert "trial.timeout_s=1" in result.run.error
+    assert result.run.peak_rss_mib > 0, "what was sampled until then is kept"
 
 
 def test_a_hanging_trial_is_a_timeout(worker):
     running = InBackground(worker, task(mlp(), window=LONG, timeout_s=3.0))
     running.trial.suspend()
-    assert running.join().run["status"] == "timeout"
+    assert running.join().run.status == "timeout"
     assert not running.trial.is_running() or running.trial.status() == psutil.STATUS_ZOMBIE
 
 
@@ -170,24 +164,24 @@ def test_a_trial_killed_from_outside_is_tried_again(worker):
     running = InBackground(worker, task(mlp(), window=LONG))
     running.trial.kill()
     result = running.join()
-    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "SIGKILL", True)
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGKILL", True)
 
 
 def test_a_segmentation_fault_is_a_crash_that_names_the_signal(worker):
     running = InBackground(worker, task(mlp(), window=LONG))
     running.trial.send_signal(signal.SIGSEGV)
     result = running.join()
-    assert (result.run["status"], result.run["error_type"], result.retryable) == ("crashed", "SIGSEGV", False)
+    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGSEGV", False)
 
 
 def test_a_killed_trial_server_takes_its_trial_along_and_is_replaced(worker):
     running = InBackground(worker, task(mlp(), window=LONG))
     running.server.kill()
     result = running.join()
-    assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+    assert (result.run.error_type, result.retryable) == ("ServerLost", True)
     psutil.wait_procs([running.trial], timeout=10)
     assert not running.trial.is_running()
-    assert worker.run(task(mlp())).run["status"] == "ok"
+    assert worker.run(task(mlp())).run.status == "ok"
 
 
 def test_closing_a_worker_ends_its_server_and_its_trial():
@@ -224,9 +218,9 @@ def test_a_clock_that_is_set_changes_no_status_and_no_duration(worker, monkeypat
     monkeypatch.setattr(JumpingTime, "jumps_h", jumps_h)
     monkeypatch.setattr("workers.worker.datetime.datetime", JumpingTime)
     run = worker.run(task(mlp(), timeout_s=60.0)).run
-    assert (run["status"], run["error"]) == ("ok", None)
-    assert 0 < run["wall_s"] < 60 and run["startup_s"] < 60
-    assert "host_clock" in run["quality_reasons"] and run["quality"] == "suspect"
+    assert (run.status, run.error) == ("ok", None)
+    assert 0 < run.wall_s < 60 and run.startup_s < 60
+    assert "host_clock" in run.quality_reasons and run.quality == "suspect"
 
 
 def test_only_the_wall_times_of_a_run_are_read_from_the_wall_clock():
@@ -253,7 +247,7 @@ def test_a_killed_keeper_takes_its_server_and_its_trial_along():
         running = InBackground(doomed, task(mlp(), window=LONG))
         running.server.parent().kill()
         result = running.join()
-        assert (result.run["error_type"], result.retryable) == ("ServerLost", True)
+        assert (result.run.error_type, result.retryable) == ("ServerLost", True)
         assert not psutil.wait_procs([running.server, running.trial], timeout=20)[1]
     finally:
         doomed.close()

@@ -1,0 +1,104 @@
+"""The texts of the queue's rows as typed values, and back: configs, trial settings and devices are parsed here alone.
+
+Start reading at `task_of_row`. A data folder can come from anybody, so a row may hold any text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from conf.errors import UsageError
+from conf.plain_text import shown
+from farm.job_records import Task, UnreadableTask
+from featurize.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
+from workers.devices import DeviceChoice
+from workers.settings import TrialSettings
+
+TASK_COLUMNS = ("job_id", "family", "settings_json", "device", "task_index", "attempt", "config_json")
+
+
+def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
+    """Return the task of a row of `TASK_COLUMNS`, typed; an `UnreadableTask` where a text of it is not understood."""
+    job_id, family, settings_json, device, task_index, attempt, config_json = row
+    try:
+        config = config_of_text(config_json)
+        return Task(
+            job_id=job_id, task_index=task_index, attempt=attempt, family=config.family, config=config,
+            settings=settings_of_text(settings_json), device=device_from_key(device),
+        )  # fmt: skip
+    except UsageError as error:
+        return UnreadableTask(
+            job_id=job_id, task_index=task_index, attempt=attempt, family=family, problem=str(error),
+            config=_mapping_of(config_json), simulated=_is_simulated(device),
+        )  # fmt: skip
+
+
+def text_of_config(config: TrialConfig) -> str:
+    """Return a trial config as the queue holds it: canonical JSON."""
+    return canonical_json(config.to_mapping())
+
+
+def config_of_text(text: str) -> TrialConfig:
+    """Return the config that `text_of_config` wrote. Its names of code are data. Raises `UsageError`."""
+    try:
+        return config_from_mapping(json.loads(text))
+    except UsageError:
+        raise
+    except Exception as error:  # whatever the queue holds: a config's own checks meet values of any type
+        raise UsageError(f"{shown(text)} is no trial config: {type(error).__name__}: {error}") from error
+
+
+def config_hash_of_text(text: str) -> str | None:
+    """Return the hash of the config that a text of the queue holds; None for one that is no JSON object."""
+    mapping = _mapping_of(text)
+    return None if mapping is None else mapping_hash(mapping)
+
+
+def text_of_settings(settings: TrialSettings) -> str:
+    """Return the trial settings of a job as the queue holds them: canonical JSON."""
+    return canonical_json(settings.to_mapping())
+
+
+@functools.lru_cache(maxsize=256)  # the tasks of a job share one text
+def settings_of_text(text: str) -> TrialSettings:
+    """Return the settings that `text_of_settings` wrote. Raises `UsageError`."""
+    try:
+        return TrialSettings.from_mapping(json.loads(text))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{shown(text)} are no trial settings: {type(error).__name__}: {error}") from error
+
+
+def device_key(choice: DeviceChoice) -> str:
+    """Return the device of a job as the queue holds it: tasks are leased only to a dispatcher of the very same text."""
+    return canonical_json(choice.to_mapping())
+
+
+@functools.lru_cache(maxsize=256)
+def device_from_key(key: str) -> DeviceChoice:
+    """Return the device that `device_key` wrote. Raises `UsageError`."""
+    try:
+        return DeviceChoice(**json.loads(key))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{shown(key)} is no device: {type(error).__name__}: {error}") from error
+
+
+def _is_simulated(device: str) -> bool:
+    try:
+        return device_from_key(device).backend == "simulated"
+    except UsageError:
+        return False
+
+
+def _mapping_of(text: str) -> Mapping[str, Any] | None:
+    try:
+        mapping = json.loads(text)
+    except (ValueError, RecursionError, TypeError):
+        return None
+    return mapping if isinstance(mapping, dict) else None

@@ -1,0 +1,75 @@
+"""A run is typed from its worker to its row: one field a column, and JSON in the row alone."""
+
+import dataclasses
+import datetime
+import json
+import typing
+
+import pyarrow as pa
+import pytest
+
+from warehouse import connect
+from warehouse.folder import DataFolder
+from warehouse.run import JSON_COLUMNS, Run, reasons_of
+from warehouse.schema import RUN_SCHEMA
+from warehouse.writer import REQUIRED, RunWriter
+
+NO_SAMPLES = pa.table({"t_ms": pa.array([], pa.float64())})
+RUN = Run(
+    run_id="J-000001",
+    family="mlp",
+    status="ok",
+    source="measured",
+    config={"family": "mlp", "batch_size": 8},
+    quality="suspect",
+    quality_reasons={"power_cap": "in 40 % of the window"},
+    peak_memory_mib=512.0,
+    prepared=False,
+    finished_at=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC),
+)
+
+
+def without_none(annotation):
+    return next(one for one in typing.get_args(annotation) or (annotation,) if one is not type(None))
+
+
+def test_a_run_has_one_field_of_the_columns_type_for_every_column_of_the_schema():
+    fields = typing.get_type_hints(Run)
+    assert set(fields) == set(RUN_SCHEMA.names)
+    for column in RUN_SCHEMA:
+        field_type = without_none(fields[column.name])
+        if column.name in JSON_COLUMNS:
+            assert typing.get_origin(field_type) is not None and pa.types.is_string(column.type)
+            continue
+        expected = {str: pa.types.is_string, bool: pa.types.is_boolean, int: pa.types.is_integer,
+                    float: pa.types.is_floating, datetime.datetime: pa.types.is_timestamp}  # fmt: skip
+        assert expected[field_type](column.type), column.name
+    required = {field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING}
+    assert required == set(REQUIRED)
+
+
+def test_what_was_not_measured_is_null_and_objects_are_json(tmp_path):
+    folder = DataFolder.resolve(tmp_path / "a'; echo foo")
+    RunWriter(folder).write(RUN, NO_SAMPLES)
+    with connect(folder) as connection:
+        row = connection.execute(
+            "SELECT config, quality_reasons, peak_memory_mib, prepared, smact, telemetry_missing, telemetry_rows, "
+            "schema_version IS NOT NULL FROM runs"
+        ).fetchone()
+    assert row[0] == '{"batch_size":8,"family":"mlp"}'
+    assert reasons_of(row[1]) == RUN.quality_reasons == json.loads(row[1])
+    assert row[2:] == (512.0, False, None, None, 0, True)
+
+
+@pytest.mark.parametrize("config", [{"a": {1}}, {"a": object()}, [1], "{"])
+def test_an_object_that_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, config):
+    folder = DataFolder.resolve(tmp_path / "data")
+    broken = dataclasses.replace(RUN, config=config, run_id="J-000002", steps="many")
+    with pytest.raises((ValueError, TypeError)):
+        RunWriter(folder).write(broken, NO_SAMPLES)
+    assert not list(folder.runs.glob("*/J-*.parquet"))
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[1]", "3", "[" * 100_000])
+def test_reasons_that_are_no_object_are_none(text):
+    assert reasons_of(text) == {}
