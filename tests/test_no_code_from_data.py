@@ -14,10 +14,9 @@ IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path
 
 # Who may import by a name, and why the name is no data. Each entry is one function of one file.
 LOADERS = {
-    ("learn/__init__.py", "__getattr__"): "a literal: `from learn import estimate` without importing torch before",
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
     ("learn/evaluation/benchmark_pool.py", "_answer"): "a job of this process's own, its name from ESTIMATORS",
-    ("learn/estimate.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
+    ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
     ("featurize/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",
     ("featurize/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
     ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
@@ -141,7 +140,8 @@ def test_configs_become_code_names_only_where_the_user_speaks():
             if isinstance(node, ast.Call) and name_of(node.func) in granting:
                 found.add(str(path.relative_to(ROOT)))
     assert found == {
-        "featurize/own_code.py", "farm/model_check.py", "farm/sampling.py", "workers/trial.py", "learn/estimate.py",
+        "featurize/own_code.py", "farm/model_check.py", "farm/sampling.py", "workers/trial.py",
+        "learn/commands/estimate.py", "learn/estimation/model_names.py",
     }  # fmt: skip
 
 

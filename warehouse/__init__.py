@@ -5,11 +5,35 @@ Imports no sibling but `conf`, and never torch or Ray, so that `query` and `stat
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warehouse.folder import DataFolder
+    from warehouse.reader import WarehouseConnection
+
 __all__ = ["connect"]
 
 
-def connect(data=None, *, snapshot=None):
-    """Open the warehouse, or one of its snapshots, read-only: a DuckDB connection; see `warehouse.connection`."""
-    from warehouse.connection import connect as _connect
+def connect(
+    data: str | os.PathLike[str] | DataFolder | None = None, *, snapshot: str | None = None
+) -> WarehouseConnection:
+    """Open the warehouse, or one of its snapshots, read-only.
 
-    return _connect(data, snapshot=snapshot)
+    The connection behaves as DuckDB's own and sees the views `runs`, `telemetry`, ... Close it when done. DuckDB is
+    imported on the first call.
+
+    Args:
+        data: The data folder; None is `$GPUFARM_DATA`, else `./data`.
+        snapshot: Name of one of the folder's snapshots, whose rows never change.
+
+    Returns:
+        A DuckDB connection that cannot write; `warehouse.connection.connect` says how that is ensured.
+
+    Raises:
+        UsageError: There is no such folder or snapshot, a file of the snapshot has changed, or a file that other files
+            were merged into is missing.
+    """
+    from warehouse.connection import connect as open_folder
+
+    return open_folder(data, snapshot=snapshot)

@@ -19,13 +19,12 @@ from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.families import get_family, mlp
 from featurize.trace import TraceError
-from learn import estimate, step_store
+from learn import FitSettings, estimate, fit, step_store
 from learn.analytical.base import analyse
 from learn.artifacts import default_artifact, features_of_estimator, find_latest, load_latest
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
-from learn.fit import FitSettings, fit
 from learn.traced import describe_device
 from learn.workload import of_module
 from warehouse.folder import DataFolder
@@ -94,7 +93,7 @@ def data(tmp_path_factory):
 
 
 def run(*argv, **options):
-    from learn.estimate import entry
+    from learn.commands.estimate import entry
 
     return cli.run("estimate", entry, list(argv), **options)
 
