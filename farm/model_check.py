@@ -19,6 +19,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.identity import version_of
 from conf.plain_text import one_line, shown
+from conf.working_folder import search_working_folder
 from farm.space import Choice, Constant, Space, own_space
 from featurize.families import get_family
 from featurize.light_imports import without_compiler
@@ -227,6 +228,7 @@ def _name_in_timm(config: TrialConfig) -> str | None:
 
 def main() -> None:
     """Write null, read models, a JSON object a line, and answer each with its problem or null."""
+    search_working_folder()
     without_compiler()  # a model is looked up or built without memory, and not compiled
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a module prints while it is imported must not spoil the answers

@@ -6,6 +6,13 @@ package loads neither torch nor LightGBM.
 
 from __future__ import annotations
 
+import runpy
+import sys
+from pathlib import Path
+
+if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
+    runpy.run_path(str(Path(__file__).parents[1] / "gpufarm" / "own_packages.py"), run_name="__main__")
+
 from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec

@@ -12,13 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # package -> what it may import of the others, or modules of the others
 ALLOWED = {
     "conf": set(),
+    "gpufarm": {"conf"},
     "warehouse": {"conf"},
     "featurize": {"conf"},
     "workers": {"conf", "featurize", "warehouse.schema"},
     "learn": {"conf", "featurize", "warehouse"},
-    "farm": {"conf", "featurize", "warehouse", "workers", "learn"},
+    "farm": {"conf", "featurize", "warehouse", "workers", "learn", "gpufarm.own_packages"},
 }
-TORCH_FREE = ("farm", "warehouse", "conf")
+TORCH_FREE = ("farm", "warehouse", "conf", "gpufarm")
 COMMANDS_ONLY = {"learn.estimate", "learn.fit"}  # as modules; in Python they are functions of `learn`
 
 

@@ -6,6 +6,9 @@ Imports no sibling but `conf`, and never torch or Ray, so that `query` and `stat
 from __future__ import annotations
 
 import os
+import runpy
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +16,11 @@ if TYPE_CHECKING:
     from warehouse.reader import WarehouseConnection
 
 __all__ = ["connect"]
+
+if sys.argv[:1] == [
+    "-m"
+]:  # `python -m warehouse.query` puts the working folder first on the path: before any other import
+    runpy.run_path(str(Path(__file__).parents[1] / "gpufarm" / "own_packages.py"), run_name="__main__")
 
 
 def connect(
@@ -34,6 +42,9 @@ def connect(
         UsageError: There is no such folder or snapshot, a file of the snapshot has changed, or a file that other files
             were merged into is missing.
     """
-    from warehouse.connection import connect as open_folder
+    from conf.extras import naming_the_extra
+
+    with naming_the_extra("warehouse"):
+        from warehouse.connection import connect as open_folder
 
     return open_folder(data, snapshot=snapshot)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.errors import UsageError, unknown_name
+from conf.extras import naming_the_extra
 from featurize.allocator_settings import AllocatorSettings
 from featurize.own_code import parse_trust, trusting
 from featurize.trial import TrialConfig, config_from_mapping
@@ -133,7 +134,7 @@ def estimate(
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
-    with _as_a_training_script():
+    with naming_the_extra("learn"), _as_a_training_script():
         done, traced = answer(
             job, device, estimator=estimator, data=data, allocator=allocator, timeline=report is not None, loop=loop
         )

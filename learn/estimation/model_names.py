@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
+from conf.working_folder import search_working_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,8 +37,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     module_name, colon, attribute = str(text).partition(":")
     if not (module_name and colon and attribute):
         raise UsageError(f"model is MODULE:FACTORY, as in torchvision.models:resnet50, got {text!r}")
-    if "" not in sys.path:
-        sys.path.append("")
+    search_working_folder()
     names = attribute.split(".")
     try:
         module = mending(lambda: importlib.import_module(module_name))
