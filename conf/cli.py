@@ -100,7 +100,7 @@ def run(
         print_error(error)
         return EXIT_USAGE
     except ModuleNotFoundError as error:
-        if (advice := advice_for(error, COMMANDS.get(name, "").partition(".")[0])) is None:
+        if (advice := advice_for(error)) is None:
             raise
         print_error(advice)
         return EXIT_USAGE

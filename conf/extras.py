@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from conf.errors import UsageError
 
-# Extra -> what it adds: module that is imported -> package that has it.
+# Extra -> what it adds to those that it includes: module that is imported -> package that has it.
 EXTRAS = {
     "cli": {"hydra": "hydra-core", "omegaconf": "hydra-core", "rich": "rich"},
     "warehouse": {"duckdb": "duckdb", "fsspec": "fsspec"},
@@ -21,9 +21,8 @@ EXTRAS = {
         "matplotlib": "matplotlib",
         "torch_geometric": "torch-geometric",
         "psutil": "psutil",
-        "jinja2": "jinja2",
     },
-    "farm": {"ray": "ray", "psutil": "psutil", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "jinja2": "jinja2"},
+    "farm": {"ray": "ray", "pynvml": "nvidia-ml-py", "psutil": "psutil"},
     "serve": {"prometheus_client": "prometheus_client"},
 }
 # What the commands of a package need before they can read their own arguments.
@@ -34,27 +33,22 @@ _FROM_THE_START = {
 }
 
 
-def advice_for(error: ModuleNotFoundError, package: str = "") -> str | None:
-    """Return one line that names the extra with the missing library; None for a module of no extra.
-
-    Args:
-        error: Why an import failed.
-        package: The package of ours that needs the library: the extra of that name comes before others that have it.
-    """
+def advice_for(error: ModuleNotFoundError) -> str | None:
+    """Return one line that names the extra with the missing library; None for a module of no extra."""
     library = (error.name or "").partition(".")[0]
-    extras = sorted((extra for extra in EXTRAS if library in EXTRAS[extra]), key=lambda extra: extra != package)
-    if not extras:
-        return None
-    return f"the package {EXTRAS[extras[0]][library]} is not installed: pip install 'gpufarm[{extras[0]}]'"
+    for extra, members in EXTRAS.items():
+        if library in members:
+            return f"the package {members[library]} is not installed: pip install 'gpufarm[{extra}]'"
+    return None
 
 
 @contextlib.contextmanager
-def naming_the_extra(package: str) -> Iterator[None]:
+def naming_the_extra() -> Iterator[None]:
     """Raise `UsageError` with `advice_for` in place of a failed import of an extra's library."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if (advice := advice_for(error, package)) is None:
+        if (advice := advice_for(error)) is None:
             raise
         raise UsageError(advice) from error
 

@@ -183,7 +183,9 @@ class RayExecutor:
         try:
             import ray
         except ImportError as error:
-            raise UsageError(f"cannot import ray ({error}); cluster=inline runs one worker without it") from error
+            raise UsageError(
+                f"cannot import ray ({error}): pip install 'gpufarm[farm]'; cluster=inline runs one worker without it"
+            ) from error
 
         self._ray = ray
         pinned = self._choice.backend == "cuda"

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ("*.md", "docs/*.md", "learn/default_models/*.md", "conf/*.yaml", "conf/*/*.yaml")
 _NOT_READ = ("CHANGELOG.md", "docs/plan.md", "docs/commands.md")  # history, plans; made of conf/*.yaml
 _COMMAND = re.compile(
-    r"(?P<before>`?)(?:python -m (?P<module>(?:farm|learn|warehouse)\.\w+)|(?<![-\w/.'\"=])gpufarm (?P<name>\w+))(?P<rest>[^\n]*)"
+    r"(?P<before>`?)(?:python -m (?P<module>(?:farm|learn|warehouse)\.\w+)"
+    r"|(?:(?<=`)|(?<=\$ )|(?<=    ))gpufarm (?P<name>\w+))(?P<rest>[^\n]*)"  # elsewhere it is the project's name
 )
 # What stands for something else in a document, and what stands for it here.
 _PLACEHOLDERS = {

@@ -44,7 +44,7 @@ def connect(
     """
     from conf.extras import naming_the_extra
 
-    with naming_the_extra("warehouse"):
+    with naming_the_extra():
         from warehouse.connection import connect as open_folder
 
     return open_folder(data, snapshot=snapshot)

@@ -134,7 +134,7 @@ def estimate(
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
-    with naming_the_extra("learn"), _as_a_training_script():
+    with naming_the_extra(), _as_a_training_script():
         done, traced = answer(
             job, device, estimator=estimator, data=data, allocator=allocator, timeline=report is not None, loop=loop
         )
