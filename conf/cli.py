@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from conf.commands import COMMANDS
 from conf.errors import UsageError, shown
+from conf.extras import advice_for
 from conf.keys import command_options, description, documented_keys, group_options, groups, meaning
 from conf.overrides import Override, check_readable, load_config, parsed
 from conf.plain_text import bounded, one_line, printable
@@ -96,6 +98,11 @@ def run(
         return entry(cfg) or 0
     except UsageError as error:
         print_error(error)
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        if (advice := advice_for(error)) is None:
+            raise
+        print_error(advice)
         return EXIT_USAGE
     except BrokenPipeError:  # `... | head`: what was wanted has been read
         _discard_output()
@@ -255,4 +262,6 @@ def help_text(name: str) -> str:
             rows += [(f"  {key}.{inner}={value}", said) for inner, value, said in documented_keys(f"{key}/{default}")]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
+    if name in COMMANDS:
+        described += ["", f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command."]
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])

@@ -2,3 +2,12 @@
 
 Start reading at `farm.jobs` (the queue) and `farm.sampling` (what is put into it).
 """
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
+    runpy.run_path(str(Path(__file__).parents[1] / "gpufarm" / "own_packages.py"), run_name="__main__")

@@ -19,6 +19,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.identity import version_of
 from conf.plain_text import first_line, one_line, shown
+from conf.working_folder import search_working_folder
 from farm.space import Choice, Constant, Space, own_space
 from featurize.families import get_family
 from featurize.light_imports import without_compiler
@@ -200,7 +201,7 @@ def _try(config: TrialConfig) -> None:
     named = [getattr(config, name) for name in code_fields(config.family)]
     if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
         try:
-            from learn.estimate import load_factory
+            from learn.estimation.model_names import load_factory
         except ImportError:  # an environment that is compared need not have all that estimates import
             return
         for name in named:
@@ -229,6 +230,7 @@ def _name_in_timm(config: TrialConfig) -> str | None:
 
 def main() -> None:
     """Write null, read models, a JSON object a line, and answer each with its problem or null."""
+    search_working_folder()
     without_compiler()  # a model is looked up or built without memory, and not compiled
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a module prints while it is imported must not spoil the answers

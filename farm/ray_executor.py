@@ -28,6 +28,7 @@ from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import NodeWatch, RayNode
 from farm.sweep import end_processes
+from gpufarm.own_packages import SAFE_PATH, working_folder
 from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
 
@@ -95,8 +96,8 @@ def _running_cluster() -> str:
         ) from error
 
 
-class RayWorker:
-    """The actor: finds the slot that Ray pinned it to and runs tasks there. Never imports torch."""
+class PinnedWorker:
+    """What an actor runs: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
 
     def __init__(self, choice: DeviceChoice, slot_key: str | None, environment: dict[str, str], workers: int):
         name = f"ray-{slot_key}"
@@ -112,6 +113,33 @@ class RayWorker:
 
     def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
         return self._worker.run(task, upcoming)
+
+
+def _actor_class() -> type:
+    """Return the class of the actors.
+
+    Ray puts the driver's working folder first on a worker's path, where a `workers.py` of the user's would hide our
+    package. A class that a function defines reaches the worker by value, so that it is there before any import of ours.
+    """
+
+    class RayWorker:
+        def __init__(self, working_folder: str | None, *arguments: Any) -> None:
+            import sys
+
+            if working_folder is not None:
+                others = [path for path in sys.path if path not in ("", working_folder)]
+                sys.path[:] = [*others, working_folder]
+            from farm.ray_executor import PinnedWorker
+
+            self._pinned = PinnedWorker(*arguments)
+
+        def ready(self) -> None:
+            self._pinned.ready()
+
+        def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
+            return self._pinned.run(task, upcoming)
+
+    return RayWorker
 
 
 @dataclass(frozen=True)
@@ -132,7 +160,8 @@ class RayExecutor:
     def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
         self._choice = choice
         self._cluster = cluster
-        self._environment = environment
+        safe_path = {SAFE_PATH: os.environ[SAFE_PATH]} if SAFE_PATH in os.environ else {}
+        self._environment = {**safe_path, **environment}  # other nodes have their own
         self._seats: dict[str, _Seat] = {}  # worker -> its actor
         self._starting: dict[Any, str] = {}  # ref of ready() -> worker
         self._running: dict[Any, tuple[str, TaskSpec]] = {}  # ref of run() -> (worker, task)
@@ -155,7 +184,9 @@ class RayExecutor:
         try:
             import ray
         except ImportError as error:
-            raise UsageError(f"cannot import ray ({error}); cluster=inline runs one worker without it") from error
+            raise UsageError(
+                f"cannot import ray ({error}): pip install 'gpufarm[farm]'; cluster=inline runs one worker without it"
+            ) from error
 
         self._module = ray
         pinned = self._choice.backend == "cuda"
@@ -164,7 +195,7 @@ class RayExecutor:
             num_gpus=1 if pinned else 0,
             max_restarts=-1,  # Ray restarts a killed actor; which task to repeat is the queue's to say
             max_task_retries=0,
-        )(RayWorker)
+        )(_actor_class())
         if self._joined:
             self._join()
         else:
@@ -255,7 +286,7 @@ class RayExecutor:
         )
         for index, key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            actor = bound.remote(self._choice, key, self._environment, len(keys))
+            actor = bound.remote(working_folder(), self._choice, key, self._environment, len(keys))
             self._seats[name] = _Seat(actor, node)
             self._unstarted.append(name)
         return len(keys)

@@ -13,30 +13,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "commands.md"
-PACKAGES = ("farm", "warehouse", "learn")
-
-_COMMAND = re.compile(r'^    command\("(\w+)", ', re.MULTILINE)
-
 sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
 
 from conf.cli import help_text  # noqa: E402
+from conf.commands import COMMANDS  # noqa: E402
 
 
 def command_modules() -> dict[str, str]:
-    """Name of the YAML file -> module that is run by it, package by package.
+    """Return name of the YAML file -> module that runs it.
 
-    Raises `SystemExit` for a YAML file at the top of `conf/` that no module runs, and the other way round.
+    Raises `SystemExit` for a YAML file at the top of `conf/` that is no command, and the other way round.
     """
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).glob("*.py")):
-            for name in _COMMAND.findall(path.read_text(encoding="utf-8")):
-                found[name] = f"{package}.{path.stem}"
     described = {path.stem for path in (ROOT / "conf").glob("*.yaml")}
-    if described != set(found):
-        odd = ", ".join(sorted(described ^ set(found)))
-        raise SystemExit(f"error: conf/NAME.yaml and the modules that call command(NAME, ...) differ: {odd}")
-    return found
+    if described != set(COMMANDS):
+        odd = ", ".join(sorted(described ^ set(COMMANDS)))
+        raise SystemExit(f"error: conf/NAME.yaml and conf.commands.COMMANDS differ: {odd}")
+    return COMMANDS
 
 
 def commands_markdown() -> str:
@@ -46,6 +38,9 @@ def commands_markdown() -> str:
         "# Commands",
         "",
         "Generated from the commands' own `--help` by `make docs`; change the YAML files in `conf/` instead.",
+        "",
+        "`gpufarm` lists these commands, and `gpufarm submit` is `python -m farm.submit`. Use `gpufarm` from a folder",
+        "whose own files are named like packages of this project (`conf/`, `workers.py`).",
         "",
         "Every key can be set on the command line as `KEY=VALUE`, in Hydra's syntax. `--cfg job` prints what a command",
         "would run with. The brackets before a key's meaning say what it may hold. Text and paths are taken as typed;",

@@ -1,17 +1,35 @@
 """The learning stage: rows of the warehouse in, estimators with an honest bound, `estimate` and `fit` out.
 
-Start reading at `estimators.py` (the Protocol) and `estimate.py` (the call users make). `from learn import estimate`
-gives the module `learn.estimate`, which can be called; importing it loads neither torch nor LightGBM.
+Start reading at `estimators.py` (the Protocol) and `estimation/estimating.py` (the call users make). Importing this
+package loads neither torch nor LightGBM.
 """
 
 from __future__ import annotations
 
-__all__ = ["estimate"]
+import runpy
+import sys
+from pathlib import Path
 
+if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
+    runpy.run_path(str(Path(__file__).parents[1] / "gpufarm" / "own_packages.py"), run_name="__main__")
 
-def __getattr__(name: str):
-    if name == "estimate":
-        import importlib
+from conf.errors import UsageError
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import DeviceSpec
+from featurize.trial import TrialConfig
+from learn.estimation.answers import Estimate
+from learn.estimation.estimating import estimate, estimate_many
+from learn.fitting import Fit, FitSettings, fit
 
-        return importlib.import_module("learn.estimate")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "AllocatorSettings",
+    "DeviceSpec",
+    "Estimate",
+    "Fit",
+    "FitSettings",
+    "TrialConfig",
+    "UsageError",
+    "estimate",
+    "estimate_many",
+    "fit",
+]

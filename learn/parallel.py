@@ -25,7 +25,9 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
     try:
         import ray
     except ImportError as error:
-        raise UsageError(f"cannot import ray ({error}); workers=0 works in this process, without it") from error
+        raise UsageError(
+            f"cannot import ray ({error}): pip install 'gpufarm[farm]'; workers=0 works in this process, without it"
+        ) from error
 
     ours = not ray.is_initialized()
     if ours:

@@ -303,7 +303,7 @@ def _write(folder, found: Promotion, candidate: _Candidate, cycle: str, *, now: 
     from learn.artifacts import described, save_artifact
     from learn.evaluation.evaluate import judged
     from learn.evaluation.report import write_report
-    from learn.fit import remarks
+    from learn.fitting import remarks
 
     known, judges, bins = candidate.known, candidate.judges, candidate.bins
     notes = remarks(candidate.name, known, bins)

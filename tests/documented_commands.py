@@ -13,10 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf.commands import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ("*.md", "docs/*.md", "learn/default_models/*.md", "conf/*.yaml", "conf/*/*.yaml")
 _NOT_READ = ("CHANGELOG.md", "docs/plan.md", "docs/commands.md")  # history, plans; made of conf/*.yaml
-_COMMAND = re.compile(r"(?P<before>`?)python -m (?P<module>(?:farm|learn|warehouse)\.\w+)(?P<rest>[^\n]*)")
+_COMMAND = re.compile(
+    r"(?P<before>`?)(?:python -m (?P<module>(?:farm|learn|warehouse)\.\w+)"
+    r"|(?:(?<=`)|(?<=\$ )|(?<=    ))gpufarm (?P<name>\w+))(?P<rest>[^\n]*)"  # elsewhere it is the project's name
+)
 # What stands for something else in a document, and what stands for it here.
 _PLACEHOLDERS = {
     "MODULE:FACTORY": "mypackage.nets:build",
@@ -61,19 +66,25 @@ def documented_commands() -> list[Documented]:
 
 
 def commands_in(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the module and the whole command of each line or code span; a `usage:` line is a grammar and no command."""
+    """Yield the module and the whole command of each line or code span, `gpufarm NAME` as `python -m MODULE`.
+
+    A `usage:` line is a grammar and no command.
+    """
     for line in re.sub(r"\\\n[#\s]*", "", text).splitlines():
         if "usage: " in line:
             continue
         for match in _COMMAND.finditer(line):
+            module = match["module"] or COMMANDS.get(match["name"])
+            if module is None:  # the project's name in a sentence
+                continue
             rest = match["rest"]
             # A span ends at its backtick, a line at a comment or at the text in its second column.
             rest = rest.partition("`")[0] if match["before"] else _first_column(rest)
-            command = f"python -m {match['module']}{rest}".strip()
+            command = f"python -m {module}{rest}".strip()
             command = re.sub(r"\bcnn-[0-9a-f]{8}-\d{6}\b", "measured-000001", command)
             for placeholder, value in _PLACEHOLDERS.items():
                 command = command.replace(placeholder, value)
-            yield match["module"], command
+            yield module, command
 
 
 def _first_column(rest: str) -> str:

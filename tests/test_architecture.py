@@ -12,13 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # package -> what it may import of the others, or modules of the others
 ALLOWED = {
     "conf": set(),
+    "gpufarm": {"conf"},
     "warehouse": {"conf"},
     "featurize": {"conf"},
     "workers": {"conf", "featurize", "warehouse.schema", "warehouse.run"},
     "learn": {"conf", "featurize", "warehouse"},
-    "farm": {"conf", "featurize", "warehouse", "workers", "learn"},
+    "farm": {"conf", "featurize", "warehouse", "workers", "learn", "gpufarm.own_packages"},
 }
-TORCH_FREE = ("farm", "warehouse", "conf")
+TORCH_FREE = ("farm", "warehouse", "conf", "gpufarm")
+COMMANDS_ONLY = {"learn.estimate", "learn.fit"}  # as modules; in Python they are functions of `learn`
 
 
 def modules(package):
@@ -85,7 +87,19 @@ def test_the_dispatcher_and_the_warehouse_import_neither_torch_nor_ray():
 
 @pytest.mark.parametrize("package", ALLOWED)
 def test_importing_a_module_opens_no_file_driver_or_gpu(package):
-    assert not probe("any", [module_name(path) for path in modules(package)])
+    assert not probe("any", [name for path in modules(package) if (name := module_name(path)) not in COMMANDS_ONLY])
+
+
+def test_nothing_imports_the_modules_that_are_commands_only():
+    """Imported, they would take the place of the functions `learn.estimate` and `learn.fit`."""
+    importers = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for folder in (*ALLOWED, "infra", "tests")
+        for path in modules(folder)
+        for name in imports(path)
+        if name in COMMANDS_ONLY
+    ]
+    assert not importers
 
 
 def test_every_module_says_what_it_is_for():

@@ -1,9 +1,9 @@
 """Every command line of the documents and of `--help`: all compose, and what is cheap and safe is run, small."""
 
 import contextlib
-import importlib
 import json
 import os
+import runpy
 import sys
 
 import pytest
@@ -58,7 +58,7 @@ def call(module, arguments, monkeypatch):
     """The exit code of `python -m MODULE ARGUMENTS`."""
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     try:
-        importlib.import_module(module).main()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         return ended.code
     return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("conf", "warehouse", "featurize", "workers", "learn", "farm", "infra")
+ROOMS = ("conf", "gpufarm", "warehouse", "featurize", "workers", "learn", "farm", "infra")
 # Modules whose loading runs what a file says; the standard library's shelve and dbm are pickles, too.
 PICKLES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 RUN = {"eval", "exec", "compile", "__import__"}
@@ -14,10 +14,13 @@ IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path
 
 # Who may import by a name, and why the name is no data. Each entry is one function of one file.
 LOADERS = {
-    ("learn/__init__.py", "__getattr__"): "a literal: `from learn import estimate` without importing torch before",
+    ("farm/__init__.py", ""): "a literal: gpufarm/own_packages.py, before another package is imported",
+    ("learn/__init__.py", ""): "a literal: gpufarm/own_packages.py, before another package is imported",
+    ("warehouse/__init__.py", ""): "a literal: gpufarm/own_packages.py, before another package is imported",
+    ("gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
     ("learn/evaluation/benchmark_pool.py", "_answer"): "a job of this process's own, its name from ESTIMATORS",
-    ("learn/estimate.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
+    ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
     ("featurize/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",
     ("featurize/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
     ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
@@ -141,7 +144,8 @@ def test_configs_become_code_names_only_where_the_user_speaks():
             if isinstance(node, ast.Call) and name_of(node.func) in granting:
                 found.add(str(path.relative_to(ROOT)))
     assert found == {
-        "featurize/own_code.py", "farm/model_check.py", "farm/sampling.py", "workers/trial.py", "learn/estimate.py",
+        "featurize/own_code.py", "farm/model_check.py", "farm/sampling.py", "workers/trial.py",
+        "learn/commands/estimate.py", "learn/estimation/model_names.py",
     }  # fmt: skip
 
 

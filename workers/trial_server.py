@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.working_folder import search_working_folder
 from workers.containment import ControlGroup, become_subreaper, die_with_parent, end_below
 from workers.trial_output import TrialOutput
 
@@ -235,6 +236,7 @@ def main() -> None:
         _import_the_trace()
     from featurize.training import preload
 
+    search_working_folder()
     preload()
     for descriptor in map(int, sys.argv[1:3]):
         os.set_inheritable(descriptor, False)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from conf.units import MIB
+from conf.working_folder import search_working_folder
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -77,6 +78,7 @@ def main() -> None:
 
     from featurize.device_spec import device_from_mapping
 
+    search_working_folder()
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr  # a model that prints must not spoil the answers
     spec = device_from_mapping(json.loads(sys.stdin.readline()))

@@ -188,7 +188,9 @@ class MetricsServer:
         try:
             from prometheus_client import CollectorRegistry, ProcessCollector
         except ImportError as error:
-            raise UsageError(f"metrics.port needs the package prometheus_client ({error})") from error
+            raise UsageError(
+                f"metrics.port needs the package prometheus_client ({error}): pip install 'gpufarm[serve]'"
+            ) from error
         registry = CollectorRegistry()
         registry.register(metrics)
         ProcessCollector(registry=registry)

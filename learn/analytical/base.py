@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
+from conf.extras import advice_for
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
@@ -67,7 +68,8 @@ def analyse(method: MemoryAnalysis, workload: Workload, device: DeviceSpec) -> A
         parts, mib, reason = {}, None, str(refusal)
     except Exception as error:  # the last resort: a model may raise anything anywhere
         first = next(iter(str(error).strip().splitlines()), "")
-        parts, mib, reason = {}, None, f"{type(error).__name__}: {first}"
+        advice = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
+        parts, mib, reason = {}, None, advice or f"{type(error).__name__}: {first}"
     return Answer(mib=mib, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9, parts=parts)
 
 

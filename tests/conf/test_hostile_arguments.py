@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import random
+import runpy
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from infra.generate_docs import command_modules
 SEED, CASES = 11, 500
 LONGEST_LINE = 6000
 COMMANDS = command_modules()
+BODIES = {"estimate": "learn.commands.estimate", "fit": "learn.commands.fit"}  # where the command's module has no entry
 # What a command needs, so that nothing but the hostile argument is wrong. None of it starts a trial.
 NEEDED = {
     "submit": ["+arch=mlp", "n=1", "detach=true"], "grow": ["n=1", "dry_run=true"], "query": ["SELECT 1"],
@@ -144,6 +146,8 @@ def invoke(monkeypatch, capsys, tmp_path_factory):
     def call(name: str, *arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         with pytest.raises(SystemExit) as left:
+            if name in BODIES:
+                runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
             importlib.import_module(COMMANDS[name]).main()
         out, err = capsys.readouterr()
         return left.value.code, out, err
@@ -343,7 +347,7 @@ def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, argum
     from omegaconf import OmegaConf
 
     found = []
-    module = importlib.import_module(COMMANDS[name])
+    module = importlib.import_module(BODIES.get(name, COMMANDS[name]))
     monkeypatch.setattr("conf.cli._require", lambda *_: None)  # required keys that are of no interest here
     monkeypatch.setattr(module, "entry", lambda cfg: found.append(OmegaConf.to_container(cfg, resolve=True)))
     assert invoke(name, *arguments) == (0, "", "")

@@ -15,9 +15,9 @@ from farm import grow as grow_module
 from featurize.families import zoo
 from featurize.own_code import config_of_user
 from learn import benchmark as benchmark_module
-from learn import estimate as estimate_module
-from learn import fit as fit_module
 from learn.cases import Case
+from learn.commands import estimate as estimate_module
+from learn.commands import fit as fit_module
 from learn.step_store import StepStore
 from tests.learn.learn_rows import make_configs, runs_of, write_batch
 from warehouse.folder import DataFolder

@@ -7,6 +7,7 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.families import mlp, transformer
 from featurize.training import Training
+from learn import estimate
 from learn.analytical.base import CannotEstimate, analyse
 from learn.analytical.deepspeed import DeepSpeed
 from learn.analytical.dnnmem import DNNMem
@@ -14,7 +15,6 @@ from learn.analytical.faketensor import FakeTensor
 from learn.analytical.horus import Horus
 from learn.analytical.llmem import LLMem
 from learn.analytical.xmem import Block, Event, XMem, pair, replay
-from learn.estimate import estimate
 from learn.estimators import TRAINING_FREE, get_estimator, make_estimator
 from learn.traced import describe_device
 from learn.workload import Workload, of_config
@@ -435,7 +435,7 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
 def test_fit_by_a_training_free_estimator_works_and_is_not_taken_for_a_fitted_model(tmp_path):
     from learn_rows import make_configs, write_runs
 
-    from learn.fit import FitSettings, fit
+    from learn import FitSettings, fit
 
     configs = make_configs(60, families=("mlp",))
     write_runs(tmp_path, configs)

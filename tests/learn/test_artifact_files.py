@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from learn_rows import make_configs, write_batch
 
-from learn import artifact_files, estimate
+from learn import FitSettings, artifact_files, estimate, fit
 from learn.artifact_files import DamagedArtifact, checked, read_json
 from learn.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest, newest, versions
 from learn.fastpath.fast import FastPath
-from learn.fit import FitSettings, fit
 from learn.learned.lightgbm_text import problem_of_text
 
 ROOT = Path(__file__).resolve().parents[2]

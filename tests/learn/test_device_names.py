@@ -11,7 +11,8 @@ from conf.device_names import resolve_device
 from conf.errors import UsageError
 from featurize.device_spec import device_names, load_device
 from learn import estimate
-from learn.estimate import entry, load_factory
+from learn.commands.estimate import entry
+from learn.estimation.model_names import load_factory
 from learn.traced import describe_device
 
 CONFIG = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}

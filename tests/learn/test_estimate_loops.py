@@ -11,11 +11,10 @@ from conf.errors import UsageError
 from featurize.families import mlp
 from featurize.simulate import simulate
 from featurize.trace import trace_config
-from learn import estimate
+from learn import FitSettings, estimate, fit
 from learn.artifacts import default_artifact
 from learn.cases import Case
 from learn.estimation.loops import LOOPS, PIPELINE, RESIDENT
-from learn.fit import FitSettings, fit
 from learn.step_record import compute
 from learn.traced import describe_device
 
@@ -40,7 +39,7 @@ def simulated_labels(configs):
 
 
 def command(*argv):
-    from learn.estimate import entry
+    from learn.commands.estimate import entry
 
     return cli.run("estimate", entry, list(argv))
 

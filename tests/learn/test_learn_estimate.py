@@ -20,13 +20,12 @@ from featurize.allocator_settings import AllocatorSettings
 from featurize.families import get_family, mlp
 from featurize.trace import TraceError
 from featurize.version import FEATURES_STAMP
-from learn import estimate, step_record
+from learn import FitSettings, estimate, fit, step_record
 from learn.analytical.base import analyse
 from learn.artifacts import default_artifact, find_latest, load_latest
 from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
-from learn.fit import FitSettings, fit
 from learn.step_store import StepStore
 from learn.traced import describe_device
 from learn.workload import of_module
@@ -96,7 +95,7 @@ def data(tmp_path_factory):
 
 
 def run(*argv, **options):
-    from learn.estimate import entry
+    from learn.commands.estimate import entry
 
     return cli.run("estimate", entry, list(argv), **options)
 

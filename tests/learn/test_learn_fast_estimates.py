@@ -1,4 +1,4 @@
-"""Estimates of many jobs at once and without tracing: `method="fast"`, `estimate.many`, and `configs=FILE`."""
+"""Estimates of many jobs at once and without tracing: `method="fast"`, `estimate_many`, and `configs=FILE`."""
 
 import dataclasses
 import io
@@ -15,7 +15,7 @@ from featurize.device_spec import load_device
 from featurize.families import cnn, get_family, mlp, timm, transformer
 from featurize.layers import totals
 from featurize.trial import OPTIMIZERS, PRECISIONS
-from learn import estimate
+from learn import estimate, estimate_many
 from learn.fastpath.fast_configs import distillation_configs
 
 A100 = load_device("A100-SXM4-40GB")
@@ -43,7 +43,7 @@ FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time
 
 
 def run(*argv):
-    from learn.estimate import entry
+    from learn.commands.estimate import entry
 
     return cli.run("estimate", entry, list(argv))
 
@@ -96,28 +96,28 @@ def test_it_is_near_what_the_full_estimate_says():
 def test_fast_answers_of_many_are_those_of_one_by_one_in_order(device):
     configs = [*CONFIGS, *distillation_configs(30, seed=8), *CONFIGS[::-1]]
     given = [config.to_mapping() if i % 2 else config for i, config in enumerate(configs)]
-    together = estimate.many(given, method="fast", device=device)
+    together = estimate_many(given, method="fast", device=device)
     assert len(together) == len(configs)
     for config, found in zip(configs, together, strict=True):
         alone = estimate(config, method="fast", device=device)
         for name in FIGURES:
             assert getattr(found, name) == pytest.approx(getattr(alone, name), rel=1e-5, abs=1e-6)
         assert (found.device, found.warnings, found.answered_by) == (alone.device, alone.warnings, alone.answered_by)
-    assert estimate.many([], method="fast") == []
+    assert estimate_many([], method="fast") == []
 
 
 def test_full_answers_of_many_are_those_of_one_by_one_in_order():
     heard = []
     given = [CONFIGS[0], CONFIGS[3].to_mapping(), CONFIGS[1]]
-    together = estimate.many(given, progress=lambda done, of: heard.append((done, of)))
+    together = estimate_many(given, progress=lambda done, of: heard.append((done, of)))
     alone = [estimate(config) for config in given]
     assert [dataclasses.replace(one, seconds=0) for one in together] == [
         dataclasses.replace(one, seconds=0) for one in alone
     ]
     assert heard == [(0, 3), (1, 3), (2, 3)]
-    (by_trace,) = estimate.many(given[:1], estimator="trace", device="H200-SXM-141GB")
+    (by_trace,) = estimate_many(given[:1], estimator="trace", device="H200-SXM-141GB")
     assert by_trace.estimator == "trace" and by_trace.device == "H200-SXM-141GB"
-    assert estimate.many([]) == []
+    assert estimate_many([]) == []
 
 
 @pytest.mark.parametrize("optimizer", sorted(STATES))
@@ -125,7 +125,7 @@ def test_fast_memory_holds_at_least_the_parameters_and_what_the_optimizer_keeps(
     configs = [
         dataclasses.replace(config, optimizer=optimizer) for config in (*LARGE, *distillation_configs(90, seed=9))
     ]
-    for config, found in zip(configs, estimate.many(configs, method="fast"), strict=True):
+    for config, found in zip(configs, estimate_many(configs, method="fast"), strict=True):
         parameters = totals(get_family(config.family).layers(config)).parameters
         least = 4 * parameters * (1 + STATES[optimizer]) / 2**20
         assert least < found.peak_memory_mib <= found.upper_mib
@@ -136,7 +136,7 @@ def test_fast_says_when_a_job_runs_out_of_memory_or_may():
     assert f"out of memory: A100-SXM4-40GB has {A100.memory_mib:,.0f} MiB" in done.warnings
     assert not done.fits(A100.memory_mib) and not any("may run out" in text for text in done.warnings)
     sizes = [mlp.Config(batch_size=1, input_size=size, classes=size, depth=1) for size in range(24_000, 40_000, 250)]
-    between = [e for e in estimate.many(sizes, method="fast") if e.peak_memory_mib <= A100.memory_mib < e.upper_mib]
+    between = [e for e in estimate_many(sizes, method="fast") if e.peak_memory_mib <= A100.memory_mib < e.upper_mib]
     assert between, "the bound passes the card's memory before the point does"
     for done in between:
         assert any(text.startswith("it may run out of memory: the bound is above") for text in done.warnings)
@@ -178,30 +178,30 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_distilled_on():
         (lambda: estimate(CONFIG, method="fast", channels_last=True), "the trial config has channels_last=False"),
         (lambda: estimate(CONFIG, method="fast", target=(3,), loss=print), "leave target, loss out"),
         (lambda: estimate(CONFIG, target=(3,), loss=print), "its own inputs, target and loss; leave target, loss out"),
-        (lambda: estimate.many([CONFIG], method="fast", estimator="hybrid"), "leave estimator= out"),
+        (lambda: estimate_many([CONFIG], method="fast", estimator="hybrid"), "leave estimator= out"),
         (
             lambda: estimate(timm.Config(model="resnet18", batch_size=8), method="fast"),
             "unknown family of the fast path 'timm'; known: cnn, mlp, transformer",
         ),
         (
-            lambda: estimate.many([CONFIG, {"family": "timm", "model": "resnet18", "batch_size": 8}], method="fast"),
+            lambda: estimate_many([CONFIG, {"family": "timm", "model": "resnet18", "batch_size": 8}], method="fast"),
             "unknown family of the fast path 'timm'",
         ),
         (lambda: estimate(CONFIG, method="quick"), "unknown method 'quick'; known: fast, full"),
-        (lambda: estimate.many([CONFIG], method="quick"), "unknown method 'quick'; known: fast, full"),
+        (lambda: estimate_many([CONFIG], method="quick"), "unknown method 'quick'; known: fast, full"),
         (lambda: estimate(CONFIG, method="fast", device="A1000"), "unknown device 'A1000'; known: A100"),
-        (lambda: estimate.many([CONFIG], device="A1000"), "unknown device 'A1000'; known: A100"),
+        (lambda: estimate_many([CONFIG], device="A1000"), "unknown device 'A1000'; known: A100"),
         (lambda: estimate({"family": "mlp"}, method="fast"), "mlp: missing batch_size, input_size, classes, depth"),
-        (lambda: estimate.many([CONFIG, {"family": "cmm"}]), r"configs\[1\]: unknown family 'cmm'; known: cnn"),
-        (lambda: estimate.many([CONFIG, 5], method="fast"), r"configs\[1\]: a trial config or its mapping .* got int"),
-        (lambda: estimate.many([nn.Linear(3, 4)]), r"configs\[0\]: a trial config or its mapping .* got Linear"),
-        (lambda: estimate.many(CONFIG.to_mapping(), method="fast"), "got dict; estimate.config. answers one"),
-        (lambda: estimate.many(CONFIG), "a sequence of trial configs or their mappings, got Config; estimate"),
-        (lambda: estimate.many("jobs.jsonl"), "a sequence of trial configs or their mappings, got str"),
-        (lambda: estimate.many(None, method="fast"), "a sequence of trial configs or their mappings, got NoneType"),
-        (lambda: estimate.many([CONFIG], device=7), "unknown device 7; known: A100"),
-        (lambda: estimate.many([], estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
-        (lambda: estimate.many([CONFIG], estimator=["trace"]), "unknown estimator .*; known: .*trace"),
+        (lambda: estimate_many([CONFIG, {"family": "cmm"}]), r"configs\[1\]: unknown family 'cmm'; known: cnn"),
+        (lambda: estimate_many([CONFIG, 5], method="fast"), r"configs\[1\]: a trial config or its mapping .* got int"),
+        (lambda: estimate_many([nn.Linear(3, 4)]), r"configs\[0\]: a trial config or its mapping .* got Linear"),
+        (lambda: estimate_many(CONFIG.to_mapping(), method="fast"), "got dict; estimate.config. answers one"),
+        (lambda: estimate_many(CONFIG), "a sequence of trial configs or their mappings, got Config; estimate"),
+        (lambda: estimate_many("jobs.jsonl"), "a sequence of trial configs or their mappings, got str"),
+        (lambda: estimate_many(None, method="fast"), "a sequence of trial configs or their mappings, got NoneType"),
+        (lambda: estimate_many([CONFIG], device=7), "unknown device 7; known: A100"),
+        (lambda: estimate_many([], estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
+        (lambda: estimate_many([CONFIG], estimator=["trace"]), "unknown estimator .*; known: .*trace"),
     ],
 )
 def test_mistakes_are_named_by_the_call(call, said, tmp_path, monkeypatch):
@@ -214,7 +214,7 @@ def test_mistakes_are_named_by_the_call(call, said, tmp_path, monkeypatch):
 def test_settings_that_are_those_of_the_config_may_be_given():
     same = estimate(CONFIG, method="fast", optimizer="adam", precision="fp32", channels_last=False)
     assert same.peak_memory_mib == estimate(CONFIG, method="fast").peak_memory_mib
-    assert estimate.many((config for config in CONFIGS[:1]), method="fast")[0].peak_memory_mib == same.peak_memory_mib
+    assert estimate_many((config for config in CONFIGS[:1]), method="fast")[0].peak_memory_mib == same.peak_memory_mib
 
 
 def test_the_command_answers_a_file_of_jobs_line_by_line(jobs, capsys):
@@ -309,7 +309,7 @@ def test_jobs_are_read_from_standard_input(monkeypatch, capsys):
     given(f"{json.dumps(CONFIG.to_mapping())}\n\n{json.dumps(CONFIGS[3].to_mapping())}")
     assert run("configs=-", "method=fast", "format=json") == 0
     found = [json.loads(line)["peak_memory_mib"] for line in capsys.readouterr().out.splitlines()]
-    assert found == [e.peak_memory_mib for e in estimate.many([CONFIG, CONFIGS[3]], method="fast")]
+    assert found == [e.peak_memory_mib for e in estimate_many([CONFIG, CONFIGS[3]], method="fast")]
     given("\n{}")
     assert run("configs=-", "method=fast", "format=json") == 2
     assert "configs=-, line 2: a trial config needs the key 'family'" in capsys.readouterr().err

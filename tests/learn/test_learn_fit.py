@@ -13,11 +13,11 @@ from conf import cli
 from conf.bars import StepBar
 from conf.errors import UsageError
 from featurize.version import FEATURES_STAMP
-from learn import fit as fit_module
+from learn import FitSettings, fit
 from learn.artifacts import StaleArtifact, find_latest, load_latest, versions
+from learn.commands import fit as fit_module
 from learn.data import load_rows
 from learn.evaluation.evaluate import classes_of, hold_out, split
-from learn.fit import FitSettings, fit
 from learn.targets import make_bins
 from warehouse.folder import DataFolder
 from warehouse.snapshot import take_snapshot
@@ -213,7 +213,8 @@ def test_no_data_folder_is_one_line(capsys, tmp_path):
 
 def test_importing_learn_loads_neither_torch_nor_lightgbm():
     code = (
-        "import sys, learn; from learn import estimate; import learn.fit, learn.artifacts, learn.evaluation.report; "
+        "import sys, learn; from learn import estimate; "
+        "import learn.commands.fit, learn.artifacts, learn.evaluation.report; "
         "print([m for m in ('torch', 'lightgbm', 'sklearn', 'matplotlib') if m in sys.modules], callable(estimate))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

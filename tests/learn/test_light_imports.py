@@ -23,11 +23,10 @@ def run(code, tmp_path):
 def test_an_estimate_on_the_command_line_imports_neither_the_compiler_nor_lightgbm(tmp_path):
     said = run(
         f"""
-import json, sys
-import learn.estimate as command
+import json, runpy, sys
 sys.argv = ["estimate", {CONFIG!r}, "format=json"]
 try:
-    command.main()
+    runpy.run_module("learn.estimate", run_name="__main__", alter_sys=True)
 finally:
     heavy = ["lightgbm", "sklearn", "pandas", "scipy", "matplotlib", "duckdb", "ray", "torch_geometric",
              "torch._dynamo.convert_frame", "torch._inductor"]

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from learn import FitSettings, fit
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.data import load_rows
 from learn.estimators import make_estimator
@@ -12,7 +13,6 @@ from learn.evaluation.evaluate import evaluate
 from learn.evaluation.paired import compare
 from learn.evaluation.report import metric_rows
 from learn.evaluation.scores import bound_scores, exceeds, labels_are_its_own
-from learn.fit import FitSettings, fit
 from learn.promotion import refit
 from learn.targets import make_bins
 from tests.learn.learn_rows import make_configs, write_batch

@@ -11,11 +11,11 @@ from learn_rows import labels_of, make_configs, restamp, write_batch
 
 from conf.errors import UsageError
 from featurize.features import group_key
+from learn import FitSettings, fit
 from learn.artifacts import find_latest, versions
 from learn.data import load_rows, make_rows
 from learn.estimators import ResidualPrediction
 from learn.evaluation.paired import compare, limits
-from learn.fit import FitSettings, fit
 from learn.promotion import is_held_out, refit
 from learn.targets import make_bins
 

@@ -119,7 +119,7 @@ def test_torchvision_comes_up_also_beside_a_torch_that_it_was_not_built_for():
 @pytest.mark.parametrize("factory", ["torchvision.models:resnet18", "nets:make"])
 def test_an_estimates_factory_may_come_from_torchvision_or_import_it(factory, tmp_path):
     (tmp_path / "nets.py").write_text("import torchvision\nmake = torchvision.models.resnet18\n")
-    code = f"from learn.estimate import load_factory; print(type(load_factory({factory!r})()).__name__)"
+    code = f"from learn.estimation.model_names import load_factory; print(type(load_factory({factory!r})()).__name__)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.strip() == "ResNet", done.stderr

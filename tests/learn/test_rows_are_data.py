@@ -20,8 +20,8 @@ from featurize.families import zoo
 from featurize.own_code import CodeName, NotTrusted, config_of_user, library_problem, named_by_user, trusting
 from featurize.row_config import UnreadableConfig, config_of_row
 from learn import estimate
-from learn import estimate as estimate_module
 from learn.cases import Case
+from learn.commands import estimate as estimate_module
 from learn.data import load_rows
 from learn.step_store import StepStore
 from warehouse.folder import DataFolder

@@ -180,7 +180,7 @@ def test_a_report_whose_name_is_too_long_is_refused_in_one_line(tmp_path):
 
 
 def test_command_writes_the_page_and_says_where(tmp_path, capsys, monkeypatch):
-    from learn.estimate import entry
+    from learn.commands.estimate import entry
 
     (tmp_path / "gpufarm_report_nets.py").write_text("from torch import nn\nnet = lambda: nn.Linear(64, 8)\n")
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,66 @@
+"""The libraries that a plain install lacks, and the extra of this project that brings each.
+
+Start reading at `advice_for`; `EXTRAS` repeats `optional-dependencies` of `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+from conf.errors import UsageError
+
+# Extra -> what it adds to those that it includes: module that is imported -> package that has it.
+EXTRAS = {
+    "cli": {"hydra": "hydra-core", "omegaconf": "hydra-core", "rich": "rich"},
+    "warehouse": {"duckdb": "duckdb", "fsspec": "fsspec"},
+    "learn": {
+        "lightgbm": "lightgbm",
+        "sklearn": "scikit-learn",
+        "matplotlib": "matplotlib",
+        "torch_geometric": "torch-geometric",
+        "psutil": "psutil",
+    },
+    "farm": {"ray": "ray", "pynvml": "nvidia-ml-py", "psutil": "psutil"},
+    "serve": {"prometheus_client": "prometheus_client"},
+}
+# What the commands of a package need before they can read their own arguments.
+_FROM_THE_START = {
+    "farm": ("hydra", "rich", "duckdb", "fsspec", "psutil"),
+    "warehouse": ("hydra", "rich", "duckdb", "fsspec"),
+    "learn": ("hydra", "rich"),
+}
+
+
+def advice_for(error: ModuleNotFoundError) -> str | None:
+    """Return one line that names the extra with the missing library; None for a module of no extra."""
+    library = (error.name or "").partition(".")[0]
+    for extra, members in EXTRAS.items():
+        if library in members:
+            return f"the package {members[library]} is not installed: pip install 'gpufarm[{extra}]'"
+    return None
+
+
+@contextlib.contextmanager
+def naming_the_extra() -> Iterator[None]:
+    """Raise `UsageError` with `advice_for` in place of a failed import of an extra's library."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (advice := advice_for(error)) is None:
+            raise
+        raise UsageError(advice) from error
+
+
+def missing_from(package: str) -> str | None:
+    """Return one line on the libraries that the package's commands need and lack; None where all are there."""
+    missing = [name for name in _FROM_THE_START.get(package, ()) if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    extra = "cli" if package == "learn" else package
+    packages = {
+        distribution for members in EXTRAS.values() for name, distribution in members.items() if name in missing
+    }
+    verb = "is" if len(packages) == 1 else "are"
+    return f"{', '.join(sorted(packages))} {verb} not installed: pip install 'gpufarm[{extra}]'"

@@ -1,0 +1,98 @@
+"""`gpufarm NAME ...`: each command of the project under one name, as `python -m PACKAGE.NAME ...` runs it.
+
+Start reading at `main`. Unlike `python -m`, it searches the working folder last (`gpufarm.own_packages`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import runpy
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from gpufarm.own_packages import put_working_folder_last, require_own_packages
+
+EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the first argument names, and exit with its code.
+
+    Without arguments, and for `--help`, list the commands. `--version` prints the version.
+
+    Args:
+        arguments: The arguments; None takes the process's.
+
+    Raises:
+        SystemExit: Always, with the command's exit code: 2 for an unknown command.
+    """
+    put_working_folder_last()
+    require_own_packages()
+    from conf.commands import COMMANDS
+    from conf.extras import missing_from
+
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        _exit_after_printing(_listing())
+    if name == "--version":
+        _exit_after_printing(_version())
+    module = COMMANDS.get(name)
+    if module is None:
+        _exit_for_unknown(name, COMMANDS)
+    if problem := missing_from(module.partition(".")[0]):
+        _exit_with_error(problem)
+    sys.argv = [sys.argv[0], *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _listing() -> str:
+    from conf.commands import COMMANDS, summary
+
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: gpufarm COMMAND [KEY=VALUE ...]",
+            "",
+            *(f"  {name:<{width}}  {summary(name)}" for name in COMMANDS),
+            "",
+            "`gpufarm COMMAND --help` explains a command and its keys. `python -m farm.submit` is the same as",
+            "`gpufarm submit`, and so on, but searches the working folder for modules first.",
+        ]
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"gpufarm {version('gpufarm')}"
+    except PackageNotFoundError:
+        return "gpufarm, not installed"
+
+
+def _exit_for_unknown(name: str, known: Iterable[str]) -> NoReturn:
+    from conf.errors import shown
+
+    near = difflib.get_close_matches(name.replace("-", "_").rpartition(".")[2], list(known), n=1)
+    hint = f"; near name: {near[0]}" if near else ""
+    _exit_with_error(f"unknown command {shown(name)}{hint}; known: {', '.join(known)}")
+
+
+def _exit_with_error(text: str) -> NoReturn:
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(EXIT_USAGE)
+
+
+def _exit_after_printing(text: str) -> NoReturn:
+    """Print and exit with 0, also where the reader has closed its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The command `learn.fit`: settings in, a table of held-out figures and the artifact's path out.
+
+Start reading at `entry`; `learn.fitting` does the work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from conf.bars import StepBar
+from learn.fitting import FitSettings, fit
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def entry(cfg: DictConfig) -> int:
+    """Fit with the settings, and print the figures and the artifact's path. Returns the exit code."""
+    from omegaconf import OmegaConf
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = FitSettings(**OmegaConf.to_container(cfg, resolve=True))
+    screen = Console()
+    with StepBar(settings.target) as bar:
+        done = fit(settings, progress=bar.update)
+
+    from learn.evaluation.report import metric_rows
+
+    rows = done.meta["rows"]
+    families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())
+    screen.print(
+        f"{settings.target} by {settings.estimator}: {rows['train'] + rows['test']} rows ({families}), "
+        f"{', '.join(rows['source'])}, {', '.join(rows['device'])}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    table = Table()
+    table.add_column("metric")
+    table.add_column("3-fold CV", justify="right")
+    table.add_column(f"held out (n={rows['test']})", justify="right")
+    for row in metric_rows(done.evaluation):
+        table.add_row(*row)
+    screen.print(table)
+    screen.print(f"bins: {done.meta['bins']['rule']}", soft_wrap=True, highlight=False)
+    for note in done.meta["warnings"]:
+        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+    screen.print(f"artifact: {done.path}", soft_wrap=True, highlight=False, markup=False)
+    return 0

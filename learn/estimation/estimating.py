@@ -1,0 +1,277 @@
+"""The calls `learn.estimate` and `learn.estimate_many`: what a training job takes from a GPU, before it runs.
+
+Start reading at `estimate`; `learn.estimation.answers` asks the estimators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from conf.errors import UsageError, unknown_name
+from conf.extras import naming_the_extra
+from featurize.allocator_settings import AllocatorSettings
+from featurize.own_code import parse_trust, trusting
+from featurize.trial import TrialConfig, config_from_mapping
+from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answers import Estimate, answer
+from learn.estimation.loops import require_loop
+
+if TYPE_CHECKING:
+    import torch
+
+    from featurize.device_spec import DeviceSpec
+    from learn.workload import Workload
+    from warehouse.folder import DataFolder
+
+    Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
+    Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
+    Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
+    Data: TypeAlias = str | os.PathLike[str] | DataFolder
+
+METHODS = ("full", "fast")
+
+
+def estimate(
+    model: Job,
+    inputs: Tensors | None = None,
+    *,
+    optimizer: str | None = None,
+    precision: str | None = None,
+    cudnn_benchmark: bool | None = None,
+    channels_last: bool | None = None,
+    allocator: str | AllocatorSettings | None = None,
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    estimator: str | None = None,
+    method: str = "full",
+    data: Data | None = None,
+    input_dtype: str = "float32",
+    target: Tensors | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    report: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    trust: Sequence[str] = (),
+    loop: str | None = None,
+) -> Estimate:
+    """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
+
+    The model takes no real memory: it is built and traced on the meta device.
+
+    Args:
+        model: A trial config (dataclass, or the mapping that `runs.config` holds), an `nn.Module`, or a zero-argument
+            factory of one.
+        inputs: For modules: a tensor or shape, or a sequence of them. Shapes are of `input_dtype`.
+        optimizer: `adam` (the default), `adamw`, `sgd` or `momentum`. A trial config has its own optimizer, precision,
+            cudnn_benchmark and channels_last; another value is an error.
+        precision: `fp32` (the default), `tf32`, `bf16` or `fp16`.
+        cudnn_benchmark: Whether cuDNN searches for its fastest algorithms; False by default.
+        channels_last: Whether the model and its inputs are in channels-last format; False by default.
+        allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
+        device: A GPU model of `conf/device`, by name or as its description.
+        estimator: A name of `learn.estimators.ESTIMATORS`. None takes, for each target, the newest model in the data
+            folder that was fitted on the config's family and device (for modules: one that reads traced steps, fitted
+            on real devices), else the model that comes with the project, else the trace. The training-free estimators
+            answer for memory without a fit. `xmem` runs the model for real, on the CPU.
+        method: `full`, or `fast`: estimate a trial config without tracing it, by the distilled model that comes with
+            the project. It is some hundred times quicker and a few per cent less exact, and has no breakdown.
+        data: Data folder with the fitted models; None is the default folder.
+        input_dtype: Type of the inputs that are given as shapes.
+        target: For modules: a tensor or shape of class indices.
+        loss: For modules: `loss(output, target)`. None: cross entropy of the output, its `logits` or its first tensor,
+            with targets to suit.
+        report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        name: The job's name in the report.
+        trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
+            transformers need no trust.
+        loop: `resident` (one batch stays on the GPU, as in the farm's runs) or `pipeline` (a plain Python loop, whose
+            steps wait for their input): utilization and step time are all of that loop. None: each figure is of the
+            loop that its source knows, and `Estimate.loops` names it.
+
+    Returns:
+        The estimate, with the source of each figure (`Estimate.answered_by`).
+
+    Raises:
+        UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
+            module), a named estimator that is not fitted or refuses, or a report that can't be written.
+
+    Example:
+        >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
+    """
+    began = time.monotonic_ns()
+    device = _checked(estimator, method, device)
+    loop = require_loop(loop)
+    given = {
+        "optimizer": optimizer,
+        "precision": precision,
+        "cudnn_benchmark": cudnn_benchmark,
+        "channels_last": channels_last,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    of_modules = {"inputs": inputs, "target": target, "loss": loss}
+    if method == "fast":
+        traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
+        return estimate_many([_config_for_fast(model, given, traced_only)], device=device, method="fast")[0]
+    if isinstance(allocator, str):
+        allocator = AllocatorSettings.parse(allocator)
+    elif allocator is not None and not isinstance(allocator, AllocatorSettings):
+        raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
+    if report is not None:
+        from learn.estimation.step_report import checked_path, write_step_report
+
+        report = checked_path(report)
+    if isinstance(model, Mapping):
+        model = config_from_mapping(model)
+    if isinstance(model, TrialConfig):
+        model = trusting(model, parse_trust(trust))
+        job = _job_of_config(model, of_modules, given, name)
+    elif callable(model):
+        job = _job_of_module(model, inputs, given, input_dtype=input_dtype, target=target, loss=loss, name=name)
+    else:
+        raise UsageError(
+            f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
+        )
+    with naming_the_extra(), _as_a_training_script():
+        done, traced = answer(
+            job, device, estimator=estimator, data=data, allocator=allocator, timeline=report is not None, loop=loop
+        )
+    done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
+    if report is not None:
+        write_step_report(report, job, device, done, traced, allocator)
+    return done
+
+
+def estimate_many(
+    configs: Iterable[TrialConfig | Mapping[str, Any]],
+    *,
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    method: str = "full",
+    estimator: str | None = None,
+    data: Data | None = None,
+    trust: Sequence[str] = (),
+    loop: str | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _of: None,
+) -> list[Estimate]:
+    """Estimate many trial configs, in their order.
+
+    `method="fast"` answers thousands a second; `full` traces one config after the other.
+
+    Args:
+        configs: Trial configs, or the mappings that `runs.config` holds.
+        device, method, estimator, data, trust, loop: As in `estimate`.
+        progress: Is called with the number of configs done and their total, before each config that is traced.
+
+    Returns:
+        One estimate a config.
+
+    Raises:
+        UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
+    """
+    described = _checked(estimator, method, device)
+    jobs = _configs(configs)
+    if method == "fast":
+        from learn.estimation.fast_estimates import fast_estimates
+
+        if estimator is not None:
+            raise UsageError("method=fast is an estimator of its own; leave estimator= out")
+        if require_loop(loop) is not None:
+            raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
+        return fast_estimates(jobs, described)
+    estimates = []
+    for done, config in enumerate(jobs):
+        progress(done, len(jobs))
+        estimates.append(estimate(config, device=described, estimator=estimator, data=data, trust=trust, loop=loop))
+    return estimates
+
+
+def _checked(estimator: object, method: object, device: object) -> DeviceSpec:
+    """Return the device's description. Raises `UsageError` that lists the known names, for an unknown one of any."""
+    from featurize.device_spec import DeviceSpec, device_names
+    from learn.estimators import ESTIMATORS
+    from learn.traced import describe_device
+
+    if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
+        raise unknown_name("estimator", estimator, ESTIMATORS)
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    if not isinstance(device, str | DeviceSpec):
+        raise unknown_name("device", device, device_names())
+    return describe_device(device)
+
+
+def _configs(given: object) -> list[TrialConfig]:
+    if isinstance(given, TrialConfig | Mapping | str | bytes) or not isinstance(given, Iterable):
+        advice = "; estimate(config) answers one" if isinstance(given, TrialConfig | Mapping) else ""
+        kind = f"{type(given).__name__}{advice}"
+        raise UsageError(f"configs is a sequence of trial configs or their mappings, got {kind}")
+    configs = []
+    for at, config in enumerate(given):
+        if isinstance(config, Mapping):
+            try:
+                config = config_from_mapping(config)
+            except UsageError as error:
+                raise UsageError(f"configs[{at}]: {error}") from error
+        if not isinstance(config, TrialConfig):
+            raise UsageError(f"configs[{at}]: a trial config or its mapping is wanted, got {type(config).__name__}")
+        configs.append(config)
+    return configs
+
+
+def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mapping[str, Any]) -> TrialConfig:
+    if given_too := [name for name, value in traced_only.items() if value is not None]:
+        raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
+    if isinstance(model, Mapping):
+        model = config_from_mapping(model)
+    if not isinstance(model, TrialConfig):
+        raise UsageError("method=fast answers from a trial config alone; modules take method=full")
+    _require_same(model, given)
+    return model
+
+
+def _require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if value != getattr(config, key):
+            raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
+
+
+@contextlib.contextmanager
+def _as_a_training_script() -> Iterator[None]:
+    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _job_of_config(
+    config: TrialConfig, of_modules: Mapping[str, Any], given: Mapping[str, Any], name: str | None
+) -> Workload:
+    from learn.workload import of_config
+
+    _require_same(config, given)
+    if given_too := [key for key, value in of_modules.items() if value is not None]:
+        raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
+    job = of_config(config)
+    return job if name is None else replace(job, name=name)
+
+
+def _job_of_module(
+    model: Model,
+    inputs: Tensors | None,
+    given: Mapping[str, Any],
+    *,
+    input_dtype: str,
+    target: Tensors | None,
+    loss: Callable[..., torch.Tensor] | None,
+    name: str | None,
+) -> Workload:
+    from featurize.training import Training
+    from learn.workload import of_module
+
+    for key in ("cudnn_benchmark", "channels_last"):
+        if not isinstance(given.get(key, False), bool):
+            raise UsageError(f"{key} is true or false, got {given[key]!r}")
+    return of_module(model, inputs, Training(**given), input_dtype=input_dtype, target=target, loss=loss, name=name)

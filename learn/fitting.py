@@ -1,0 +1,178 @@
+"""The call `learn.fit`: fit one estimator, judge it on held-out rows, keep it as an artifact.
+
+Start reading at `fit`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conf.errors import UsageError, unknown_name
+from learn.targets import BIN_WIDTHS_GB, Bins, get_target
+
+if TYPE_CHECKING:
+    from learn.data import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """The keys of `conf/fit.yaml`. Raises `UsageError` that names every bad key together."""
+
+    target: str
+    estimator: str = "hybrid"
+    family: str = "all"
+    source: str | None = None
+    device_name: str | None = None
+    bin_gb: int | None = None
+    snapshot: str | None = None
+    seed: int = 0
+    data: str | None = None
+    trust: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        from featurize.own_code import parse_trust
+        from learn.estimators import ESTIMATORS
+
+        found = []
+        try:
+            object.__setattr__(self, "trust", parse_trust(self.trust))
+        except UsageError as error:
+            found.append(str(error))
+        try:
+            target = get_target(self.target)
+        except UsageError as error:
+            found.append(str(error))
+        else:
+            if self.bin_gb is not None and not target.is_memory:
+                found.append(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
+        if self.estimator not in ESTIMATORS:
+            found.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
+        if self.bin_gb is not None and self.bin_gb not in BIN_WIDTHS_GB:
+            found.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            found.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
+        if found:
+            raise UsageError("; ".join(found))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit leaves: the artifact's folder, its `meta.json`, and the evaluation behind the figures."""
+
+    path: Path
+    meta: dict
+    evaluation: object
+
+
+def fit(
+    settings: FitSettings,
+    *,
+    now: datetime | None = None,
+    progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
+) -> Fit:
+    """Fit an estimator, judge it on held-out rows, and keep it as `models/TARGET/VERSION/` in the data folder.
+
+    The figures are those of fits that had not seen the rows they are judged on. The model that is kept has seen all
+    rows.
+
+    Args:
+        settings: What to fit, on which rows.
+        now: Time that names the version; time-zone aware. None is the current time.
+        progress: Is called as `progress(step, done, of)` before each step: the jobs while they are traced, then fits
+            and the report; 0 of 0 where the number is not known yet.
+
+    Returns:
+        The artifact's folder, its `meta.json`, and the evaluation behind the figures.
+
+    Raises:
+        UsageError: There are too few rows, rows of several sources, or an estimator that does not give the target.
+            Nothing is written then.
+    """
+    from learn.artifacts import described, save_artifact
+    from learn.data import load_rows
+    from learn.estimators import get_estimator, make_estimator, require_target
+    from learn.evaluation.evaluate import CV_FOLDS, evaluate
+    from learn.evaluation.report import write_report
+    from learn.step_store import StepStore
+    from learn.targets import make_bins
+
+    now = now or datetime.now(UTC)
+    require_target(get_estimator(settings.estimator), settings.target)
+    progress("reading rows", 0, 0)
+    rows = load_rows(
+        settings.data, settings.target, settings.family, settings.source, settings.device_name,
+        snapshot=settings.snapshot, trust=settings.trust,
+    )  # fmt: skip
+    needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
+    traced = StepStore(settings.data)
+    if needs_trace:
+        traced.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
+    bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
+    steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
+    evaluation = evaluate(
+        settings.estimator, rows, bins, settings.seed, lambda step: progress(step, next(done), steps),
+        steps=traced,
+    )  # fmt: skip
+    progress("fit on all rows", steps - 2, steps)
+    estimator = make_estimator(settings.estimator, settings.seed).fit(rows, traced)
+
+    notes = list(estimator.predict(rows.cases[:1], traced).warnings)
+    notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
+    notes += remarks(settings.estimator, rows, bins)
+    if settings.snapshot is not None:
+        notes.append(
+            f"fitted on the snapshot {settings.snapshot}; as the newest of its target it is what answers from now on"
+        )
+    meta = {**described(settings.estimator, rows, evaluation, bins, settings.seed, now), "warnings": notes}
+    meta["snapshot"] = settings.snapshot
+    meta["rows"] |= {
+        "train": len(evaluation.train_rows),
+        "test": len(evaluation.test_rows),
+        "groups": len(set(rows.group)),
+        "status": dict(rows.counts),
+    }
+    report = {
+        "cv": [metrics.to_mapping() for metrics in evaluation.cv],
+        "test": evaluation.test.to_mapping(),
+        "test_run_ids": evaluation.test_rows.run_ids.tolist(),
+        "train_run_ids": evaluation.train_rows.run_ids.tolist(),
+    }
+    report["refused_run_ids"] = sorted({*rows.run_ids} - {*report["test_run_ids"], *report["train_run_ids"]})
+    report["fitted_on"] = "all"
+    progress("drawing the report", steps - 1, steps)
+    path = save_artifact(
+        settings.data, settings.target, estimator, meta, report,
+        now=now, extras=lambda folder: write_report(folder, evaluation, meta),
+    )  # fmt: skip
+    return Fit(path, meta, evaluation)
+
+
+def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
+    """What a reader of the figures has to know of the rows that are fitted on and judged."""
+    from learn.estimators import get_estimator
+
+    notes = []
+    if rows.censored.any():
+        known = "they are fitted on as lower bounds"
+        if not getattr(get_estimator(estimator), "uses_out_of_memory", False):
+            known = "they are not fitted on, so estimates near the device's memory lean low"
+        shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
+        notes.append(
+            f"{int(rows.censored.sum())} out-of-memory rows count as members of the bin {bins.labels[-1]}"
+            + (f", {shares} of them, which had a share of the device only, of any from their own on" * bool(shares))
+            + f"; {known}"
+        )
+    if doubted := int((rows.doubt != "").sum()):
+        notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")
+    if "simulated" in rows.count("source"):
+        said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
+        notes.append(said + "nothing about real GPUs")
+        if estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
+            notes.append("the trace made these very labels, so that errors here are near zero by construction")
+    return notes + rows.left_out

@@ -1,0 +1,154 @@
+"""The command `gpufarm`, and folders of the user's whose files have names of our packages."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from conf.commands import COMMANDS, summary
+from conf.keys import description
+from gpufarm import own_packages
+from gpufarm.__main__ import main
+from infra.generate_docs import command_modules
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "a'; echo foo"
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch):
+    monkeypatch.chdir(ROOT)  # where `put_working_folder_last` leaves this process alone
+
+
+def python(*arguments, cwd, code=0, **environment):
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def shadow(folder, name):
+    """Write a module or a package of the user's, which must never run."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("raise RuntimeError('a file of the user has run')\n")
+    return path
+
+
+def test_the_table_names_every_documented_command_and_its_module():
+    assert command_modules() == COMMANDS
+    assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(COMMANDS)
+    for module in COMMANDS.values():
+        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert any(getattr(call.func, "id", "") == "command" for call in calls), module
+
+
+def test_the_installed_script_is_this_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"gpufarm": "gpufarm.__main__:main"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_without_a_command_every_command_is_listed_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in COMMANDS:
+        assert f"  {name}" in [line[: len(name) + 2] for line in lines if summary(name) in line]
+
+
+@pytest.mark.parametrize(("typed", "near"), [("sumbit", "submit"), ("farm.submit", "submit"), ("build-defaults", "bu")])
+def test_an_unknown_command_is_one_line_with_a_near_name_and_all_names(typed, near, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([typed])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"unknown command {typed!r}; near name: {near}" in line and ", ".join(COMMANDS) in line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_says_both_spellings(name):
+    from conf.cli import help_text
+
+    assert f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command." in help_text(name)
+    assert description(name)[0] == summary(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("conf/__init__.py", "farm.submit"),
+        ("conf.py", "learn.estimate"),
+        ("workers.py", "farm.submit"),
+        ("learn/__init__.py", "farm.grow"),
+        ("farm/__init__.py", "warehouse.query"),
+        ("gpufarm.py", "farm.status"),
+    ],
+)
+def test_python_m_names_the_file_that_hides_a_package_of_ours_and_runs_nothing_of_it(tmp_path, name, module):
+    folder = tmp_path / HOSTILE
+    path = shadow(folder, name)
+    done = python("-m", module, "+arch=mlp", cwd=folder, code=2)
+    (line,) = done.stderr.splitlines()
+    package = name.partition("/")[0].removesuffix(".py")
+    assert f"{path} hides gpufarm's own package {package}" in line
+    assert f"gpufarm {module.partition('.')[2]} ..." in line and "another folder" in line
+    assert not done.stdout
+
+
+def test_several_such_files_are_named_together_and_control_characters_are_escaped(tmp_path):
+    folder = tmp_path / "a\nb"
+    for name in ("conf.py", "workers.py"):
+        shadow(folder, name)
+    (line,) = python("-m", "farm.status", cwd=folder, code=2).stderr.splitlines()
+    assert "a\\nb/conf.py and " in line and "hide gpufarm's own packages conf and workers" in line
+
+
+def test_folders_without_an_init_file_hide_nothing(tmp_path):
+    for name in own_packages.PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+    assert "Sample trial configurations" in python("-m", "farm.submit", "--help", cwd=tmp_path).stdout
+
+
+def test_gpufarm_runs_trials_from_a_folder_full_of_such_files_and_finds_the_users_model(tmp_path):
+    """Also where the folder is in PYTHONPATH: the trial's own process has to find our packages, and the model."""
+    folder = tmp_path / HOSTILE
+    for name in own_packages.PACKAGES:
+        if name != "gpufarm":
+            shadow(folder, f"{name}/__init__.py" if name in ("conf", "learn") else f"{name}.py")
+    (folder / "nets.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(4, 4)\n")
+    done = python(
+        "-m", "gpufarm", "submit", "+arch=zoo", "n=1", "arch.space.model=nets:build",
+        "arch.space.inputs='float32[4]'", "device=simulated", "cluster=inline", "data=data",
+        cwd=folder, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)]), XDG_STATE_HOME=str(tmp_path / "state"),
+    )  # fmt: skip
+    assert "(ok 1)" in done.stdout
+
+
+def test_the_working_folder_is_searched_last_by_gpufarm_and_its_children(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    own_packages.put_working_folder_last()
+    assert sys.path[-1] == str(tmp_path) and "" not in sys.path
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
+def test_a_checkout_of_this_project_is_searched_as_before(monkeypatch):
+    monkeypatch.setattr(sys, "path", paths := ["", *sys.path])
+    before = list(paths)
+    own_packages.put_working_folder_last()
+    assert sys.path == before

@@ -1,0 +1,122 @@
+"""What a plain install can do, and what it says where a library of an extra is missing."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from conf import cli
+from conf.extras import EXTRAS, advice_for, missing_from
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONFIG = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
+LIBRARIES = sorted({library for members in EXTRAS.values() for library in members} - {"fsspec"})  # torch brings fsspec
+
+HIDE = f"""
+import sys
+
+class Without:
+    "A finder that knows none of the libraries of the extras."
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {LIBRARIES} else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def run(code, tmp_path, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", HIDE + code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GPUFARM_DATA": str(tmp_path / "none")},
+    )  # fmt: skip
+
+
+def names(requirements):
+    return {re.split(r"[<>=\[]", text)[0].lower().replace("_", "-") for text in requirements}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_table_of_extras_is_that_of_the_package(extra):
+    packages = {package.lower().replace("_", "-") for package in EXTRAS[extra].values()}
+    assert names(PYPROJECT["optional-dependencies"][extra]) - {"gpufarm"} == packages
+
+
+def test_dev_brings_all_and_a_plain_install_nothing_of_an_extra():
+    extras = PYPROJECT["optional-dependencies"]
+    assert "gpufarm[all]" in extras["dev"]
+    of_extras = {package for members in EXTRAS.values() for package in members.values()}
+    assert not names(PYPROJECT["dependencies"]) & of_extras
+
+
+def test_a_plain_install_estimates_configs_and_modules(tmp_path):
+    done = run(
+        f"""
+from learn import UsageError, estimate, estimate_many
+import torch
+
+for method in ("full", "fast"):
+    assert estimate({CONFIG}, method=method).peak_memory_mib > 0
+assert estimate_many([{CONFIG}], method="fast")
+done = estimate(lambda: torch.nn.Linear(64, 10), [8, 64], report="page.html")
+assert done.answered_by["memory"] == "hybrid (default)", done
+import warehouse
+for call in (lambda: estimate({CONFIG}, estimator="xmem"), lambda: warehouse.connect("x")):
+    try:
+        call()
+    except UsageError as error:
+        print(error)
+""",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "estimator=xmem has no answer: the package psutil is not installed: pip install 'gpufarm[learn]'",
+        "the package duckdb is not installed: pip install 'gpufarm[warehouse]'",
+    ]
+    assert "page.html" in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [("submit", "farm"), ("query", "warehouse"), ("fit", "cli"), ("estimate", "cli")]
+)
+def test_a_command_without_its_libraries_is_one_line_that_names_the_extra(tmp_path, command, extra):
+    done = run("from gpufarm.__main__ import main; main()", tmp_path, command)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"not installed: pip install 'gpufarm[{extra}]'" in line
+
+
+def test_the_list_of_commands_needs_no_extra(tmp_path):
+    done = run("from gpufarm.__main__ import main; main()", tmp_path)
+    assert done.returncode == 0 and "  estimate " in done.stdout
+
+
+def test_a_library_that_is_missing_in_the_middle_of_a_command_is_one_line(capsys):
+    def entry(_cfg):
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn.ensemble")
+
+    assert cli.run("fit", entry, ["target=memory"]) == 2
+    assert capsys.readouterr().err == "error: the package scikit-learn is not installed: pip install 'gpufarm[learn]'\n"
+
+
+def test_a_missing_module_of_no_extra_stays_what_it_is():
+    assert advice_for(ModuleNotFoundError("No module named 'farm.nothing'", name="farm.nothing")) is None
+    assert missing_from("farm") is None
+
+    def entry(_cfg):
+        raise ModuleNotFoundError("No module named 'nothing'", name="nothing")
+
+    with pytest.raises(ModuleNotFoundError):
+        cli.run("fit", entry, ["target=memory"])

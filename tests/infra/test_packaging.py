@@ -1,0 +1,38 @@
+"""What the project says of itself to those who install, cite or change it."""
+
+import re
+import stat
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_is_listed_and_says_that_it_is_typed():
+    folders = {path.parent for room in ("conf", "farm", "featurize", "gpufarm", "learn", "warehouse", "workers")
+               for path in (ROOT / room).rglob("__init__.py")}  # fmt: skip
+    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == packages
+    assert all((ROOT / name / "py.typed").exists() for name in packages if "." not in name)
+    assert PYPROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
+
+
+def test_one_version_and_one_licence_stand_in_all_files():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = re.search(r"^## ([\d.]+) - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert PYPROJECT["project"]["version"] == citation["version"] == released[1]
+    assert citation["date-released"] == released[2]
+    assert PYPROJECT["project"]["license"] == citation["license"] == "Apache-2.0"
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+
+
+def test_the_hosted_ci_runs_what_ci_runs():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert ".ci/run" in [step.get("run") for step in job["steps"]]
+    assert (ROOT / ".ci" / "run").stat().st_mode & stat.S_IXUSR
