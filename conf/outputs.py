@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,33 @@ def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[s
     if output.descriptor is None and not output.path.parent.is_dir():
         raise UsageError(f"{key}={output.given} cannot be written: there is no folder {output.path.parent}")
     return output
+
+
+def checked_report(
+    report: str | os.PathLike[str], *, key: str, like: str, data: Sequence[str | os.PathLike[str]]
+) -> Path:  # fmt: skip
+    """Return the path of a page that a command will write, checked to be writable before any work.
+
+    Args:
+        report: the path as the user gave it.
+        key: the user's key for it, which messages name.
+        like: an example of a file name, for messages.
+        data: data folders whose own files are refused.
+
+    Raises:
+        UsageError: for a folder, for a file that cannot be written, and as `checked_output` does.
+    """
+    path = Path(report)
+    if path.is_dir():
+        raise UsageError(f"{key}={path} is a folder; name a file, as in {key}={like}")
+    output = checked_output(path, key=key, data=data)
+    if output.is_plain:
+        try:
+            with tempfile.NamedTemporaryFile(dir=output.path.parent, prefix=f".{output.path.name}.", suffix=".tmp"):
+                pass
+        except OSError as error:
+            raise UsageError(f"{key}={path} cannot be written: {error.strerror or error}") from error
+    return path
 
 
 def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike]) -> Output:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import duckdb
 
 from conf.plain_text import OUTPUT_STARTS
+from conf.reports.page_text import short
 from featurize.device_spec import same_device
 from featurize.families import family_names
 from learn.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
@@ -287,15 +288,6 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
         counts=tuple(tuple(cells.get((b, s), (0, 0))[0] for s in sizes) for b in batches),
         tonight=tuple(tuple(cells.get((b, s), (0, 0))[1] for s in sizes) for b in batches),
     )
-
-
-def short(count: float) -> str:
-    """Two figures and a unit: 32k, 1M."""
-    rounded = float(f"{count:.2g}")
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rounded >= unit:
-            return f"{rounded / unit:.3g}{name}"
-    return f"{rounded:.3g}"
 
 
 def _failures(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.plain_text import error_line
+from conf.reports.blocks import Level
 from farm.journal import STEPS, Cycle
 from farm.reports.rows import FAILED, Rows
 from warehouse.diff import Difference
 
-LEVELS = ("good", "look", "bad")
 _MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
 _ENDED = {"time": "its time was up", "asked": "it was asked to stop"}
 SIMULATED = "simulated"  # warehouse.schema.SOURCES
@@ -20,10 +20,10 @@ _SAID = 300  # characters of an error's sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """The outcome for somebody who reads one line. `level` is one of `LEVELS`."""
+    """The outcome for somebody who reads one line. `level` says how urgent it is."""
 
     outcome: str
-    level: str
+    level: Level
     sentence: str
     advice: tuple[str, ...]  # most urgent first; what there is to do, or that there is nothing
 
@@ -56,7 +56,7 @@ def say(
     ran = SIMULATED if only_simulated(rows, canaries) else "measured"
     calm = _calm(outcome, run, ran)
     short = outcome == "cut short" or (run is not None and run.get("ended") == "time" and not run.get("runs"))
-    level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or short else "good"
+    level: Level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or short else "good"
     return Said(
         outcome=outcome,
         level=level,

@@ -64,7 +64,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
             parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
         screen.print(parts)
     if done.peak_operator is not None:
-        screen.print(f"at the peak: {peak_said(done)}", soft_wrap=True, highlight=False, markup=False)
+        screen.print(f"at the peak: {peak_text(done)}", soft_wrap=True, highlight=False, markup=False)
     if done.activations:
         most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(done.activations.items())[:TOP_SHOWN]]
         said = f"most activations (MiB): {', '.join(most)}"
@@ -74,7 +74,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
 
 
-def peak_said(done: Estimate) -> str:
+def peak_text(done: Estimate) -> str:
     """`aten::mm of layer4.1.conv2, in the backward pass`."""
     operator = done.peak_operator or "what the step begins with"
     where = f" of {done.peak_module}" if done.peak_module else ""
