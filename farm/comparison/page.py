@@ -179,7 +179,7 @@ def _changes(noun: str, entries: tuple[Change, ...]) -> list[Block]:
     parts: list[Block] = []
     if changed:
         heads = (noun, "class", "in", *_COLUMNS.values(), "*config hashes")
-        rows = [
+        rows: list[tuple[Cell, ...]] = [
             (c.name, c.kind.replace("_", " "), c.configurations, *change_row(c, tuple(_COLUMNS)), ", ".join(c.examples))
             for c in changed[:_SHOWN]
         ]

@@ -203,14 +203,14 @@ def _device(counts: Sequence[RowCount], device_name: str | None, source: str | N
     """Every spelling of the device, and the source."""
     own = [one for one in counts if one.device_name and (source is None or one.source == source)]
     if device_name is None:
-        found: dict[tuple[str, str], list[int]] = {}
+        sums: dict[tuple[str, str], list[int]] = {}
         for one in own:
-            sums = found.setdefault((one.device_name, one.source), [0, 0])
-            sums[0] += one.tonight
-            sums[1] += one.rows
-        if not found:
+            of_device = sums.setdefault((one.device_name or "", one.source), [0, 0])
+            of_device[0] += one.tonight
+            of_device[1] += one.rows
+        if not sums:
             return (), source or ""
-        device_name, source = max(sorted(found), key=found.__getitem__)
+        device_name, source = max(sorted(sums), key=sums.__getitem__)
     spelled = {one.device_name for one in counts if one.device_name and same_device(one.device_name, device_name)}
     if source is None:
         here = [one for one in own if one.device_name in spelled]

@@ -95,7 +95,7 @@ def _sentence(
         said = canaries.get("said") or cycle.said
         return f"The machine is sick, and only canaries ran: {_sentence_of(said) or 'they moved.'}"
     if outcome == "cut short":
-        why = _ENDED.get((run or {}).get("ended"), "it was stopped")
+        why = _ENDED.get(str((run or {}).get("ended")), "it was stopped")
         return f"The night was cut short: {why}; {runs_said}."
     ended = f", until {_ENDED[run['ended']]}" if run and run.get("ended") in _ENDED else ""
     drift = "; labels drifted with the environment" if canaries.get("verdict") == "drift" else ""
