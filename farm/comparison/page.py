@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conf.reports.blocks import (
     Block,
+    Cell,
     Chart,
     Charts,
     Fold,
