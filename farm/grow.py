@@ -128,7 +128,7 @@ def _how_far(night: Night) -> str:
 
 @contextlib.contextmanager
 def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
-    """Whoever waits for word of the night hears of one that cannot begin, as without its GPU or with a full disk."""
+    """Send a notification when a cycle cannot begin, for example without its GPU or with a full disk."""
     try:
         yield
     except (UsageError, OSError) as error:

@@ -116,7 +116,7 @@ def run_comparison(
 ) -> Result:
     """Run what is missing, and compare. `progress(label, done, of)` hears of operators that are traced.
 
-    Raises `UsageError` for what the user can mend, before anything is written, and `Interrupted`.
+    Raises `UsageError` for what the user can fix, before anything is written, and `Interrupted`.
     """
     home = DataFolder.resolve(settings.data)
     with code_folder() as code:

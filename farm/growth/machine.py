@@ -60,7 +60,7 @@ def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[
     choice, said = choose_device(device)
     used = next(filter(None, ((c.settings.get("device") or {}).get("backend") for c in reversed(before))), None)
     if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
-        raise UsageError(f"{said}; but the last cycle here measured on GPUs: mend that, or say device=simulated")
+        raise UsageError(f"{said}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated")
     slots = make_device(choice).slots()
     names = sorted({slot.device_name for slot in slots})
     if len(names) > 1:

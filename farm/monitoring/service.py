@@ -18,7 +18,7 @@ from warehouse.folder import DataFolder
 
 @dataclass
 class Service:
-    """Made as it stands it tells nobody anything. `quiet`: standard output is for programs, no progress bar."""
+    """Log, pulse and metrics of a dispatcher; the defaults report nothing. `quiet` shows no progress bar."""
 
     events: Events = field(default_factory=Events)
     pulse: Pulse = field(default_factory=Pulse)

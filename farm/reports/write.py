@@ -22,7 +22,7 @@ def write_report(
 
     `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
     `farm.choosing.plan_summary.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
-    cannot be written; what cannot be read is told in the report.
+    cannot be written; the report names what could not be read.
     """
     report = gather(folder, cycle, cycles, next_plan)
     page = render_page(report_page(report)).encode("utf-8", errors="replace")
