@@ -16,7 +16,7 @@ from conf.values import Kind, problems_of
 
 
 def keyed_values(argv: Sequence[str], known: Iterable[str] | Mapping[str, str]) -> dict[str, Any]:
-    """The arguments by key, values as YAML has them; text stands as typed where `known` gives the keys' kinds.
+    """Return arguments by key, values read as YAML; text stays as typed where `known` gives the keys' kinds.
 
     Raises `UsageError` that lists the `known` keys, or names every value that is not of its kind (`conf.values`).
     """
@@ -52,7 +52,7 @@ def _read(item: str) -> Any:
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Do work that a repeat of the same command goes on with; 0, or 2 and 130 as users' commands have them."""
+    """Run work that the same command can continue, and return its exit code: 0, 2 or 130, as users' commands do."""
     try:
         work()
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""The progress bar that commands show while a person waits.
+"""The progress bar of commands.
 
 Start reading at `start_bar`, then `terminal_bar`, and `StepBar`, which names steps. rich is imported on use.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepBar:
-    """A context manager: a bar on stderr that names the step that runs, on a terminal only."""
+    """Show a bar on stderr that names the running step; on a terminal only. A context manager."""
 
     def __init__(self, label: str) -> None:
         from rich.console import Console
@@ -32,7 +32,7 @@ class StepBar:
             self._bar.stop()
 
     def update(self, step: str, done: int, of: int) -> None:
-        """`step` runs; `done` of `of` of its kind have ended, 0 of 0 where that is not known."""
+        """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
         if not self._console.is_terminal:
             return
         if self._bar is None:  # not before there is something to tell: another bar may be on the screen until then
@@ -44,9 +44,9 @@ class StepBar:
 
 @contextlib.contextmanager
 def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..., None] | None]:
-    """A bar on stderr where that is a terminal, and what updates it: `update(completed=, total=, description=)`.
+    """Show a bar on stderr and give its update function, `update(completed=, total=, description=)`.
 
-    Its last column is the time that has passed, or with `remaining` the time that is left. Elsewhere None, and no bar.
+    The last column is the elapsed time, or with `remaining` the time left. Without a terminal there is no bar: None.
     """
     from rich.console import Console
     from rich.progress import TimeElapsedColumn, TimeRemainingColumn
@@ -63,9 +63,9 @@ def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..
 
 
 def start_bar(console: Console, label: str, column: ProgressColumn, **fields: Any) -> tuple[Progress, TaskID]:
-    """A bar that has started: spinner, `label`, bar, how many of how many, and `column` last.
+    """Start a bar (spinner, `label`, bar, count, `column`) and return it with its task, whose total is unknown.
 
-    Returns it with its task, whose total is not known yet; `fields` are what `column` shows. The caller stops it.
+    `fields` are the values that `column` shows. The caller stops the bar.
     """
     from rich import progress as bars
 

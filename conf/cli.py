@@ -47,10 +47,10 @@ def command(
 ) -> NoReturn:
     """Run `entry(cfg)` with `conf/NAME.yaml` and the process's arguments, then exit with its return value.
 
-    `positional` names the key that takes the one argument that is no override: the one with white space in it. Values
-    of keys whose kind is text are taken as they stand, whatever commas and brackets they hold.
-    `rewrite` makes `KEY=VALUE` of arguments that a command spells in another way; it raises `UsageError`.
-    Exit codes: 0, what `entry` returns, 2 for anything the user can mend, 130 after Ctrl-C.
+    `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
+    are taken as they stand, with their commas and brackets.
+    `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`.
+    Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
     """
     if not _standard_files():
         sys.exit(EXIT_USAGE)
@@ -69,7 +69,7 @@ def run(
     positional: str | None = None,
     rewrite: Rewrite | None = None,
 ) -> int:
-    """`command` without the exit: parses `argv`, runs `entry`, returns the exit code."""
+    """Parse `argv`, run `entry` and return the exit code: `command` without the exit."""
     try:
         arguments = list(argv)
         if {"-h", "--help"} & set(arguments):
@@ -127,7 +127,7 @@ def print_error(error: UsageError | str) -> None:
 
 
 def _standard_files() -> bool:
-    """Make the standard files safe to use; False, having said why, where standard output is closed.
+    """Make the standard files safe to use. Return False, and print why, where standard output is closed.
 
     A closed one would give its number to the next file that is opened, a database say, and whoever then prints writes
     into that. What the terminal's encoding lacks is printed escaped.
@@ -166,7 +166,7 @@ def _standard_files() -> bool:
 
 
 def _flushed(code: int) -> int:
-    """The exit code once everything that was printed is where it belongs, or cannot get there."""
+    """Flush standard output and return the exit code, or another one where the output cannot be written."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -177,11 +177,11 @@ def _flushed(code: int) -> int:
 
 
 class _OutputFails(OSError):
-    """Standard output cannot be written, as on a full disk. An `OSError` of its own, since a print names no file."""
+    """Standard output cannot be written, as on a full disk. Its own type, since a failed print names no file."""
 
 
 class _Output(io.FileIO):
-    """The process's standard output, not closed with this object."""
+    """The process's standard output; closing this object does not close it."""
 
     def __init__(self) -> None:
         super().__init__(1, "w", closefd=False)
@@ -216,7 +216,7 @@ def _check_current_folder() -> None:
 
 
 def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Whether `--cfg job` is among the arguments, as Hydra spells it, and the others."""
+    """Return whether `--cfg job`, as Hydra spells it, is among the arguments, and the other arguments."""
     if "--cfg" not in arguments:
         return False, arguments
     at = arguments.index("--cfg")
@@ -227,7 +227,7 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
 
 
 def _require(name: str, cfg) -> None:
-    """Every required key that is missing, in one message, with its help text."""
+    """Raise `UsageError` that names every missing required key with its help text."""
     from omegaconf import OmegaConf
 
     missing = sorted(OmegaConf.missing_keys(cfg))
@@ -238,7 +238,7 @@ def _require(name: str, cfg) -> None:
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The first argument that holds white space and is no `KEY=...` is the positional one; SQL may hold `=` itself."""
+    """Split off the positional argument: the first with white space that is no `KEY=...`; SQL may hold `=`."""
     for at, item in enumerate(arguments):
         if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
             return item, arguments[:at] + arguments[at + 1 :]
@@ -246,7 +246,7 @@ def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def help_text(name: str) -> str:
-    """The command's `--help`, read from its YAML file: description, keys with defaults, groups with choices."""
+    """Return the `--help` of a command from its YAML file: description, keys with defaults, groups with choices."""
     described = []
     for line in description(name):
         for group in groups():  # {arch} in a description stands for the choices there are

@@ -1,4 +1,4 @@
-"""How a GPU model may be called: its data sheet's name or its driver's, in any case, or an unambiguous beginning.
+"""Names of GPU models: the data sheet's or the driver's, in any case, or an unambiguous beginning.
 
 Start reading at `resolve_device`.
 """
@@ -19,13 +19,13 @@ _DRIVER_NAMES = {
 
 
 def plain_device(name: str | None) -> str:
-    """A device name in lower case, without the vendor: the data sheet's, where the driver's is another."""
+    """Return a device name in lower case without the vendor, as the data sheet spells it."""
     plain = (name or "").strip().lower().removeprefix("nvidia ").strip()
     return _DRIVER_NAMES.get(plain, plain)
 
 
 def resolve_device(name: object, known: Iterable[str]) -> str:
-    """Return the one of the `known` names that `name` stands for: `h100` for `H100-SXM5-80GB`.
+    """Return the known name that `name` stands for, as `H100-SXM5-80GB` for `h100`.
 
     Raises `UsageError` that lists the candidates of an ambiguous beginning, or all that are known.
     """

@@ -1,7 +1,7 @@
-"""By what a mapping is known, wherever in the project it is made, by what version a package, and by what a process.
+"""Identities of mappings, files, packages and processes.
 
-Start reading at `mapping_hash`, the identity of a trial config, at `own_sha256`, the checksum that a JSON file holds of
-itself, or at `identity`, that of a process.
+Start reading at `mapping_hash`, the identity of a trial config; `own_sha256` is the checksum that a JSON file holds of
+itself, `identity` that of a process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ OWNER_FILE = "owner"  # in each temporary folder of ours: the `identity` of the 
 
 
 def canonical_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    """Return the same text for the same mapping or list: keys sorted, no spaces."""
+    """Return JSON with sorted keys and no spaces: equal mappings and equal lists give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def mapping_hash(mapping: Mapping[str, Any]) -> str:
-    """The identity of a trial config in mapping form: 16 hex digits of the SHA-256 of its canonical JSON."""
+    """Return the first 16 hex digits of the SHA-256 of the canonical JSON: the identity of a trial config."""
     return hashlib.sha256(canonical_json(mapping).encode()).hexdigest()[:16]
 
 
@@ -43,7 +43,7 @@ def sha256_of(path: Path) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version, from the package's metadata, also of one that is kept aside; None where it is not here."""
+    """Return a package's version from its metadata, also of one kept aside; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -52,15 +52,15 @@ def version_of(package: str) -> str | None:
 
 
 def aside_folder() -> Path:
-    """Where an environment keeps a torchvision that was built for another torch: not on the path of its programs."""
+    """Return the folder for a torchvision built for another torch, which is not on the path of programs."""
     return Path(sys.prefix) / "share" / "gpufarm" / "aside"
 
 
 def identity(pid: int) -> str:
-    """`PID@START@WHERE`: a process number, when its process started in the kernel's own ticks since boot, and in which
-    boot and namespace: a container's processes are not ours to judge.
+    """Return `PID@START@WHERE` of a process: its number, its start in ticks since boot, its boot and PID namespace.
 
-    Not psutil's `create_time`, which moves when the system's clock is set. Raises `ProcessLookupError`.
+    The namespace tells a container's processes from ours. psutil's `create_time` is not used, since it moves when the
+    system's clock is set. Raises `ProcessLookupError`.
     """
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as stat:  # a process may have any name
@@ -71,13 +71,13 @@ def identity(pid: int) -> str:
 
 @functools.cache
 def _where() -> str:
-    """This boot of this machine, and this process namespace."""
+    """Return the boot of this machine and the process namespace."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()[:8]}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def alive(marker: str) -> bool:
-    """Whether the process with this identity runs (a zombie does not). One of elsewhere counts as alive."""
+    """Return whether the process runs. A zombie does not; a process of another boot or namespace counts as alive."""
     if not marker.endswith(f"@{_where()}"):
         return True
     try:

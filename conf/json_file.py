@@ -1,4 +1,4 @@
-"""Reads JSON that anybody may have written: whatever is wrong with it is a `ValueError`.
+"""Reads JSON from untrusted files; every fault of the content is a `ValueError`.
 
 Start reading at `read_json`.
 """
@@ -15,7 +15,7 @@ MARKER_BYTES = 1 << 16  # of a file that says what a folder is
 
 
 def read_json(path: str | os.PathLike, most_bytes: int = MOST_BYTES) -> Any:
-    """Return what a JSON file of at most `most_bytes` holds.
+    """Return the value in a JSON file of at most `most_bytes`.
 
     Raises `ValueError` for a longer file, nesting too deep to read, bad UTF-8 and bad JSON; `OSError` as `open` does.
     """
@@ -27,7 +27,7 @@ def read_json(path: str | os.PathLike, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Return what UTF-8 JSON says. Raises `ValueError` as `read_json` does."""
+    """Return the value of UTF-8 JSON. Raises `ValueError` as `read_json` does."""
     try:
         return json.loads(content.decode())
     except RecursionError as error:

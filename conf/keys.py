@@ -1,4 +1,4 @@
-"""The keys of a command, as its YAML file says: names, defaults, help texts, kinds, and the groups with their choices.
+"""Keys of a command, read from its YAML file: names, defaults, help texts, kinds, and groups with their choices.
 
 Start reading at `documented_keys`. Nothing is composed here, and neither Hydra nor OmegaConf is imported.
 """
@@ -19,7 +19,7 @@ _OFFERED = re.compile(r"\{(\w+)\}")
 
 
 def groups() -> tuple[str, ...]:
-    """The config groups: the folders of this package that hold YAML files."""
+    """Return the config groups: the folders of this package that hold YAML files."""
     root = importlib.resources.files("conf")
     return tuple(
         sorted(d.name for d in root.iterdir() if d.is_dir() and any(f.name.endswith(".yaml") for f in d.iterdir()))
@@ -27,13 +27,13 @@ def groups() -> tuple[str, ...]:
 
 
 def group_options(group: str) -> tuple[str, ...]:
-    """The choices of a group, by file name."""
+    """Return the choices of a group, by file name."""
     folder = importlib.resources.files("conf") / group
     return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
 
 
 def command_options(name: str, group: str) -> tuple[str, ...]:
-    """The choices of a group that a command takes: an estimate is for a GPU model, not for a backend of trials."""
+    """Return the choices of a group that a command takes; `estimate` takes GPU models and no trial backends."""
     options = group_options(group)
     if (name, group) not in _DESCRIPTIONS_ONLY:
         return options
@@ -43,18 +43,18 @@ def command_options(name: str, group: str) -> tuple[str, ...]:
 
 
 def offered_groups(name: str) -> tuple[str, ...]:
-    """The groups that a command takes with `+GROUP=CHOICE`: those whose choices its description lists."""
+    """Return the groups that a command takes with `+GROUP=CHOICE`: those whose choices its description lists."""
     return tuple(group for group in _OFFERED.findall("\n".join(description(name))) if group in groups())
 
 
 def chosen_by_default(name: str) -> dict[str, str]:
-    """The groups of a command's defaults list, each with the choice that it makes (`null`: none)."""
+    """Return the groups of a command's defaults list with their default choice (`null`: none)."""
     return {key: default for key, default, _text in documented_keys(name) if key in groups()}
 
 
 @cache
 def description(name: str) -> tuple[str, ...]:
-    """The lines of comment at the top of `conf/NAME.yaml`."""
+    """Return the comment lines at the top of `conf/NAME.yaml`."""
     lines = []
     for line in _yaml_text(name).splitlines():
         if not line.startswith("#"):
@@ -65,7 +65,7 @@ def description(name: str) -> tuple[str, ...]:
 
 @cache
 def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
-    """(dotted key, default as written, help text) for each key of `conf/NAME.yaml`; help is its trailing comment."""
+    """Return (dotted key, default as written, trailing comment) of each key of `conf/NAME.yaml`."""
     rows, path = [], []
     for line in _yaml_text(name).splitlines():
         body, _, comment = line.partition(" # ")
@@ -88,7 +88,7 @@ def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
 
 
 def known_keys(name: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
-    """Every key of a command with these choices of groups, groups themselves included."""
+    """Return every key of a command with these choices of groups, the groups included."""
     keys = [key for key, _default, _text in documented_keys(name)]
     keys += [group for group in chosen if group not in keys]
     for group, choice in chosen.items():
@@ -98,13 +98,16 @@ def known_keys(name: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def meaning(text: str) -> str:
-    """A key's help text without its kind."""
+    """Return a key's help text without its kind."""
     return _KIND.sub("", text, count=1) if _KIND.match(text) else text
 
 
 def kinds(name: str, chosen: Mapping[str, str]) -> dict[str, Kind]:
-    """What each key may hold, of the keys that declare it. The others are checked by what they are parsed into; so are
-    the keys of search spaces, where brackets in a comment are lists of values."""
+    """Return the kind of each key that declares one.
+
+    Other keys are checked where they are parsed, as are the keys of search spaces, whose comments have lists of values
+    in brackets.
+    """
     declared = _own_kinds(name)
     for group, choice in chosen.items():
         if group != SPACES and choice in group_options(group):

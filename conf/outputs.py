@@ -1,4 +1,4 @@
-"""Writes the files that a user names (`out=`, `report=`): the one place that decides how.
+"""Writes the files that a user names with `out=` and `report=`.
 
 Start reading at `output_file`. A plain file appears whole or not at all; links are followed; devices, pipes and
 descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are refused.
@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ _LINKS = 40  # as many as the kernel follows
 
 @dataclass(frozen=True)
 class Output:
-    """Where a user's output goes."""
+    """The resolved place of a user's output."""
 
     key: str  # as the user spelled it: out or report
     given: str
@@ -55,6 +56,33 @@ def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[s
     if output.descriptor is None and not output.path.parent.is_dir():
         raise UsageError(f"{key}={output.given} cannot be written: there is no folder {output.path.parent}")
     return output
+
+
+def checked_report(
+    report: str | os.PathLike[str], *, key: str, like: str, data: Sequence[str | os.PathLike[str]]
+) -> Path:  # fmt: skip
+    """Return the path of a page that a command will write, checked to be writable before any work.
+
+    Args:
+        report: the path as the user gave it.
+        key: the user's key for it, which messages name.
+        like: an example of a file name, for messages.
+        data: data folders whose own files are refused.
+
+    Raises:
+        UsageError: for a folder, for a file that cannot be written, and as `checked_output` does.
+    """
+    path = Path(report)
+    if path.is_dir():
+        raise UsageError(f"{key}={path} is a folder; name a file, as in {key}={like}")
+    output = checked_output(path, key=key, data=data)
+    if output.is_plain:
+        try:
+            with tempfile.NamedTemporaryFile(dir=output.path.parent, prefix=f".{output.path.name}.", suffix=".tmp"):
+                pass
+        except OSError as error:
+            raise UsageError(f"{key}={path} cannot be written: {error.strerror or error}") from error
+    return path
 
 
 def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike]) -> Output:
@@ -101,7 +129,7 @@ def folder_problems(out: str | os.PathLike, *, key: str = "out") -> list[str]:
 def output_file(
     out: str | os.PathLike | Output, *, key: str = "out", data: Sequence[str | os.PathLike] = ()
 ) -> Iterator[BinaryIO]:
-    """Give a binary file that takes the output of `key`.
+    """Open a binary file for the output of `key`.
 
     A plain file becomes visible, whole and durable, when the block ends; after an error nothing has changed. Raises
     `UsageError` as `checked_output` does, and for what the system refuses (no permission, a full disk).
@@ -132,7 +160,7 @@ def write_output(
 
 
 def _followed(path: str) -> tuple[Path, int | None]:
-    """(path without links, None), or (path, descriptor of this process) where the links end at one."""
+    """Follow links: return (path, None), or (path, descriptor) where they end at a descriptor of this process."""
     for _ in range(_LINKS):
         path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         match = _DESCRIPTOR.fullmatch(path)
@@ -157,7 +185,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike]) -> Path | None:
-    """The data folder that the file belongs to, by its place or as another name of one of its files."""
+    """Return the data folder that the file belongs to, by its place or as a hard link of one of its files."""
     for folder in path.parents:
         if _is_data_folder(folder):
             inside = path.relative_to(folder)
@@ -225,7 +253,7 @@ def _stream(target: Output) -> Iterator[BinaryIO]:
 
 
 class _Stream:
-    """A file that only takes bytes, and counts them: Parquet's writer asks for its place, which a pipe cannot tell."""
+    """A file that counts the bytes written: Parquet's writer asks for its position, which a pipe does not know."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "wb")

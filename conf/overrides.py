@@ -1,4 +1,4 @@
-"""Command-line arguments as values of a composed config: every mistake found, all of them told together.
+"""Command-line arguments as values of a composed config; all mistakes are reported together.
 
 Start reading at `load_config`. Keys and choices are checked against the YAML files before Hydra sees anything, since
 its own grammar knows more (packages, deletions, sweeps, its own settings) than these commands have.
@@ -36,7 +36,7 @@ _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII
 
 @dataclass(frozen=True)
 class Override:
-    """One argument `[+]KEY=VALUE`, with the value as it was typed."""
+    """One argument `[+]KEY=VALUE`, its value as typed."""
 
     plus: str
     key: str
@@ -45,7 +45,7 @@ class Override:
 
     @property
     def choice(self) -> str:
-        """The value as the name of a group's choice: without quotes."""
+        """Return the value without quotes, as the name of a group's choice."""
         return self.written[1:-1] if re.fullmatch(r"(['\"]).*\1", self.written) else self.written
 
     def text(self) -> str:
@@ -53,7 +53,7 @@ class Override:
 
 
 def parsed(arguments: Sequence[str]) -> list[Override]:
-    """The arguments, split. Raises `UsageError` that names every one that is no `KEY=VALUE`."""
+    """Split the arguments. Raises `UsageError` that names every one that is no `KEY=VALUE`."""
     overrides, problems = [], []
     for argument in arguments:
         match = _ARGUMENT.fullmatch(argument)
@@ -75,7 +75,7 @@ def parsed(arguments: Sequence[str]) -> list[Override]:
 
 
 def check_readable(arguments: Sequence[str]) -> None:
-    """Raise `UsageError` for arguments that no command can use: no UTF-8, a null character, or far too long."""
+    """Raise `UsageError` for arguments that are not UTF-8, hold a null character, or are far too long."""
     if problems := [problem for argument in arguments if (problem := _unreadable(argument))]:
         raise UsageError("; ".join(problems))
 
@@ -132,12 +132,12 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> Any:
 
 
 def literal(value: str) -> str:
-    r"""Return text that OmegaConf reads as this very text: `${` begins an interpolation, `\${` does not."""
+    r"""Escape text for OmegaConf, for which `${` begins an interpolation and `\${` does not."""
     return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
 
 
 def _with_device(name: str, override: Override) -> Override:
-    """`device=h100` as `device=H100-SXM5-80GB`; what stands for no choice is left to `_choices` to refuse."""
+    """Return `device=h100` as `device=H100-SXM5-80GB`; `_choices` refuses names that fit no device."""
     if override.key != DEVICES or override.choice in group_options(DEVICES):
         return override
     try:
@@ -157,7 +157,7 @@ def _unknown_choice(name: str, group: str, choice: str) -> str:
 
 
 def _choices(name: str, overrides: Sequence[Override]) -> tuple[dict[str, str], list[str]]:
-    """Group -> choice, by default or by argument, and what is wrong with the arguments' choices."""
+    """Return group -> choice, by default or by argument, and the problems of the arguments' choices."""
     defaults, offered = chosen_by_default(name), offered_groups(name)
     chosen, problems = dict(defaults), []
     for override in overrides:
@@ -175,7 +175,7 @@ def _choices(name: str, overrides: Sequence[Override]) -> tuple[dict[str, str], 
 
 
 def _problem_of_key(override: Override, known: Sequence[str], name: str, chosen: Mapping[str, str]) -> str | None:
-    """Why no command reads this key; None where one does. The keys of a search space may be added with `+`."""
+    """Return why no command reads this key, or None. The keys of a search space may be added with `+`."""
     key = override.key
     if key in groups() and (key in chosen or key in offered_groups(name)):
         return None
@@ -227,7 +227,7 @@ def _composed(name: str, overrides: Sequence[Override]) -> Any:
 
 
 def _unparsed(overrides: Sequence[Override]) -> Iterator[str]:
-    """What is wrong with each value on its own."""
+    """Yield the problems of each value by itself."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -243,7 +243,7 @@ def _unparsed(overrides: Sequence[Override]) -> Iterator[str]:
 
 
 def _resolved(cfg: Any) -> dict[str, Any]:
-    """The config as plain values, `${...}` filled in. Raises `UsageError` where it cannot be."""
+    """Return the config as plain values with `${...}` filled in. Raises `UsageError` where that fails."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,4 +1,4 @@
-"""Folders and files that belong to this user alone: opened so that nobody else decides what is read or written.
+"""Opens folders and files that only this user can change.
 
 Start reading at `open_own_folder`.
 """

@@ -1,4 +1,4 @@
-"""Texts as a terminal may show them: no escape sequence, control or direction character gets through.
+"""Makes text safe for terminals: escape sequences, control and direction characters are escaped.
 
 Start reading at `printable`; `shown` is for values that a message quotes, `error_line` for stored errors.
 """
@@ -19,14 +19,14 @@ _IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # how a traceback draws the exceptions
 
 
 def printable(text: str) -> str:
-    """Return `text` with what could command a terminal escaped, as in `\\x1b`. Line feeds stay, tabs are blanks."""
+    """Return `text` with control characters escaped, as in `\\x1b`. Line feeds stay, tabs become blanks."""
     if text.isprintable():
         return text
     return "".join(map(_spelled, text))
 
 
 def one_line(text: str) -> str:
-    """Return `text` as `printable` does, in one line: a line feed is escaped too."""
+    """Return `text` in one line: as `printable`, with line feeds escaped too."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -54,7 +54,7 @@ def shown(value: object) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exception's text that says anything, or the name of its type."""
+    """Return the first non-blank line of an exception's text, or the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""A Ray of our own on this machine: what its processes must have in their environment.
+"""The environment of processes of a private Ray on this machine.
 
 Start reading at `own_session_environment`.
 """
@@ -10,7 +10,7 @@ import secrets
 
 
 def own_session_environment() -> dict[str, str]:
-    """Environment of a Ray of our own: set before `ray.init`, inherited by its processes.
+    """Return environment variables of a private Ray: set before `ray.init`, inherited by its processes.
 
     Checked on Ray 2.60: without RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 its servers listen on every interface, whatever
     node address is asked for (`_private/services.py`, `get_node_ip_address`).

@@ -1,4 +1,4 @@
-"""Overrides of a search space: what is given of a dimension replaces what stood there, whole.
+"""Overrides of a search space: a new value of a dimension replaces the old one whole.
 
 Start reading at `replacing`. Hydra would merge a range into the range that stood there (and keep its `scale`), and
 refuse a list where there was a range.
@@ -13,7 +13,7 @@ _DIMENSION = re.compile(r"(?P<plus>\+*)(?P<key>arch\.space(?:\.\w+)?)=")
 
 
 def replacing(overrides: Sequence[str]) -> list[str]:
-    """Put before each list, range or whole `arch.space` what clears the dimensions that it names."""
+    """Return the arguments with clearing overrides before each list, range or whole `arch.space`."""
     result: list[str] = []
     for text in overrides:
         match = _DIMENSION.match(text)

@@ -1,4 +1,4 @@
-"""What a key of a command may hold: kinds as YAML files declare them, in brackets at the start of a key's comment.
+"""Kinds of keys: what a key may hold, as YAML files declare it in brackets at the start of a key's comment.
 
 Start reading at `Kind.parse`; `conf.overrides` holds every composed value against its kind.
 
@@ -56,7 +56,7 @@ class _Number:
         return value <= self._ceiling and not (self.above and value == self.low)
 
     def words(self, value: object = None) -> str:
-        """`an integer >= 1`; where it is too much, the bound that `value` exceeds."""
+        """Return the kind in words, as `an integer >= 1`, with the bound that `value` exceeds."""
         kind = "an integer" if self.whole else "a number"
         if isinstance(value, float) and not (self.whole or math.isfinite(value)):
             kind = "a finite number"
@@ -93,14 +93,14 @@ def _plain(bound: float) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a key may hold: one of several alternatives."""
+    """The alternatives that a key may hold."""
 
     numbers: tuple[_Number, ...] = ()
     plain: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, declared: str) -> Kind:
-        """The kind that a YAML file declares, as `int >= 1 | null`. Raises `ValueError`."""
+        """Read a kind as a YAML file declares it, as `int >= 1 | null`. Raises `ValueError`."""
         numbers, plain = [], set()
         for alternative in (part.strip() for part in declared.split("|")):
             bounded = _BOUNDED.fullmatch(alternative)
@@ -118,29 +118,29 @@ class Kind:
 
     @property
     def optional(self) -> bool:
-        """Whether the key may be null."""
+        """Return whether the key may be null."""
         return "null" in self.plain
 
     @property
     def is_text(self) -> bool:
-        """Whether text is among the alternatives, so that it is taken as it stands."""
+        """Return whether text is among the alternatives, so that a value is taken as it stands."""
         return not self.plain.isdisjoint(_TEXTS)
 
     def stands_as_typed(self, written: str) -> bool:
-        """Whether an argument is text that needs no reading: not in quotes, not null, no list where one may be."""
+        """Return whether an argument is plain text: not in quotes, not null, no list where a list is allowed."""
         if written in ("", "null") or written[0] in "'\"":
             return False
         return self.is_text and not self.is_structure(written)
 
     def is_structure(self, written: str) -> bool:
-        """Whether an argument as it is written is a list or a mapping (or `true`) that this kind takes as such."""
+        """Return whether an argument is written as a list or a mapping (or `true`) that this kind takes."""
         if "bool" in self.plain and written.lower() in ("true", "false"):
             return True
         kinds = {name.partition(" ")[0] for name in self.plain}
         return any(name in kinds and _has_shape(written, name) for name in _SHAPES)
 
     def problems_as_written(self, key: str, written: str) -> list[str]:
-        """What is wrong with text as it was typed, before anything reads it."""
+        """Return the problems of text as typed, before anything reads it."""
         begun = self.plain.isdisjoint({"path", "new path"})  # a path may begin with a bracket
         shapes = [] if "any text" in self.plain else [name for name in _SHAPES if _has_shape(written, name, begun)]
         typed = shown(f"{key}={written}")
@@ -157,7 +157,7 @@ class Kind:
         return f"must be {self.words(value)}, got {shown(value)}"
 
     def words(self, value: object = None) -> str:
-        """The kind for people, `a path or a list of names`; of bounds the one that `value` is beyond."""
+        """Return the kind in words, as `a path or a list of names`, with the bound that `value` exceeds."""
         parts = [number.words(value) for number in self.numbers]
         parts += dict.fromkeys(words for name, words in _WORDS.items() if name in self.plain)
         return " or ".join(parts)
@@ -187,7 +187,7 @@ def _has_shape(written: str, name: str, begun: bool = False) -> bool:
 
 
 def problems_of(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> list[str]:
-    """What is wrong with each value, by its dotted key; keys that are missing altogether are named, too."""
+    """Return the problems of each value, by dotted key; missing keys are named too."""
     found = []
     for key, kind in kinds.items():
         value, present, parent = _at(values, key)

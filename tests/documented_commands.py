@@ -16,7 +16,7 @@ from pathlib import Path
 from conf.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-_SOURCES = ("*.md", "docs/*.md", "learn/default_models/*.md", "conf/*.yaml", "conf/*/*.yaml")
+_SOURCES = ("*.md", "docs/**/*.md", "learn/default_models/*.md", "conf/*.yaml", "conf/*/*.yaml")
 _NOT_READ = ("CHANGELOG.md", "docs/plan.md", "docs/commands.md")  # history, plans; made of conf/*.yaml
 _COMMAND = re.compile(
     r"(?P<before>`?)(?:python -m (?P<module>(?:farm|learn|warehouse)\.\w+)"

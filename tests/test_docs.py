@@ -17,10 +17,10 @@ from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUN = (ROOT / "README.md", ROOT / "docs" / "queries.md")
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
 def code_blocks(language):

@@ -21,7 +21,7 @@ FORMATS = ("table", "json")
 
 
 def entry(cfg: DictConfig) -> int:
-    """Print what is wrong with the folder that `cfg` names; 1 if anything is damaged or gone."""
+    """Print what is damaged or gone in the folder of `cfg`; return 1 if anything is."""
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
     folder = DataFolder.resolve(cfg.data).open()

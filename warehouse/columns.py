@@ -103,7 +103,7 @@ TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "jobs": JOBS}
 
 
 def described(table: str, column: str) -> str:
-    """What a column means, its unit at the end."""
+    """Return a column's meaning, its unit at the end."""
     text = TABLES[table][column]
     unit = _UNITS.get(column.rpartition("_")[2]) if "_" in column else None
     if table == "telemetry" and column in METRICS:

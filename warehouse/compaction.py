@@ -53,17 +53,17 @@ class CompactionReport:
     left: set[Path] = field(default_factory=set)  # files that are neither merged nor deleted, named in `problems`
 
     def left_alone(self, path: Path, why: str) -> None:
-        """Name a file, once, that is neither merged nor deleted."""
+        """Report once a file that is neither merged nor deleted."""
         if path not in self.left:
             self.left.add(path)
             self.problems.append(f"{path} is left alone: {why}")
 
     def damaged(self, file: DamagedFile) -> None:
-        """Name a file that cannot be read."""
+        """Report a file that cannot be read."""
         self.left_alone(file.path, file.reason)
 
     def lines(self) -> list[str]:
-        """The report in words."""
+        """Return the report as lines of text."""
         if self.busy:
             return ["another compaction is at work on this folder; nothing done"]
         lines = [f"{path}: {count} files merged" for path, count in self.merged.items()]
@@ -106,7 +106,7 @@ def is_open_somewhere(folder: DataFolder) -> bool:
 
 @contextlib.contextmanager
 def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this process may merge and delete files, or rely on nobody doing so; `wait` until it may."""
+    """Take the lock under which files are merged and deleted; yield whether it is held. `wait` until it is."""
     with open_lock(folder.compaction_lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

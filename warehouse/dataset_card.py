@@ -151,7 +151,7 @@ def _counts(rows: Sequence[Mapping]) -> str:
 
 
 def _special(rows: Sequence[Mapping]) -> str:
-    """What is sampled beyond the spaces: smaller cards, pairs, settings, doubts."""
+    """Describe what is sampled beyond the spaces: smaller cards, pairs, settings, doubts."""
 
     def by(name: str, of: Callable[[Mapping], Any] | None = None) -> str:
         counts = Counter(_said((of or (lambda row: row[name]))(row)) for row in rows)
@@ -175,7 +175,7 @@ def _special(rows: Sequence[Mapping]) -> str:
 
 
 def _network(row: Mapping) -> str:
-    """The trial without its batch size."""
+    """Return the trial without its batch size."""
     import json
 
     from conf.identity import mapping_hash

@@ -95,7 +95,7 @@ class Difference:
 
 
 def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 0.05) -> Difference:
-    """What changed from one snapshot of the folder to another; `now` is the folder as it is.
+    """Compare two snapshots of the folder; `now` is the folder as it is.
 
     `tolerance` is the shift of a label from which on a configuration is counted as beyond. Raises `UsageError` for a
     snapshot that is not there, or is damaged.
@@ -220,7 +220,7 @@ def _schema_changes(before: Mapping, after: Mapping) -> Iterator[SchemaChange]:
 
 
 def lines(found: Difference) -> list[str]:
-    """The difference as tables."""
+    """Return the difference as tables."""
     said = [f"from {found.before} to {found.after}"]
     for view in found.rows_before:
         old, new = found.rows_before[view], found.rows_after[view]
@@ -268,7 +268,7 @@ def named_arguments(argv: Sequence[str]) -> list[str]:
 
 
 def entry(cfg) -> int:
-    """Compare what `cfg` names and print it."""
+    """Compare the two sides of `cfg` and print the difference."""
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
     tolerance: Any = cfg.tolerance

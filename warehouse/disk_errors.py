@@ -16,13 +16,13 @@ _CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def is_disk_error(error: duckdb.Error) -> bool:
-    """Whether DuckDB failed for want of space or permission to write."""
+    """Return whether DuckDB failed for lack of space or write permission."""
     return _code(error) is not None
 
 
 @contextlib.contextmanager
 def disk_errors_named() -> Iterator[None]:
-    """Raise `OSError` where DuckDB fails for want of space or permission to write, as in its temporary files."""
+    """Raise `OSError` where DuckDB fails for lack of space or write permission, as in its temporary files."""
     try:
         yield
     except duckdb.Error as error:

@@ -44,13 +44,13 @@ class TrialLink:
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
 
     def told(self, word: str) -> bool:
-        """Whether the worker has said this word yet; never waits."""
+        """Return whether the worker has sent this word; never waits."""
         if word not in self._words:
             self._listen(0.0)
         return word in self._words
 
     def wait(self, word: str, timeout_s: float | None = None) -> bool:
-        """Wait for a word; False when the worker is gone or the time is up."""
+        """Wait for a word. Return False when the worker is gone or the time is up."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.told(word):
             left_s = None if deadline is None else deadline - time.monotonic()
@@ -158,7 +158,7 @@ def _free_device_mib(trial: dict[str, Any]) -> float | None:
 
 
 def thread_budget(workers: int) -> int:
-    """CPU threads for one of `workers` trials that run side by side."""
+    """Return the CPU threads for one of `workers` parallel trials."""
     from workers.environment import core_count
 
     return max(1, core_count() // max(1, workers))

@@ -28,7 +28,7 @@ class TrialOutput:
         return self.reader
 
     def drain(self) -> None:
-        """Read what is there, 4 MiB at most."""
+        """Read the available output, 4 MiB at most."""
         for _ in range(_DRAIN_CHUNKS):
             try:
                 data = os.read(self.reader, _CHUNK_BYTES)
@@ -45,7 +45,7 @@ class TrialOutput:
             del self._tail[:-_TAIL_BYTES]
 
     def close_writer(self) -> None:
-        """Give up the writing end, in the process that reads."""
+        """Close the writing end in the reading process."""
         os.close(self.writer)
 
     def text(self) -> str:

@@ -178,7 +178,7 @@ class Server:
 
 
 def _be_the_first_to_go() -> None:
-    """When the machine runs out of memory, the kernel shall take the trial and not Ray or the server."""
+    """Make the kernel kill the trial first, not Ray or the server, when the machine runs out of memory."""
     try:
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write("1000")

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 
+from conf.reports.svg import Drawing, PlotArea, Svg
 from farm.comparison.pairs import Pair
 from farm.comparison.view import figure, percent
 
-_WIDTH, _HEIGHT = 560.0, 250.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 16.0, 14.0, 40.0
+_AREA = PlotArea(width=560.0, height=250.0, left=66.0, right=16.0, top=14.0, bottom=40.0)
 
 
 def shift_chart(
     pairs: Sequence[Pair], label: str, unit: str, css: Mapping[str, str], tolerance: float
-) -> str | None:  # fmt: skip
-    """SVG; None where no pair has figures. `css`: family -> class of its dots; dashed lines show the tolerance."""
-    dots = [
-        (pair, size, shift)
-        for pair in pairs
-        if (shift := pair.shift(label)) is not None and (size := pair.before.labels[label]) is not None and size > 0
-    ]
+) -> Svg | None:  # fmt: skip
+    """Draw the shift of each pair over its label before; None where no pair has figures.
+
+    Args:
+        pairs: configurations of both sides.
+        label: the column that is compared.
+        unit: of the label.
+        css: family -> class of its dots.
+        tolerance: relative; dashed lines show it.
+    """
+    dots: list[tuple[Pair, float, float]] = []
+    for pair in pairs:
+        size, shift = pair.before.labels[label], pair.shift(label)
+        if shift is not None and size is not None and size > 0:
+            dots.append((pair, size, shift))
     if not dots:
         return None
     sizes = [size for _, size, _ in dots]
@@ -29,44 +36,29 @@ def shift_chart(
     reach = 1.15 * max([abs(shift) for _, _, shift in dots] + [1.3 * tolerance, 1e-4])
 
     def x(size: float) -> float:
-        return _LEFT + (math.log10(size) - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+        return _AREA.x((math.log10(size) - low) / (high - low))
 
     def y(shift: float) -> float:
-        middle = (_TOP + _HEIGHT - _BOTTOM) / 2
-        return middle - shift / reach * (_HEIGHT - _TOP - _BOTTOM) / 2
+        return _AREA.y(0.5 + shift / reach / 2)
 
-    drawn = []
+    drawing = Drawing()
     for tick in _ticks(reach):
-        drawn.append(f'<path class="grid" d="M{_LEFT:g} {y(tick):.1f}H{_WIDTH - _RIGHT:g}"/>')
-        drawn.append(
-            f'<text class="axis" x="{_LEFT - 7:g}" y="{y(tick) + 4:.1f}" text-anchor="end">{_percent(tick)}</text>'
-        )
-    drawn.append(f'<path class="zero" d="M{_LEFT:g} {y(0):.1f}H{_WIDTH - _RIGHT:g}"/>')
+        _AREA.grid_line(drawing, y(tick), _percent(tick))
+    drawing.path("zero", _AREA.across(y(0)))
     for edge in (tolerance, -tolerance):
-        drawn.append(f'<path class="limit" d="M{_LEFT:g} {y(edge):.1f}H{_WIDTH - _RIGHT:g}"/>')
+        drawing.path("limit", _AREA.across(y(edge)))
     for size in _decades(min(sizes), max(sizes)):
-        drawn.append(
-            f'<text class="axis" x="{x(size):.1f}" y="{_HEIGHT - _BOTTOM + 18:g}" text-anchor="middle">{size:,g}</text>'
-        )
-    drawn.append(
-        f'<text class="axis" x="{(_LEFT + _WIDTH - _RIGHT) / 2:g}" y="{_HEIGHT - 5:g}" text-anchor="middle">'
-        f"before, {escape(unit)}</text>"
-    )
+        drawing.text("axis", x(size), _AREA.bottom_edge + 18, f"{size:,g}")
+    drawing.text("axis", (_AREA.left + _AREA.right_edge) / 2, _AREA.height - 5, f"before, {unit}")
     for pair, size, shift in dots:
-        caption = f"{pair.config_hash} ({pair.before.family}): {figure(size)} {unit}, {percent(shift)}"
-        drawn.append(
-            f'<circle class="dot {css[pair.before.family]}" cx="{x(size):.1f}" cy="{y(shift):.1f}" r="3.6">'
-            f"<title>{escape(caption)}</title></circle>"
-        )
+        title = f"{pair.config_hash} ({pair.before.family}): {figure(size)} {unit}, {percent(shift)}"
+        drawing.circle(f"dot {css[pair.before.family]}", x(size), y(shift), 3.6, title)
     words = f"Relative difference of {label} over its size before, {len(dots):,} configurations"
-    return (
-        f'<svg width="{_WIDTH:g}" height="{_HEIGHT:g}" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" '
-        f'aria-label="{escape(words)}">{"".join(drawn)}</svg>'
-    )
+    return drawing.svg(_AREA.width, _AREA.height, words)
 
 
 def _ticks(reach: float) -> list[float]:
-    """Round figures on both sides of zero, two or three on each."""
+    """Return round figures on both sides of zero, two or three on each."""
     power = 10.0 ** math.floor(math.log10(reach / 2))
     step = max(m * power for m in (1, 2, 5) if m * power <= reach / 2)
     count = math.floor(reach / step + 1e-9)
@@ -78,15 +70,15 @@ def _percent(tick: float) -> str:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each decade between the two, thinned where there are many; the ends where there are none."""
-    ticks = [
+    """Return 1, 2 and 5 of each decade between the two, thinned where there are many; the ends where there are none."""
+    sizes = [
         m * 10.0**e
         for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for m in (1, 2, 5)
         if low <= m * 10.0**e <= high
     ]
-    if len(ticks) > 8:
-        ticks = [size for size in ticks if math.isclose(math.log10(size) % 1, 0, abs_tol=1e-9)]
-    if len(ticks) > 1:
-        return ticks
+    if len(sizes) > 8:
+        sizes = [size for size in sizes if math.isclose(math.log10(size) % 1, 0, abs_tol=1e-9)]
+    if len(sizes) > 1:
+        return sizes
     return sorted({float(figure(low).replace(",", "")), float(figure(high).replace(",", ""))})

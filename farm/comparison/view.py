@@ -19,33 +19,33 @@ _SHOWN = 5  # configurations, operators and modules of each table
 def lines(result: ComparisonResult) -> list[str]:
     """What a terminal shows: labels, statuses, the largest differences, operators and modules, what has no partner."""
     comparison = result.comparison
-    output = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
+    text = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
     heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
-    output += table_lines(heads, [shift_row(shift) for shift in comparison.shifts])
+    text += table_lines(heads, [shift_row(shift) for shift in comparison.shifts])
     if comparison.statuses:
-        output += ["", "configurations that failed, or ended otherwise:"]
+        text += ["", "configurations that failed, or ended otherwise:"]
         rows = [(s.before, s.after, f"{s.configurations:,}", s.error or "") for s in comparison.statuses]
-        output += table_lines(("before", "after", "configurations", "error"), rows)
+        text += table_lines(("before", "after", "configurations", "error"), rows)
     for label, name in ((MEMORY, "peak memory"), (STEP_TIME, "step time")):
         largest = comparison.largest(label, _SHOWN)
         if largest:
-            output += ["", f"largest differences of {name}:"]
+            text += ["", f"largest differences of {name}:"]
             pair_heads = ("configuration", "family", "before", "after", "difference")
-            output += table_lines(pair_heads, [pair_row(pair, label) for pair in largest])
+            text += table_lines(pair_heads, [pair_row(pair, label) for pair in largest])
     families = [family for family in comparison.families if family.largest][:_SHOWN]
     if families:
-        output += ["", "by the operator families of the configurations' layers, medians:"]
+        text += ["", "by the operator families of the configurations' layers, medians:"]
         rows = [(f.name, f"{f.pairs:,}", percent(f.memory), percent(f.step_time)) for f in families]
-        output += table_lines(("operator family", "pairs", "peak memory", "step time"), rows)
-    output += ["", *_operator_lines(result)]
+        text += table_lines(("operator family", "pairs", "peak memory", "step time"), rows)
+    text += ["", *_operator_lines(result)]
     for side, alone in zip((result.before, result.after), comparison.alone, strict=True):
         if alone:
             examples = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
-            output.append(f"without a partner: {len(alone):,} configurations of {side.label} ({examples})")
+            text.append(f"without a partner: {len(alone):,} configurations of {side.label} ({examples})")
     for side, count in zip((result.before, result.after), comparison.unhashed, strict=True):
         if count:
-            output.append(f"left out: {count:,} rows of {side.label} that name no configuration")
-    return [*output, "", result.caveat]
+            text.append(f"left out: {count:,} rows of {side.label} that name no configuration")
+    return [*text, "", result.caveat]
 
 
 def headline(result: ComparisonResult) -> str:
@@ -129,30 +129,30 @@ def _operator_lines(result: ComparisonResult) -> list[str]:
     operators = result.operators
     if operators is None:
         return [f"operators: not compared: {result.no_operators}"]
-    output = [f"operators of one traced step of {operators.compared:,} configurations, priced on {operators.device}:"]
+    text = [f"operators of one traced step of {operators.compared:,} configurations, priced on {operators.device}:"]
     if operators.failed:
         error = next(error for pair in operators.failed.values() for error in reversed(pair) if error)
-        output.append(f"  {len(operators.failed):,} more cannot be traced on a side: {error}")
+        text.append(f"  {len(operators.failed):,} more cannot be traced on a side: {error}")
     if not operators.compared:
-        return output
+        return text
     columns = ("calls", "moved_mib", "ms", "peak_mib")
     for name, entries in (("operator", operators.operators), ("module", operators.modules)):
         changed = [change for change in entries if change.changed]
         if not changed:
-            output.append(f"  no {name} differs ({len(entries):,} {name}s)")
+            text.append(f"  no {name} differs ({len(entries):,} {name}s)")
             continue
         rows = [
             (change.name, f"{change.configurations:,}", *change_row(change, columns)) for change in changed[:_SHOWN]
         ]
-        output += table_lines((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
+        text += table_lines((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
         if len(changed) > _SHOWN:
-            output.append(f"  {len(changed) - _SHOWN:,} more {name}s differ: see the page")
+            text.append(f"  {len(changed) - _SHOWN:,} more {name}s differ: see the page")
     dtypes = changed_dtypes(operators)
     if dtypes:
-        output.append(
+        text.append(
             "  operators by dtype: " + ", ".join(f"{name} {_arrow(*counts)}" for name, counts in dtypes.items())
         )
-    return output
+    return text
 
 
 def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
@@ -190,7 +190,7 @@ def as_json(result: ComparisonResult) -> str:
 
 def side_mapping(side: Side, versions: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What a side is; `versions` are those of its runs."""
-    about: dict[str, Any] = {"given": side.text, "versions": {name: list(values) for name, values in versions.items()}}
+    about: dict[str, Any] = {"given": side.text, "versions": {name: list(found) for name, found in versions.items()}}
     if isinstance(side, Environment):
         return {**about, "python": str(side.python), "environment": dict(side.versions)}
     assert isinstance(side, Recorded)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from conf.errors import UsageError
+from conf.outputs import checked_report as checked_page
 from conf.outputs import write_output
+from conf.reports.render import render_page
 from farm.comparison.page import comparison_page
 from farm.comparison.run import ComparisonResult, comparisons_folder
 from farm.comparison.view import as_json
@@ -16,9 +18,7 @@ def checked_report(report: str | None) -> Path | None:
     """The file that the user names for the page, found writable before anything runs. Raises `UsageError`."""
     if report is None:
         return None
-    from learn.estimation.step_report import checked_path
-
-    return checked_path(report, like="compare.html")
+    return checked_page(report, key="report", like="compare.html", data=[DataFolder.resolve().root])
 
 
 def write_comparison(home: DataFolder, result: ComparisonResult, report: str | None) -> Path:
@@ -27,7 +27,10 @@ def write_comparison(home: DataFolder, result: ComparisonResult, report: str | N
     They go to `comparisons/` of the data folder, or to the file `report` and one of the same name ending in `.json`.
     Raises `UsageError` where they cannot be written.
     """
-    figures, page = as_json(result).encode() + b"\n", comparison_page(result).encode("utf-8", errors="replace")
+    figures, page = (
+        as_json(result).encode() + b"\n",
+        render_page(comparison_page(result)).encode("utf-8", errors="replace"),
+    )
     if report is not None:
         path = Path(report)
         write_output(path.with_suffix(".json"), figures, key="report", data=[home.root])

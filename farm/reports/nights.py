@@ -8,22 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farm.journal import STEPS
-from farm.reports.charts import Curve, columns, curves, figure
-from farm.reports.parts import (
-    chart,
-    charts,
-    clean,
-    count_of,
-    duration,
-    energy,
-    fold,
-    lead,
-    legend,
-    note,
-    section,
+from conf.reports.blocks import (
+    Block,
+    Bullets,
+    Cell,
+    Chart,
+    Charts,
+    Fold,
+    Heading,
+    Lead,
+    Legend,
+    Level,
+    Note,
+    Preformatted,
+    Section,
+    Table,
     table,
 )
+from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
+from farm.journal import STEPS
+from farm.reports.charts import Curve, columns, curves
 from farm.reports.rows import LOG_CHARACTERS
 from farm.reports.verdict import gist
 from learn.evaluation.scores import NOT_INFORMATIVE
@@ -53,36 +57,38 @@ _FIGURES = {
 }
 
 
-def canaries_section(report: Report) -> str:
+def canaries_section(report: Report) -> Section:
+    """Return what the canaries showed, what changed in the environment, and what drifted with it."""
     canaries = report.canaries
     if canaries is None:
-        return section("canaries", "Canaries", lead("No canary was compared."))
+        return Section("canaries", "Canaries", (Lead("No canary was compared."),))
     compared = list(canaries.get("compared") or ())
     moved = [one for one in compared if one.get("moved")]
     verdict = str(canaries.get("verdict"))
-    level = {"sick": "bad", "drift": "look"}.get(verdict, "good")
+    level: Level = "bad" if verdict == "sick" else "look" if verdict == "drift" else "good"
     where = " ".join(str(canaries[name]) for name in ("device_name", "source") if canaries.get(name))
-    parts = [note(f"{verdict}: {canaries.get('said') or 'nothing to say'}", level)]
-    parts += [note(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
-    parts.append(lead(f"{count_of(int(canaries.get('runs') or 0), 'run')} on {where or 'an unknown device'}"))
+    parts: list[Block] = [Note(f"{verdict}: {canaries.get('said') or 'nothing to say'}", level)]
+    parts += [Note(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
+    parts.append(Lead(f"{count_of(int(canaries.get('runs') or 0), 'run')} on {where or 'an unknown device'}"))
     if moved:
-        parts.append(f"<h3>What moved</h3>{_compared(moved)}")
+        parts += [Heading("What moved"), _compared(moved)]
     if compared:
         names = {(one.get("family"), one.get("config_hash")) for one in compared}
-        said = f"All {count_of(len(compared), 'label')} of {count_of(len(names), 'canary configuration')}"
-        parts.append(fold(said, _compared(compared), open_=not moved and len(compared) <= 2 * _CELLS_SHOWN))
-    parts.append(_environment(canaries.get("environment") or {}, canaries.get("before")))
-    parts.append(_drift(canaries.get("drift")))
-    return section("canaries", "Canaries and drift", *parts)
+        summary = f"All {count_of(len(compared), 'label')} of {count_of(len(names), 'canary configuration')}"
+        is_open = not moved and len(compared) <= 2 * _CELLS_SHOWN
+        parts.append(Fold(summary, (_compared(compared),), is_open))
+    parts += _environment(canaries.get("environment") or {}, canaries.get("before"))
+    parts += _drift(canaries.get("drift"))
+    return Section("canaries", "Canaries and drift", tuple(parts))
 
 
-def _compared(compared: Sequence[Mapping]) -> str:
-    rows = []
+def _compared(compared: Sequence[Mapping[str, Any]]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
     for one in compared:
         before, now = one.get("before"), one.get("now")
-        change = _number(now - before, sign=True) if before is not None and now is not None else "–"
+        change = _number(now - before, sign=True) if before is not None and now is not None else MISSING
         rows.append((
-            one.get("family"), str(one.get("config_hash") or "–")[:12], f"{one.get('label')} [{one.get('unit')}]",
+            one.get("family"), str(one.get("config_hash") or MISSING)[:12], f"{one.get('label')} [{one.get('unit')}]",
             _number(before), _number(now), change, _number(one.get("tolerance")), one.get("history_runs"),
             one.get("said") or "",
         ))  # fmt: skip
@@ -92,34 +98,36 @@ def _compared(compared: Sequence[Mapping]) -> str:
 
 def _number(value: float | None, sign: bool = False) -> str:
     if value is None:
-        return "–"
+        return MISSING
     text = figure(abs(value))
     return f"{'-' if value < 0 else '+' if sign else ''}{text}"
 
 
-def _environment(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+def _environment(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Block]:
     names = list(dict.fromkeys([*ENVIRONMENT, *now, *(before or ())]))
     changed = [k for k, name in enumerate(names) if before is not None and now.get(name) != before.get(name)]
     if not now:
-        return ""
+        return []
     if not changed:
-        said = ", ".join(f"{name.removesuffix('_version')} {now[name]}" for name in names if now.get(name) is not None)
-        return lead(f"Environment{', unchanged' if before is not None else ''}: {said or 'unknown'}.")
+        versions = ", ".join(
+            f"{name.removesuffix('_version')} {now[name]}" for name in names if now.get(name) is not None
+        )
+        return [Lead(f"Environment{', unchanged' if before is not None else ''}: {versions or 'unknown'}.")]
     rows = [(name, (before or {}).get(name), now.get(name)) for name in names]
-    return f"<h3>Environment</h3>{table(('what', 'before', 'now'), rows, words=3, marked=changed)}"
+    return [Heading("Environment"), table(("", "before", "now"), rows, words=3, marked=changed)]
 
 
-def _drift(drift: Mapping | None) -> str:
+def _drift(drift: Mapping[str, Any] | None) -> list[Block]:
     if not drift:
-        return ""
+        return []
     operators = [(label, ", ".join(map(str, names))) for label, names in (drift.get("operators") or {}).items()]
-    parts = [
-        "<h3>Drift</h3>",
-        lead(
+    parts: list[Block] = [
+        Heading("Drift"),
+        Lead(
             f"{count_of(int(drift.get('stale_rows') or 0), 'row')} marked stale for this environment, "
             f"{count_of(int(drift.get('remeasure') or 0), 'configuration')} to be measured again first."
         ),
-        *(note(text) for text in drift.get("moved") or ()),
+        *map(Note, drift.get("moved") or ()),
     ]
     if operators:
         parts.append(table(("label", "*operator families that moved"), operators))
@@ -127,43 +135,44 @@ def _drift(drift: Mapping | None) -> str:
         counts = sorted((drift.get(key) or {}).items(), key=lambda item: (-item[1], item[0]))
         if counts:
             parts.append(table((title, "stale rows"), counts))
-    return "".join(parts)
+    return parts
 
 
-def scores_section(report: Report) -> str:
+def scores_section(report: Report) -> Section:
+    """Return what the learning step decided, and figures of each estimator over the cycles."""
     tonight = [score for score in report.scores if score.cycle == report.cycle]
-    parts = [_decisions(tonight)] if tonight else [lead("No estimator was fitted tonight.")]
+    parts: list[Block] = _decisions(tonight) if tonight else [Lead("No estimator was fitted tonight.")]
     names = [night.cycle for night in report.nights][-SHOWN_CYCLES:]
     series: dict[tuple[str, str], dict[str, Score]] = {}
     for score in report.scores:
         series.setdefault((score.target, score.estimator), {})[score.cycle] = score
-    drawn = []
+    drawn: list[Chart] = []
     for (target, estimator), of in sorted(series.items()):
         drawn += [
             _score_chart(f"{target} by {estimator}", target, key, names, of)
             for key in _drawn_figures(list(of.values()))
         ]
     if drawn:
-        parts.append(lead("A full dot: a model was promoted. The held-out set grows from night to night."))
-        parts.append(charts(drawn))
-    return section("scores", "Estimators over the cycles", *parts)
+        parts.append(Lead("A full dot: a model was promoted. The held-out set grows from night to night."))
+        parts.append(Charts(tuple(drawn)))
+    return Section("scores", "Estimators over the cycles", tuple(parts))
 
 
-def _decisions(scores: Sequence[Score]) -> str:
+def _decisions(scores: Sequence[Score]) -> list[Block]:
     both = [of or {} for one in scores for of in (one.current, one.candidate)]
     keys = [key for key in dict.fromkeys([*_FIGURES, *(key for of in both for key in of)]) if key not in _NO_FIGURE]
     keys = [key for key in keys if any(of.get(key) is not None for of in both)]
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for one in scores:
         compared = (f"{_figure_of(key, one.current)} / {_figure_of(key, one.candidate)}" for key in keys)
         rows.append((one.target, one.estimator, one.decision, one.held_out, *compared))
     heads = ("target", "estimator", "decision", "held out", *map(_name, keys))
     failed = [k for k, one in enumerate(scores) if one.decision == "failed"]
-    said = lead("Figures of the model so far / of the night's candidate, on the same held-out rows.") if keys else ""
-    why = "".join(
-        f"<li>{clean(one.target)}: {clean(one.decision)}: {clean(gist(one.why, _WHY))}</li>" for one in scores
-    )
-    return f"{said}{table(heads, rows, words=3, marked=failed)}<ul>{why}</ul>"
+    reasons = tuple(f"{one.target}: {one.decision}: {gist(one.why, _WHY)}" for one in scores)
+    blocks: list[Block] = [table(heads, rows, words=3, marked=failed), Bullets(reasons)]
+    if not keys:
+        return blocks
+    return [Lead("Figures of the model so far / of the night's candidate, on the same held-out rows."), *blocks]
 
 
 def _name(key: str) -> str:
@@ -180,7 +189,7 @@ def _figure_of(key: str, figures: Mapping[str, Any] | None) -> str:
 
 def _figure(key: str, value: Any) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        return "–" if value is None else str(value)
+        return MISSING if value is None else str(value)
     return f"{value:.1%}" if key in _SHARES else figure(value)
 
 
@@ -192,7 +201,7 @@ def _drawn_figures(scores: Sequence[Score]) -> list[str]:
     return [key for key in (error, "accuracy") if key in there]
 
 
-def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Mapping[str, Score]) -> str:
+def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Mapping[str, Score]) -> Chart:
     scale = 100.0 if key in _SHARES else 1.0
 
     def values(which: str) -> list[float | None]:
@@ -211,18 +220,20 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
         Curve(name="candidate", css="k5", values=candidate, figures=False),
         Curve(name="in use", css="k1", values=used, marks=marks),
     ]
-    chips = legend({"model in use": "k1", "the night's candidate": "k5"})
+    chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
     most = 100.0 if key in _OF_A_WHOLE else None
-    return chart(f"{title}: {what}", curves(names, lines, unit, most=most), chips, newest=True)
+    svg = curves(names, lines, unit, most=most)
+    return Chart(f"{title}: {what}", svg, (chips,), newest_first_seen=True)
 
 
-def time_section(report: Report) -> str:
+def time_section(report: Report) -> Section:
+    """Return what the cycle's steps took, and time, rows and energy over the cycles."""
     night, run = report.nights[-1], report.run or {}
     whole = sum(taken for taken in night.seconds.values() if taken)
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (
             step.name, step.state, duration(step.seconds),
-            f"{step.seconds / whole:.0%}" if step.seconds and whole else "–", step.attempts,
+            f"{step.seconds / whole:.0%}" if step.seconds and whole else MISSING, step.attempts,
             gist(step.error),
         )
         for step in report.steps
@@ -235,54 +246,59 @@ def time_section(report: Report) -> str:
         if report.simulated
         else f"Time on the GPUs: {of_runs}; energy: {energy(run.get('energy_j'))}."
     )
-    parts = [
-        lead(f"{duration(whole)} in all, {duration(night.overhead_s)} of it beside running and fitting. {spent}"),
+    parts: list[Block] = [
+        Lead(f"{duration(whole)} in all, {duration(night.overhead_s)} of it beside running and fitting. {spent}"),
         table(heads, rows, words=2, marked=failed),
     ]
     errors = [(step.name, step.error) for step in report.steps if step.error]
     parts += [
-        fold(f"The whole error of {name}", f"<pre>{clean(error, LOG_CHARACTERS)}</pre>") for name, error in errors
+        Fold(f"The whole error of {name}", (Preformatted(clean_text(error, LOG_CHARACTERS)),)) for name, error in errors
     ]
     nights = report.nights[-SHOWN_CYCLES:]
     names = [one.cycle for one in nights]
     longest = max((sum(filter(None, one.seconds.values())) for one in nights), default=0.0)
     unit, scale = ("h", 3600.0) if longest >= 2 * 3600 else ("min", 60.0) if longest >= 120 else ("s", 1.0)
     by_step = {name: (_STEP_CSS[name], [(one.seconds.get(name) or 0.0) / scale for one in nights]) for name in STEPS}
-    drawn = [chart("Time by step", columns(names, by_step, unit), legend(_STEP_CSS), newest=True)]
+    steps = columns(names, by_step, unit)
+    drawn = [Chart("Time by step", steps, (Legend(_STEP_CSS),), newest_first_seen=True)]
     overhead = Curve(name="overhead", css="k2", values=[one.overhead_s / 60 for one in nights])
     title = f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min"
-    drawn.append(chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest=True))
-    taken, energies = [], []  # of nights on GPUs
+    drawn.append(Chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest_first_seen=True))
+    taken: list[float | None] = []  # of nights on GPUs
+    energies: list[float | None] = []
     for one in nights:
         taken.append(None if one.simulated else _over(one.gpu_seconds, 3600))
         energies.append(None if one.simulated else _over(one.energy_j, 3.6e6))
     simulating = [_over(one.gpu_seconds, 60) if one.simulated else None for one in nights]
-    for title, css, unit, values in (
+    series: tuple[tuple[str, str, str, Sequence[float | None]], ...] = (
         ("Rows in all", "k1", "rows", [one.rows for one in nights]),
         ("Runs a night", "k4", "runs", [one.runs for one in nights]),
         ("GPU time", "k5", "h", taken),
         ("Energy", "k6", "kWh", energies),
         ("Time of simulated runs", "k0", "min", simulating),
-    ):
+    )
+    for title, css, unit, values in series:
         if any(value is not None for value in values):
-            drawn.append(chart(title, curves(names, [Curve(name=title, css=css, values=values)], unit), newest=True))
+            svg = curves(names, [Curve(name=title, css=css, values=values)], unit)
+            drawn.append(Chart(title, svg, newest_first_seen=True))
     left = len(report.nights) - len(nights)
-    parts.append(charts(drawn))
+    parts.append(Charts(tuple(drawn)))
     if left > 0:
-        parts.append(lead(f"{count_of(left, 'earlier cycle')} not drawn; their figures are in the JSON."))
-    return section("time", "Time" if report.simulated else "Time and energy", *parts)
+        parts.append(Lead(f"{count_of(left, 'earlier cycle')} not drawn; their figures are in the JSON."))
+    return Section("time", "Time" if report.simulated else "Time and energy", tuple(parts))
 
 
 def _over(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
 
 
-def next_section(report: Report) -> str:
+def next_section(report: Report) -> Section:
+    """Return what the dry run of the next night chose."""
     plan = report.next_plan
     if plan is None:
-        return section("next", "What to measure next", lead("No dry run of the next night was made."))
+        return Section("next", "What to measure next", (Lead("No dry run of the next night was made."),))
     families = plan.get("families") or {}
-    parts = [_plan_said(plan, report.simulated), *(note(text) for text in plan.get("notes") or ())]
+    parts: list[Block] = [_plan_line(plan, report.simulated), *map(Note, plan.get("notes") or ())]
     if families:
         parts.append(table(("family", "runs"), sorted(families.items(), key=lambda item: (-item[1], item[0]))))
     for dimension, of in (plan.get("gained") or {}).items():
@@ -294,21 +310,21 @@ def next_section(report: Report) -> str:
         shown = f", the {_CELLS_SHOWN} emptiest" if len(cells) > _CELLS_SHOWN else ""
         title = f"{dimension}: {count_of(len(cells), 'cell')} would gain, {new:,} of them without a row so far{shown}"
         inside = table(("cell", "rows now", "runs planned"), rows)
-        parts.append(fold(title, inside, open_=dimension in ("memory", "region")))
-    return section("next", "What to measure next", *parts)
+        parts.append(Fold(title, (inside,), is_open=dimension in ("memory", "region")))
+    return Section("next", "What to measure next", tuple(parts))
 
 
-def _plan_said(plan: Mapping[str, Any], simulated: bool) -> str:
+def _plan_line(plan: Mapping[str, Any], simulated: bool) -> Lead:
     ran = "simulated" if simulated else "measured"
     runs, again = int(plan.get("runs") or 0), int(plan.get("remeasured") or 0)
     stale = f" {again:,} of them were {ran} before, and are stale since." if again else ""
     if "policy" not in plan:  # nothing but stale ones, so that no candidate was looked at
-        return lead(f"{count_of(runs, 'run')}.{stale}")
+        return Lead(f"{count_of(runs, 'run')}.{stale}")
     past = float(plan.get("from_past") or 0.0)
     how = f"{past:.0%} of it from past runs of the family" if past else "a guess: no past runs"
     hours, out = float(plan.get("gpu_hours") or 0.0), float(plan.get("out_of_memory") or 0.0)
     unit = "hours, simulated" if simulated else "GPU-hours"
-    return lead(
+    return Lead(
         f"Policy {plan['policy']}: {count_of(runs, 'run')} of {int(plan.get('pool') or 0):,} candidates, about "
         f"{hours:.2f} {unit} ({how}); {out:.0f} of them are expected to run out of memory. Left out: "
         f"{int(plan.get('measured') or 0):,} {ran} already, {int(plan.get('repeated') or 0):,} copies.{stale}"

@@ -1,34 +1,39 @@
-"""A cycle's report as one HTML page. Start reading at `report_page`.
+"""The page of a growth cycle's report. Start reading at `report_page`; `conf.reports` draws it.
 
-The page needs no network and no JavaScript, and every text in it is escaped: labels and errors come from other
-people's code. What is of the machine and of the cycles is in `farm.reports.nights`.
+Labels and errors come from other people's code. Sections on the machine and on earlier cycles: `farm.reports.nights`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from conf.reports.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Charts,
+    Fold,
+    Heading,
+    Lead,
+    Legend,
+    Note,
+    Outcome,
+    Page,
+    Part,
+    Preformatted,
+    Section,
+    Stack,
+    Tile,
+    Tiles,
+    linked,
+    table,
+)
+from conf.reports.page_text import MISSING, count_of, duration, energy
 from farm.reports.charts import SHADES, heat_map
 from farm.reports.nights import canaries_section, next_section, scores_section, time_section
-from farm.reports.parts import (
-    Html,
-    chart,
-    charts,
-    clean,
-    count_of,
-    duration,
-    energy,
-    fold,
-    lead,
-    legend,
-    note,
-    page,
-    section,
-    table,
-    tiles,
-)
+from farm.reports.rows import Grid
 from warehouse.schema import STATUSES
 from warehouse.writer import RUN_RATIOS
 
@@ -42,124 +47,122 @@ _SHOWN = 12  # of what a page names; the rest is counted
 _SETTINGS = 400  # characters of one
 
 
-def report_page(report: Report) -> str:
-    """The page's text."""
-    title = f"Growth cycle {report.cycle}"
+def report_page(report: Report) -> Page:
+    """Return the page's contents."""
     sections = {
-        "changed": ("Tonight", _changed(report)),
-        "rows": ("Rows", _rows(report)),
-        "coverage": ("Coverage", _coverage(report)),
-        "failures": ("Failures", _failures(report)),
-        "doubts": ("Untrusted", _doubts(report)),
-        "canaries": ("Canaries", canaries_section(report)),
-        "scores": ("Estimators", scores_section(report)),
-        "time": ("Time" if report.simulated else "Time and energy", time_section(report)),
-        "findings": ("Quality", _findings(report)),
-        "next": ("Next night", next_section(report)),
-        "settings": ("Settings", _settings(report)),
+        "Tonight": _changed(report),
+        "Rows": _rows(report),
+        "Coverage": _coverage(report),
+        "Failures": _failures(report),
+        "Untrusted": _doubts(report),
+        "Canaries": canaries_section(report),
+        "Estimators": scores_section(report),
+        "Time" if report.simulated else "Time and energy": time_section(report),
+        "Quality": _findings(report),
+        "Next night": next_section(report),
+        "Settings": _settings(report),
     }
     if (report.canaries or {}).get("verdict") in ("sick", "drift"):  # what explains the rest comes first
-        sections = {"canaries": sections["canaries"], **sections}
-    return page(title, sections, lambda links: _head(report, title, links))
+        sections = {"Canaries": sections["Canaries"], **sections}
+    return Page(title=f"Growth cycle {report.cycle}", head=_head(report), sections=linked(sections))
 
 
-def _head(report: Report, title: str, links: str) -> str:
+def _head(report: Report) -> tuple[Block, ...]:
     said = report.said
     ended = f" to {report.ended_at}" if report.ended_at else ""
-    advice = "".join(note(text, said.level) for text in said.advice)
     return (
-        f'<header><h1>{clean(title)}</h1><p>{clean(report.started_at + ended)}</p><p class="outcome">'
-        f'<span class="verdict {said.level}">{clean(_OUTCOMES[said.level])}</span>{clean(said.sentence)}</p>'
-        f"{advice}{''.join(note(text) for text in report.notes)}{_tiles(report)}<nav>{links}</nav></header>\n"
+        Lead(report.started_at + ended),
+        Outcome(said.level, _OUTCOMES[said.level], said.sentence),
+        *(Note(text, said.level) for text in said.advice),
+        *map(Note, report.notes),
+        _tiles(report),
     )
 
 
-def _tiles(report: Report) -> str:
+def _tiles(report: Report) -> Tiles:
     run, night = report.run or {}, report.nights[-1]
     rows = report.rows
     tonight = sum(one.tonight for one in rows.counts) if rows else 0
     total = sum(one.rows for one in rows.counts) if rows else 0
     gained = sum(map(len, report.gained.values()))
     failed = rows.failed_tonight if rows else 0
-    figures = [
-        ("rows tonight", f"{tonight:,}", f"{total:,} in all"),
-        ("cells with their first row", f"{gained:,}", "bins and regions"),
-        ("failed", f"{failed:,}", f"{rows.doubted_tonight if rows else 0:,} untrusted"),
-        ("time of the runs", duration(run.get("gpu_seconds")), "simulated: no GPU was used")
+    tiles = [
+        Tile("rows tonight", f"{tonight:,}", f"{total:,} in all"),
+        Tile("cells with their first row", f"{gained:,}", "bins and regions"),
+        Tile("failed", f"{failed:,}", f"{rows.doubted_tonight if rows else 0:,} untrusted"),
+        Tile("time of the runs", duration(run.get("gpu_seconds")), "simulated: no GPU was used")
         if report.simulated
-        else ("GPU time", duration(run.get("gpu_seconds")), energy(run.get("energy_j"))),
-        ("overhead", duration(night.overhead_s), "all but running and fitting"),
+        else Tile("GPU time", duration(run.get("gpu_seconds")), energy(run.get("energy_j"))),
+        Tile("overhead", duration(night.overhead_s), "all but running and fitting"),
     ]
     promoted = [s.target for s in report.scores if s.cycle == report.cycle and s.decision in ("promoted", "first")]
-    figures.append(("new models", f"{len(promoted):,}", ", ".join(promoted[:3]) + (", …" if len(promoted) > 3 else "")))
-    return tiles(figures)
+    names = ", ".join(promoted[:3]) + (", …" if len(promoted) > 3 else "")
+    tiles.append(Tile("new models", f"{len(promoted):,}", names))
+    return Tiles(tuple(tiles))
 
 
-def _changed(report: Report) -> str:
-    parts = []
+def _changed(report: Report) -> Section:
+    parts: list[Block] = []
     if report.changed is not None:
-        parts.append(_difference(report.changed))
+        parts += _difference(report.changed)
     elif report.rows is None:
-        parts.append(lead("The rows could not be read."))
+        parts.append(Lead("The rows could not be read."))
     elif report.before is None:
-        parts.append(lead("There is no snapshot of an earlier cycle to compare with: everything is new."))
+        parts.append(Lead("There is no snapshot of an earlier cycle to compare with: everything is new."))
     gained = {name: cells for name, cells in report.gained.items() if cells}
     if gained:
         rows = [(name, len(cells), _some(cells)) for name, cells in gained.items()]
-        parts.append("<h3>Cells that had no row before</h3>" + table(("by", "cells", "*which"), rows))
-    return section("changed", "What changed tonight", *parts)
+        parts += [Heading("Cells that had no row before"), table(("by", "cells", "*which"), rows)]
+    return Section("changed", "What changed tonight", tuple(parts))
 
 
-def _difference(changed: Difference) -> str:
+def _difference(changed: Difference) -> list[Block]:
     rows = [
         (view, changed.rows_before.get(view, 0), after, f"{after - changed.rows_before.get(view, 0):+,}")
         for view, after in changed.rows_after.items()
     ]
     after = "now, as no snapshot was taken" if changed.after == "now" else changed.after
-    parts = [
-        lead(f"From the snapshot {changed.before} to {after}."),
+    parts: list[Block] = [
+        Lead(f"From the snapshot {changed.before} to {after}."),
         table(("view", "rows before", "rows now", "change"), rows),
     ]
+    groups = {"added": changed.added, "removed": changed.removed, "changed": changed.changed}
     counts = [
-        (what, one.family, one.device_name, one.status, one.runs)
-        for what in ("added", "removed", "changed")
-        for one in getattr(changed, what)
+        (name, one.family, one.device_name, one.status, one.runs) for name, entries in groups.items() for one in entries
     ]
     if counts:
-        summary = ", ".join(
-            f"{what} {sum(one.runs for one in getattr(changed, what)):,}" for what in ("added", "removed", "changed")
-        )
-        inside = table(("what", "family", "device", "status", "runs"), counts, words=4)
-        parts.append(fold(f"Runs {summary}", inside, open_=len(counts) <= _SHOWN))
+        summary = ", ".join(f"{name} {sum(one.runs for one in entries):,}" for name, entries in groups.items())
+        inside = table(("", "family", "device", "status", "runs"), counts, words=4)
+        parts.append(Fold(f"Runs {summary}", (inside,), is_open=len(counts) <= _SHOWN))
     beyond = [shift for shift in changed.shifts if shift.beyond]
     again = sum(shift.configurations for shift in changed.shifts)
     if not changed.shifts:
-        parts.append(lead("No configuration ran again in the same environment."))
+        parts.append(Lead("No configuration ran again in the same environment."))
     elif not beyond:
         again_line = f"Taken again in the same environment: {again:,} labels"
-        parts.append(lead(f"{again_line}, none beyond {changed.tolerance:g} of before."))
+        parts.append(Lead(f"{again_line}, none beyond {changed.tolerance:g} of before."))
     else:
-        rows = []
+        moved: list[tuple[Cell, ...]] = []
         for shift in sorted(beyond, key=lambda one: -abs(one.largest_shift))[: 2 * _SHOWN]:
             form = "+.3f" if shift.label in RUN_RATIOS else "+.1%"
-            rows.append((
+            moved.append((
                 shift.label, shift.family, shift.device_name, shift.configurations, shift.beyond,
                 format(shift.median_shift, form), format(shift.largest_shift, form), ", ".join(shift.examples),
             ))  # fmt: skip
         heads = ("label", "family", "device", "configurations", "moved", "median", "largest", "*config hashes")
-        parts.append(
-            f"<h3>Labels that moved by more than {changed.tolerance:g} in the same environment</h3>"
-            + table(heads, rows, words=3)
-            + _rest(len(beyond) - 2 * _SHOWN, "label")
-        )
+        parts += [
+            Heading(f"Labels that moved by more than {changed.tolerance:g} in the same environment"),
+            table(heads, moved, words=3),
+            *_rest(len(beyond) - 2 * _SHOWN, "label"),
+        ]
     for change in changed.schema:
         changes = "; ".join(
             f"{what}: {', '.join(names)}"
             for what, names in (("added", change.added), ("removed", change.removed), ("retyped", change.retyped))
             if names
         )
-        parts.append(note(f"Columns of {change.table}: {changes}"))
-    return "".join(parts)
+        parts.append(Note(f"Columns of {change.table}: {changes}"))
+    return parts
 
 
 def _some(names: Sequence[str]) -> str:
@@ -167,31 +170,33 @@ def _some(names: Sequence[str]) -> str:
     return "; ".join(names[:_SHOWN]) + more
 
 
-def _rest(count: int, noun: str) -> str:
-    return lead(f"And {count_of(count, noun)} more, in the JSON beside this page.") if count > 0 else ""
+def _rest(count: int, noun: str) -> list[Block]:
+    return [Lead(f"And {count_of(count, noun)} more, in the JSON beside this page.")] if count > 0 else []
 
 
-def _rows(report: Report) -> str:
+def _rows(report: Report) -> Section | None:
     rows = report.rows
     if rows is None:
-        return ""
+        return None
     if not rows.counts:
-        return section("rows", "Rows", lead("There is no run yet."))
+        return Section("rows", "Rows", (Lead("There is no run yet."),))
     families: dict[str, Counter[str]] = defaultdict(Counter)
     kinds: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for one in rows.counts:
         families[one.family] += Counter({one.status: one.rows, "tonight": one.tonight})
-        kinds[one.family, one.device_name or "–", one.source] += Counter({one.status: one.rows, "tonight": one.tonight})
+        kinds[one.family, one.device_name or MISSING, one.source] += Counter(
+            {one.status: one.rows, "tonight": one.tonight}
+        )
     shown = [status for status in STATUSES if any(counts[status] for counts in families.values())]
     most = max(sum(counts[status] for status in shown) for counts in families.values())
-    lines = []
+    lines: list[tuple[Cell, ...]] = []
     for family, counts in sorted(families.items()):
         total = sum(counts[status] for status in shown)
         lines.append((
-            family, Html(_stack(counts, shown, total / most)), total, _plus(counts["tonight"]),
+            family, _stack(counts, shown, total / most), total, _plus(counts["tonight"]),
             *(counts[status] for status in shown),
         ))  # fmt: skip
-    totals = sum(families.values(), Counter())
+    totals: Counter[str] = sum(families.values(), Counter())
     lines.append(
         ("all", "", sum(totals[s] for s in shown), _plus(totals["tonight"]), *(totals[s] for s in shown))
     )  # fmt: skip
@@ -205,35 +210,36 @@ def _rows(report: Report) -> str:
         words=3,
     )
     whose = f"Rows of the snapshot {report.snapshot}" if report.snapshot else "Rows of the folder as it is"
-    return section(
+    return Section(
         "rows",
         "Rows by family, device and status",
-        lead(f"{whose}; tonight: what finished since the cycle began."),
-        legend({status: _STATUS_CSS[status] for status in shown}),
-        by_family,
-        fold(f"By device and source ({count_of(len(kinds), 'kind')})", by_kind, open_=len(kinds) <= _SHOWN),
+        (
+            Lead(f"{whose}; tonight: what finished since the cycle began."),
+            Legend({status: _STATUS_CSS[status] for status in shown}),
+            by_family,
+            Fold(f"By device and source ({count_of(len(kinds), 'kind')})", (by_kind,), is_open=len(kinds) <= _SHOWN),
+        ),
     )
 
 
-def _stack(counts: Counter[str], shown: list[str], share: float) -> str:
+def _stack(counts: Mapping[str, int], shown: Sequence[str], share: float) -> Stack:
     total = max(sum(counts[status] for status in shown), 1)
-    parts = "".join(
-        f'<span class="{_STATUS_CSS[status]}" style="width:{100 * counts[status] / total:.3f}%" '
-        f'title="{status} {counts[status]:,}"></span>'
+    parts = tuple(
+        Part(_STATUS_CSS[status], counts[status] / total, f"{status} {counts[status]:,}")
         for status in shown
         if counts[status]
     )
-    return f'<div class="stack" style="width:{max(100 * share, 1):.2f}%">{parts}</div>'
+    return Stack(parts, max(share, 0.01))
 
 
 def _plus(count: int) -> str:
     return f"+{count:,}" if count else "–"
 
 
-def _coverage(report: Report) -> str:
+def _coverage(report: Report) -> Section | None:
     rows = report.rows
     if rows is None or not rows.memory.rows:
-        return ""
+        return None
     where = f"{', '.join(rows.device_names)} ({rows.source})"
     left_out = [
         f"{rows.unusable:,} without a label that can be learned from" if rows.unusable else "",
@@ -243,68 +249,73 @@ def _coverage(report: Report) -> str:
     floors = (1, 4, 10, 32, 100, 317)
     for k in range(1, SHADES + 1):
         scale[f"{floors[k - 1]}–{floors[k] - 1}" if k < SHADES else f"{floors[-1]} and more"] = f"h{k}"
-    intro = lead(
-        f"Usable rows on {where}; below a figure, what tonight added. "
-        + " ".join(f"{text}." for text in left_out if text)
-    )
-    absent = lead(f"No row yet: {', '.join(rows.absent_families)}.") if rows.absent_families else ""
-    memory = chart(_empty("Peak memory by family, GiB", rows.memory), heat_map(rows.memory, "family", "GiB"))
-    levels = charts(
-        chart(_empty(f"{grid.name} by family", grid), heat_map(grid, "family", "level")) for grid in rows.levels
-    )
-    regions = charts(
-        chart(_empty(grid.name, grid), heat_map(grid, "batch", "parameters, from")) for grid in rows.regions
-    )
-    return section(
-        "coverage", "Coverage", intro, legend({**scale, "had no row before tonight": "fresh"}), absent, memory, levels,
-        "<h3>Batch size and parameters, by family</h3>", regions,
-    )  # fmt: skip
+    blocks: list[Block] = [
+        Lead(
+            f"Usable rows on {where}; below a figure, what tonight added. "
+            + " ".join(f"{text}." for text in left_out if text)
+        ),
+        Legend({**scale, "had no row before tonight": "fresh"}),
+    ]
+    if rows.absent_families:
+        blocks.append(Lead(f"No row yet: {', '.join(rows.absent_families)}."))
+    blocks += [
+        _map("Peak memory by family, GiB", rows.memory, "family", "GiB"),
+        Charts(tuple(_map(f"{grid.name} by family", grid, "family", "level") for grid in rows.levels)),
+        Heading("Batch size and parameters, by family"),
+        Charts(tuple(_map(grid.name, grid, "batch", "parameters, from") for grid in rows.regions)),
+    ]
+    return Section("coverage", "Coverage", tuple(blocks))
 
 
-def _empty(title: str, grid) -> str:
+def _map(title: str, grid: Grid, row_title: str, column_title: str) -> Chart:
+    """A heat map, with the number of empty cells in its title."""
     cells = len(grid.rows) * len(grid.columns)
-    return f"{title}: {grid.empty:,} of {cells:,} cells empty" if grid.empty else title
+    empty = f": {grid.empty:,} of {cells:,} cells empty" if grid.empty else ""
+    return Chart(f"{title}{empty}", heat_map(grid, row_title, column_title))
 
 
-def _failures(report: Report) -> str:
+def _failures(report: Report) -> Section | None:
     rows = report.rows
     if rows is None:
-        return ""
+        return None
     before = f"{rows.failed_before:,} of earlier nights." if rows.failed_before else ""
     if not rows.failed_tonight:
-        return section("failures", "Failures", lead(f"None tonight. {before}".strip()))
-    parts = [lead(f"{count_of(rows.failed_tonight, 'run')} of tonight crashed, timed out or were invalid. {before}")]
+        return Section("failures", "Failures", (Lead(f"None tonight. {before}".strip()),))
+    parts: list[Block] = [
+        Lead(f"{count_of(rows.failed_tonight, 'run')} of tonight crashed, timed out or were invalid. {before}")
+    ]
     for group in rows.failures:
         # Most sentences begin with their type, its module before it.
         known = group.error_type and group.error_type not in group.said.partition(":")[0]
         kind = f" {group.error_type}" if known else ""
         ids = ", ".join(group.run_ids) + (", …" if group.runs > len(group.run_ids) else "")
         head = f"{group.runs:,} × {group.status}{kind}: {group.said} ({', '.join(group.families)})"
-        parts.append(fold(head, f"{lead(ids)}<pre>{clean(group.log or 'nothing was written')}</pre>"))
+        parts.append(Fold(head, (Lead(ids), Preformatted(group.log or "nothing was written"))))
     more = rows.failed_groups - len(rows.failures)
     if more > 0:
         left = rows.failed_tonight - sum(group.runs for group in rows.failures)
-        parts.append(lead(f"And {count_of(more, 'kind')} of failure more, {count_of(left, 'run')}."))
-    return section("failures", "Failures", *parts)
+        parts.append(Lead(f"And {count_of(more, 'kind')} of failure more, {count_of(left, 'run')}."))
+    return Section("failures", "Failures", tuple(parts))
 
 
-def _doubts(report: Report) -> str:
+def _doubts(report: Report) -> Section | None:
     rows = report.rows
     if rows is None:
-        return ""
+        return None
     if not rows.doubted_tonight:
-        return section("doubts", "Untrusted runs", lead("None tonight."))
+        return Section("doubts", "Untrusted runs", (Lead("None tonight."),))
     lines = [(doubt.reason.replace("_", " "), doubt.runs, doubt.example) for doubt in rows.doubts]
     intro = f"{rows.doubted_tonight:,} of tonight's executions; they are kept, and nothing is learned from them."
-    return section("doubts", "Untrusted runs, by reason", lead(intro), table(("reason", "runs", "*as"), lines))
+    blocks = (Lead(intro), table(("reason", "runs", "*as"), lines))
+    return Section("doubts", "Untrusted runs, by reason", blocks)
 
 
-def _findings(report: Report) -> str:
+def _findings(report: Report) -> Section:
     step = next(step for step in report.steps if step.name == "land")
     if step.state != "done":
-        return section("findings", "Quality findings", lead("Nothing was checked: the night was not landed."))
+        return Section("findings", "Quality findings", (Lead("Nothing was checked: the night was not landed."),))
     if not report.findings:
-        return section("findings", "Quality findings", lead("Every check passed."))
+        return Section("findings", "Quality findings", (Lead("Every check passed."),))
     lines = [
         (
             *(one.get(name) for name in ("severity", "rule", "count", "said")),
@@ -314,14 +325,16 @@ def _findings(report: Report) -> str:
     ]
     errors = [k for k, one in enumerate(report.findings) if one.get("severity") == "error"]
     heads = ("severity", "rule", "count", "*what is wrong", "*as")
-    return section("findings", "Quality findings", table(heads, lines, words=2, marked=errors))
+    return Section("findings", "Quality findings", (table(heads, lines, words=2, marked=errors),))
 
 
-def _settings(report: Report) -> str:
+def _settings(report: Report) -> Section:
     lines = [(name, clip(value)) for name, value in sorted(report.settings.items())]
-    return section("settings", "Settings", fold(count_of(len(lines), "setting"), table(("key", "*value"), lines)))
+    inside = table(("key", "*value"), lines)
+    return Section("settings", "Settings", (Fold(count_of(len(lines), "setting"), (inside,)),))
 
 
 def clip(value: object) -> str:
+    """Return a value's text, cut where it is long."""
     text = str(value)
     return text if len(text) <= _SETTINGS else text[:_SETTINGS] + "…"

@@ -1,7 +1,7 @@
-"""A cycle's report: what the night brought, what went wrong, and what is to be done, as a page and as JSON.
+"""A cycle's report: what the night brought, what went wrong, and what to do, as a page and as JSON.
 
-Start reading at `gather`; `Report` is all that is said. Beside it `rows` counts rows, `verdict` says what the night
-came to, `page` draws the page and `write` puts it into the data folder.
+Start reading at `gather`; `Report` holds everything. `rows` counts rows, `verdict` judges the night, `page` lays out
+the page and `write` puts it into the data folder.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that a report says; figures as the journal and the warehouse have them.
+    """Everything that a report shows; figures as the journal and the warehouse have them.
 
     said      the outcome in a sentence, and what to do about it
     notes     what could not be read for this report
@@ -105,7 +105,7 @@ class Report:
 
     @property
     def simulated(self) -> bool:
-        """Whether no GPU took part: all that ran was simulated."""
+        """Return whether no GPU took part: everything that ran was simulated."""
         return only_simulated(self.rows, self.canaries)
 
     def as_json(self) -> str:
@@ -113,7 +113,7 @@ class Report:
 
 
 def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None) -> Report:
-    """Everything the report of `cycle` says."""
+    """Return the report of `cycle`."""
     history = [*(one for one in cycles if one.name != cycle.name and one.started_at <= cycle.started_at), cycle]
     notes: list[str] = []
     canaries = cycle.done("canaries")
@@ -159,7 +159,7 @@ def _time(at: datetime.datetime) -> str:
 
 @contextlib.contextmanager
 def _told(notes: list[str], what: str):
-    """A report is written whatever cannot be read."""
+    """Note what cannot be read, so that the report is written all the same."""
     try:
         yield
     except (UsageError, duckdb.Error, OSError) as error:
@@ -167,18 +167,18 @@ def _told(notes: list[str], what: str):
 
 
 def _rows(folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | None, notes: list[str]) -> Rows | None:
-    found = None
+    rows = None
     with (
         _told(notes, "rows" if snapshot is None else f"the snapshot {snapshot}"),
         contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection,
     ):
-        found = read_rows(connection, cycle.started_at, canaries.get("device_name"), canaries.get("source"))
+        rows = read_rows(connection, cycle.started_at, canaries.get("device_name"), canaries.get("source"))
         notes += [f"{path} could not be read: its rows are left out" for path in connection.damaged]
-    return found
+    return rows
 
 
 def _before(history: Sequence[Cycle], landed: Mapping) -> str | None:
-    """The snapshot to compare with: what landing named, else the newest of the cycles before."""
+    """Return the snapshot to compare with: the one that landing named, else the newest of earlier cycles."""
     if landed:
         return landed.get("before")
     names = [(one.done("land") or {}).get("snapshot") for one in history[:-1]]
@@ -186,16 +186,16 @@ def _before(history: Sequence[Cycle], landed: Mapping) -> str | None:
 
 
 def _gained(rows: Rows | None) -> dict[str, tuple[str, ...]]:
-    """Cells that had no row before this cycle."""
+    """Return the cells that had no row before this cycle, by grid."""
     if rows is None:
         return {}
-    found = {
+    gained = {
         grid.name: tuple(f"{row} {column}" for row, column, _ in grid.gained) for grid in (rows.memory, *rows.levels)
     }
     regions = tuple(
         f"{grid.name}, batch {row}, parameters from {column}" for grid in rows.regions for row, column, _ in grid.gained
     )
-    return {**found, "batch size and parameters": regions}
+    return {**gained, "batch size and parameters": regions}
 
 
 def _step(cycle: Cycle, name: str) -> StepTime:
@@ -226,11 +226,11 @@ def _night(cycle: Cycle) -> Night:
 
 
 def _scores(cycle: Cycle) -> list[Score]:
-    found = []
+    scores = []
     for result in (cycle.done("learn") or {}).get("results") or ():
         figures = result.get("figures") or {}
         decision = str(result.get("decision", ""))
-        found.append(
+        scores.append(
             Score(
                 cycle=cycle.name,
                 target=str(result.get("target", "")),
@@ -243,4 +243,4 @@ def _scores(cycle: Cycle) -> list[Score]:
                 in_use=figures.get("candidate" if decision in ("promoted", "first") else "current"),
             )
         )
-    return found
+    return scores

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import duckdb
 
 from conf.plain_text import OUTPUT_STARTS
+from conf.reports.page_text import short
 from featurize.device_spec import same_device
 from featurize.families import family_names
 from learn.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
@@ -202,14 +203,14 @@ def _device(counts: Sequence[RowCount], device_name: str | None, source: str | N
     """Every spelling of the device, and the source."""
     own = [one for one in counts if one.device_name and (source is None or one.source == source)]
     if device_name is None:
-        found: dict[tuple[str, str], list[int]] = {}
+        sums: dict[tuple[str, str], list[int]] = {}
         for one in own:
-            sums = found.setdefault((one.device_name, one.source), [0, 0])
-            sums[0] += one.tonight
-            sums[1] += one.rows
-        if not found:
+            of_device = sums.setdefault((one.device_name or "", one.source), [0, 0])
+            of_device[0] += one.tonight
+            of_device[1] += one.rows
+        if not sums:
             return (), source or ""
-        device_name, source = max(sorted(found), key=found.__getitem__)
+        device_name, source = max(sorted(sums), key=sums.__getitem__)
     spelled = {one.device_name for one in counts if one.device_name and same_device(one.device_name, device_name)}
     if source is None:
         here = [one for one in own if one.device_name in spelled]
@@ -287,15 +288,6 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
         counts=tuple(tuple(cells.get((b, s), (0, 0))[0] for s in sizes) for b in batches),
         tonight=tuple(tuple(cells.get((b, s), (0, 0))[1] for s in sizes) for b in batches),
     )
-
-
-def short(count: float) -> str:
-    """Two figures and a unit: 32k, 1M."""
-    rounded = float(f"{count:.2g}")
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rounded >= unit:
-            return f"{rounded / unit:.3g}{name}"
-    return f"{rounded:.3g}"
 
 
 def _failures(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:

@@ -1,4 +1,4 @@
-"""What a night came to in one sentence, and what somebody should do about it. Start reading at `say`."""
+"""The outcome of a night in one sentence, and what to do about it. Start reading at `say`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.plain_text import error_line
+from conf.reports.blocks import Level
 from farm.journal import STEPS, Cycle
 from farm.reports.rows import FAILED, Rows
 from warehouse.diff import Difference
 
-LEVELS = ("good", "look", "bad")
 _MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
 _ENDED = {"time": "its time was up", "asked": "it was asked to stop"}
 SIMULATED = "simulated"  # warehouse.schema.SOURCES
@@ -20,16 +20,16 @@ _SAID = 300  # characters of an error's sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """The outcome for somebody who reads one line. `level` is one of `LEVELS`."""
+    """The outcome of a cycle in one line. `level` says how urgent it is."""
 
     outcome: str
-    level: str
+    level: Level
     sentence: str
     advice: tuple[str, ...]  # most urgent first; what there is to do, or that there is nothing
 
 
 def only_simulated(rows: Rows | None, canaries: Mapping[str, Any] | None) -> bool:
-    """Whether all that a cycle ran was simulated: its rows say so, or where there are none its canaries."""
+    """Return whether a cycle ran simulations only, by its rows, or by its canaries where it has no rows."""
     sources = rows.sources_tonight if rows is not None else frozenset()
     return (sources or {(canaries or {}).get("source")}) == {SIMULATED}
 
@@ -41,7 +41,7 @@ def say(
     findings: Sequence[Mapping[str, Any]],
     notes: Sequence[str] = (),
 ) -> Said:
-    """The cycle may still be open, as it is while its report is written: then the steps so far decide."""
+    """Return the outcome of a cycle. An open one, as while its report is written, is judged by its steps so far."""
     canaries, run = cycle.done("canaries") or {}, cycle.done("run")
     outcome = cycle.outcome or _outcome(cycle, canaries, run)
     urgent = [*_failed_step(cycle), *_canaries(canaries)]
@@ -56,7 +56,7 @@ def say(
     ran = SIMULATED if only_simulated(rows, canaries) else "measured"
     calm = _calm(outcome, run, ran)
     short = outcome == "cut short" or (run is not None and run.get("ended") == "time" and not run.get("runs"))
-    level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or short else "good"
+    level: Level = "bad" if outcome in ("failed", "sick") else "look" if urgent or look or short else "good"
     return Said(
         outcome=outcome,
         level=level,
@@ -76,7 +76,7 @@ def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
 def _sentence(
     cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: Rows | None, ran: str
 ) -> str:  # fmt: skip
-    """`ran`: measured or simulated."""
+    """Return the outcome in a sentence. `ran` is measured or simulated."""
     finished = sum(one.tonight for one in rows.counts) if rows else 0
     runs_said = f"nothing was {ran}"
     if run is None and finished:  # the canaries, or a run step that did not come to its end
@@ -95,7 +95,7 @@ def _sentence(
         said = canaries.get("said") or cycle.said
         return f"The machine is sick, and only canaries ran: {_sentence_of(said) or 'they moved.'}"
     if outcome == "cut short":
-        why = _ENDED.get((run or {}).get("ended"), "it was stopped")
+        why = _ENDED.get(str((run or {}).get("ended")), "it was stopped")
         return f"The night was cut short: {why}; {runs_said}."
     ended = f", until {_ENDED[run['ended']]}" if run and run.get("ended") in _ENDED else ""
     drift = "; labels drifted with the environment" if canaries.get("verdict") == "drift" else ""
@@ -103,26 +103,26 @@ def _sentence(
 
 
 def gist(error: str, most: int = _SAID) -> str:
-    """The line of an error that says what happened, at most so many characters of it."""
+    """Return the line of an error that says what happened, at most `most` characters."""
     return error_line(error)[:most].strip()
 
 
 def _sentence_of(text: str | None) -> str:
-    """What it says, as a sentence of its own."""
+    """Return the gist of a text with a full stop."""
     line = gist(text or "")
     return line if not line or line.endswith(".") else line + "."
 
 
 def _failed_step(cycle: Cycle) -> list[str]:
-    found = []
+    advice = []
     for name in STEPS:
         step = cycle.steps.get(name)
         if step is not None and step.state == "failed":
-            said = gist(str(step.payload.get("error", "")))
-            found.append(f"Step {name} failed: {_sentence_of(said)} Mend that, and start the same command again.")
-    if not found and cycle.outcome == "failed":
-        found.append(f"{_sentence_of(cycle.said) or 'It failed.'} Mend that, and start the same command again.")
-    return found
+            cause = gist(str(step.payload.get("error", "")))
+            advice.append(f"Step {name} failed: {_sentence_of(cause)} Fix it, and run the same command again.")
+    if not advice and cycle.outcome == "failed":
+        advice.append(f"{_sentence_of(cycle.said) or 'It failed.'} Fix it, and run the same command again.")
+    return advice
 
 
 def _canaries(canaries: Mapping) -> list[str]:
@@ -170,14 +170,14 @@ def _learning(cycle: Cycle) -> list[str]:
 def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
     if changed is None:
         return []
-    found = []
+    advice = []
     if removed := sum(count.runs for count in changed.removed):
-        found.append(f"{removed:,} runs of {changed.before} are gone: rows should never be.")
+        advice.append(f"{removed:,} runs of {changed.before} are gone: rows should never be.")
     beyond = [shift for shift in changed.shifts if shift.beyond]
     if beyond and canaries.get("verdict") not in ("sick", "drift"):
         labels = ", ".join(sorted({shift.label for shift in beyond}))
-        found.append(f"Labels differ where the same was measured again in the same environment ({labels}): see below.")
-    return found
+        advice.append(f"Labels differ where the same was measured again in the same environment ({labels}): see below.")
+    return advice
 
 
 def _calm(outcome: str, run: Mapping | None, ran: str) -> str:

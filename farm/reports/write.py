@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.reports.render import render_page
 from farm.journal import Cycle
 from farm.reports.page import report_page
 from farm.reports.report import gather
@@ -21,10 +22,11 @@ def write_report(
 
     `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
     `farm.choosing.plan_summary.Summary` as a mapping, of the next night's dry run. Raises `OSError` where the folder
-    cannot be written; what cannot be read is told in the report.
+    cannot be written; the report names what could not be read.
     """
     report = gather(folder, cycle, cycles, next_plan)
-    page, text = report_page(report).encode("utf-8", errors="replace"), report.as_json().encode()
+    page = render_page(report_page(report)).encode("utf-8", errors="replace")
+    text = report.as_json().encode()
     folder.reports.mkdir(parents=True, exist_ok=True)
     for name in (checked_name("cycle", cycle.name), LATEST):
         write_bytes(folder.reports / f"{name}.json", text)

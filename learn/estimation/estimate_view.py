@@ -64,22 +64,21 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
             parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
         screen.print(parts)
     if done.peak_operator is not None:
-        screen.print(f"at the peak: {peak_said(done)}", soft_wrap=True, highlight=False, markup=False)
+        screen.print(f"at the peak: {peak_text(done)}", soft_wrap=True, highlight=False, markup=False)
     if done.activations:
         most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(done.activations.items())[:TOP_SHOWN]]
-        said = f"most activations (MiB): {', '.join(most)}"
-        screen.print(said, soft_wrap=True, highlight=False, markup=False)
+        screen.print(f"most activations (MiB): {', '.join(most)}", soft_wrap=True, highlight=False, markup=False)
     for note in done.warnings:
         screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
     screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
 
 
-def peak_said(done: Estimate) -> str:
-    """`aten::mm of layer4.1.conv2, in the backward pass`."""
+def peak_text(done: Estimate) -> str:
+    """Return where the peak is, as `aten::mm of layer4.1.conv2, in the backward pass`."""
     operator = done.peak_operator or "what the step begins with"
     where = f" of {done.peak_module}" if done.peak_module else ""
     when = {"setup": "before the first step", "optimizer": "in the optimizer's step"}
-    return f"{operator}{where}, {when.get(done.peak_phase, f'in the {done.peak_phase} pass')}"
+    return f"{operator}{where}, {when.get(done.peak_phase or '', f'in the {done.peak_phase} pass')}"
 
 
 def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:

@@ -1,6 +1,6 @@
 """Sizes by module path as a tree that a page can fold: top-level modules first, each with what lies in it.
 
-Start reading at `module_tree_html`.
+Start reading at `module_tree`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 
+from conf.reports.blocks import Branch, Tree
 from conf.units import MIB
 
 MOST_CHILDREN = 64  # of one node that are shown, and the least share of all; the rest is summed up
@@ -29,7 +29,8 @@ class Node:
 
 
 def tree_of(sizes: Mapping[str, int]) -> Node:
-    """Paths as in `named_modules` -> the tree. A chain of modules with one child each is one node: `model.layers`."""
+    """Return the tree of paths as `named_modules` gives them. A chain of modules with one child each is one node,
+    as `model.layers`."""
     root = Node("")
     for path, nbytes in sizes.items():
         node = root
@@ -50,39 +51,33 @@ def _joined(node: Node) -> Node:
     return node
 
 
-def module_tree_html(sizes: Mapping[str, int]) -> str:
-    """Nested `<details>`, the largest first, each with a bar as wide as its share of all."""
+def module_tree(sizes: Mapping[str, int]) -> Tree:
+    """Return the tree of a page: largest modules first, each with a gauge of its share of all bytes."""
     root = tree_of(sizes)
-    return f'<div class="tree">{_children(root, max(root.total, 1))}</div>'
+    return Tree(_branches(root, max(root.total, 1)))
 
 
-def _children(node: Node, whole: int) -> str:
+def _branches(node: Node, whole: int) -> tuple[Branch, ...]:
     ordered = sorted(node.children.values(), key=lambda child: (-child.total, _natural(child.name)))
-    found = []
+    branches = []
     if node.own and ordered:
-        found.append(_row("(its own operators)", node.own, whole))
+        branches.append(_branch("(its own operators)", node.own, whole))
     shown = [child for child in ordered[:MOST_CHILDREN] if child.total >= LEAST_SHARE * whole]
     for child in shown:
-        row = _row(child.name, child.total, whole)
-        if child.children:
-            unfolded = " open" if child.total >= OPEN_SHARE * whole and len(child.children) <= MOST_OPEN else ""
-            inner = _children(child, whole)
-            found.append(f"<details{unfolded}><summary>{row}</summary><div>{inner}</div></details>")
-        else:
-            found.append(row)
+        is_open = child.total >= OPEN_SHARE * whole and len(child.children) <= MOST_OPEN
+        branches.append(_branch(child.name, child.total, whole, _branches(child, whole), is_open))
     if rest := ordered[len(shown) :]:
-        found.append(_row(f"{len(rest)} more", sum(child.total for child in rest), whole))
-    return "".join(found)
+        branches.append(_branch(f"{len(rest)} more", sum(child.total for child in rest), whole))
+    return tuple(branches)
 
 
-def _row(name: str, nbytes: int, whole: int) -> str:
+def _branch(
+    name: str, nbytes: int, whole: int, children: tuple[Branch, ...] = (), is_open: bool = False
+) -> Branch:  # fmt: skip
     share = nbytes / whole
-    return (
-        f'<span class="row"><code>{escape(name)}</code><span class="gauge"><i style="width:{100 * share:.2f}%"></i>'
-        f"</span><span>{nbytes / MIB:,.1f}</span><span>{share:.1%}</span></span>"
-    )
+    return Branch(name, share, (f"{nbytes / MIB:,.1f}", f"{share:.1%}"), children, is_open)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """`layer10` after `layer9`."""
+    """Sort `layer10` after `layer9`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -66,7 +66,8 @@ def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
     return (
         past.source == "simulated"
         and done.answered_by.get(target) == "trace"
-        and None not in (estimated, in_run)
+        and estimated is not None
+        and in_run is not None
         and math.isclose(estimated, in_run, rel_tol=1e-9)
     )
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
 
+from conf.reports.svg import Drawing, PlotArea, Svg, nice_step
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import CUBLAS
@@ -28,12 +28,11 @@ BANDS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 COLOURS = {name: css for name, (_, css) in BANDS.items()} | {"fragmentation": "k8", "context": "k0"}
 
-_WIDTH, _HEIGHT = 1000.0, 420.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 14.0, 62.0, 40.0
+_AREA = PlotArea(width=1000.0, height=420.0, left=66.0, right=14.0, top=62.0, bottom=40.0)
 _MOST_COLUMNS = 640
 _LEAST_PHASE_LABEL = 52.0  # pixels that a phase's name takes
 _LETTER, _MOST_LETTERS = 7.2, 125  # width of one, in bold; what the picture is wide
-_OFF_SCALE = 2.5  # a card this many times the peak would squash the picture: it is told instead of drawn
+_OFF_SCALE = 2.5  # a card with this many times the peak would squash the picture: text states its size instead
 _PHASE_CSS = {"setup": "p0", "forward": "p1", "backward": "p2", "optimizer": "p3"}
 
 
@@ -60,14 +59,14 @@ class _Scale:
     moments: int
 
     def y(self, mib: float) -> float:
-        return _HEIGHT - _BOTTOM - mib / self.top_mib * (_HEIGHT - _TOP - _BOTTOM)
+        return _AREA.y(mib / self.top_mib)
 
     def x(self, moment: float) -> float:
-        return _LEFT + moment / max(self.moments, 1) * (_WIDTH - _LEFT - _RIGHT)
+        return _AREA.x(moment / max(self.moments, 1))
 
 
 def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
-    """At most about `most` columns, never across phases, the peak among them. Needs the replay's timeline."""
+    """Return about `most` columns at most, none across phases, the peak among them. Needs the replay's timeline."""
     blocks, timeline = traced.trace.blocks, traced.memory.timeline
     band_of = {kind: i for i, (kinds, _) in enumerate(BANDS.values()) for kind in kinds}
     size = max(1, math.ceil(len(timeline) / most))
@@ -75,7 +74,8 @@ def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
     live = [0] * len(BANDS)
     before = 0
     columns: list[Column] = []
-    count, best, best_parts, reserved, has_peak = 0, -1, (), 0, False
+    best_parts: tuple[int, ...] = ()
+    count, best, reserved, has_peak = 0, -1, 0, False
     for index, moment in enumerate(timeline):
         block = blocks[moment.block]
         change = moment.allocated - before
@@ -96,8 +96,8 @@ def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
     return columns
 
 
-def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> str:
-    """The picture. What is drawn lies above the context, so that the scale is the process's memory on the card."""
+def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> Svg:
+    """Return the picture. Everything lies above the context, so the scale is the process's memory on the card."""
     columns = columns_of(traced)
     context = traced.breakdown["context"]
     highest = context + max((column.reserved for column in columns), default=0) / MIB
@@ -109,30 +109,28 @@ def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> str:
         edges.append(edges[-1] + column.moments)
     xs = [scale.x(edge) for edge in edges]
 
-    drawn = [_phases(columns, xs), _grid(scale)]
+    drawing = Drawing()
+    _phases(drawing, columns, xs)
+    _grid(drawing, scale)
     below = [context] * len(columns)
-    drawn.append(_band(xs, [scale.y(0)] * len(columns), [scale.y(context)] * len(columns), "k0", "context"))
+    _band(drawing, xs, [scale.y(0)] * len(columns), [scale.y(context)] * len(columns), "k0", "context")
     for i, (name, (_, css)) in enumerate(BANDS.items()):
         above = [low + column.parts[i] / MIB for low, column in zip(below, columns, strict=True)]
-        drawn.append(_band(xs, [scale.y(v) for v in below], [scale.y(v) for v in above], css, name))
+        _band(drawing, xs, [scale.y(v) for v in below], [scale.y(v) for v in above], css, name)
         below = above
     reserved = [context + column.reserved / MIB for column in columns]
-    drawn.append(_band(xs, [scale.y(v) for v in below], [scale.y(v) for v in reserved], "k8", "reserved, not in use"))
-    drawn.append(f'<path class="reserved" d="{_steps(xs, [scale.y(v) for v in reserved])}"/>')
-    drawn.append(_capacity(scale, device, highest, off_scale))
-    drawn.append(_peak(columns, xs, below, scale, peak_text))
+    _band(drawing, xs, [scale.y(v) for v in below], [scale.y(v) for v in reserved], "k8", "reserved, not in use")
+    drawing.path("reserved", _steps(xs, [scale.y(v) for v in reserved]))
+    _capacity(drawing, scale, device, highest, off_scale)
+    _peak(drawing, columns, xs, below, scale, peak_text)
     label = f"Memory of the training step on {device.name}, {highest:,.0f} MiB at its peak"
-    return (
-        f'<svg class="timeline" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(label)}">'
-        + "".join(drawn)
-        + "</svg>"
-    )
+    return drawing.svg(_AREA.width, _AREA.height, label, css="timeline")
 
 
-def _phases(columns: Sequence[Column], xs: Sequence[float]) -> str:
-    """A shade and a name for each phase, and where the steps begin."""
-    bottom = _HEIGHT - _BOTTOM
-    found, start = [], 0
+def _phases(drawing: Drawing, columns: Sequence[Column], xs: Sequence[float]) -> None:
+    """Draw a shade and a name for each phase, and where the steps begin."""
+    top, bottom = _AREA.top, _AREA.bottom_edge
+    start = 0
     steps: dict[int, list[float]] = {}
     for i, column in enumerate(columns):
         steps.setdefault(column.step, [xs[i], xs[i]])[1] = xs[i + 1]
@@ -140,93 +138,69 @@ def _phases(columns: Sequence[Column], xs: Sequence[float]) -> str:
         if not last and (columns[i + 1].step, columns[i + 1].phase) == (column.step, column.phase):
             continue
         left, right = xs[start], xs[i + 1]
-        css = _PHASE_CSS.get(column.phase, "p0")
-        said = column.phase if column.step == 0 else f"{column.phase}, step {column.step}"
-        found.append(
-            f'<rect class="{css}" x="{left:.1f}" y="{_TOP:g}" width="{right - left:.1f}" height="{bottom - _TOP:g}">'
-            f"<title>{escape(said)}</title></rect>"
-        )
+        title = column.phase if column.step == 0 else f"{column.phase}, step {column.step}"
+        drawing.rect(_PHASE_CSS.get(column.phase, "p0"), left, top, right - left, bottom - top, title=title)
         if right - left >= _LEAST_PHASE_LABEL:
-            found.append(f'<text class="phase" x="{(left + right) / 2:.1f}" y="{_TOP - 8:g}">{column.phase}</text>')
+            drawing.text("phase", (left + right) / 2, top - 8, column.phase)
         start = i + 1
     for step, (left, right) in steps.items():
         if step:
-            found.append(f'<path class="edge" d="M{left:.1f} {_TOP - 22:g}V{bottom + 6:g}"/>')
-            found.append(f'<text class="step" x="{(left + right) / 2:.1f}" y="{bottom + 20:g}">step {step}</text>')
-    found.append(
-        f'<text class="axis" x="{_WIDTH - _RIGHT:g}" y="{_HEIGHT - 6:g}" text-anchor="end">'
-        "allocations and frees, in order →</text>"
-    )
-    return "".join(found)
+            drawing.path("edge", f"M{left:.1f} {top - 22:g}V{bottom + 6:g}")
+            drawing.text("step", (left + right) / 2, bottom + 20, f"step {step}")
+    drawing.text("axis", _AREA.right_edge, _AREA.height - 6, "allocations and frees, in order →", "end")
 
 
-def _grid(scale: _Scale) -> str:
+def _grid(drawing: Drawing, scale: _Scale) -> None:
     unit, name = (1024.0, "GiB") if scale.top_mib >= 4096 else (1.0, "MiB")
-    step = _nice(scale.top_mib / unit / 5)
-    found = [f'<text class="axis" x="{_LEFT - 8:g}" y="{_TOP - 8:g}" text-anchor="end">{name}</text>']
+    step = nice_step(scale.top_mib / unit / 5)
+    drawing.text("axis", _AREA.left - 8, _AREA.top - 8, name, "end")
     value = 0.0
     while value * unit <= scale.top_mib:
-        y = scale.y(value * unit)
-        found.append(f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{_WIDTH - _RIGHT:g}"/>')
-        found.append(f'<text class="axis" x="{_LEFT - 8:g}" y="{y + 4:.1f}" text-anchor="end">{value:,.6g}</text>')
+        _AREA.grid_line(drawing, scale.y(value * unit), f"{value:,.6g}")
         value += step
-    return "".join(found)
 
 
-def _nice(value: float) -> float:
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value)
-
-
-def _capacity(scale: _Scale, device: DeviceSpec, highest: float, off_scale: bool) -> str:
-    said = f"{device.name}: {device.memory_mib:,.0f} MiB"
+def _capacity(drawing: Drawing, scale: _Scale, device: DeviceSpec, highest: float, off_scale: bool) -> None:
+    label, x = f"{device.name}: {device.memory_mib:,.0f} MiB", _AREA.left + 6
     if off_scale:
-        times = device.memory_mib / highest
-        return (
-            f'<text class="capacity" x="{_LEFT + 6:g}" y="{_TOP + 16:g}">'
-            f"↑ {escape(said)}, {times:.1f} times the peak</text>"
-        )
+        ratio = device.memory_mib / highest
+        drawing.text("capacity", x, _AREA.top + 16, f"↑ {label}, {ratio:.1f} times the peak", "start")
+        return
     y = scale.y(device.memory_mib)
-    over = ""
     if highest > device.memory_mib:
-        over = (
-            f'<rect class="over" x="{_LEFT:g}" y="{_TOP:g}" width="{_WIDTH - _LEFT - _RIGHT:g}" '
-            f'height="{y - _TOP:.1f}"/>'
-        )
+        drawing.rect("over", _AREA.left, _AREA.top, _AREA.right_edge - _AREA.left, y - _AREA.top)
+    drawing.path("limit", _AREA.across(y))
     # Under the line where there is no room above it.
-    at = y - 6 if y - _TOP > 18 else y + 16
-    return (
-        f'{over}<path class="limit" d="M{_LEFT:g} {y:.1f}H{_WIDTH - _RIGHT:g}"/>'
-        f'<text class="capacity" x="{_LEFT + 6:g}" y="{at:.1f}">{escape(said)}</text>'
-    )
+    drawing.text("capacity", x, y - 6 if y - _AREA.top > 18 else y + 16, label, "start")
 
 
-def _peak(columns: Sequence[Column], xs: Sequence[float], allocated: Sequence[float], scale: _Scale, text: str) -> str:
+def _peak(
+    drawing: Drawing, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], scale: _Scale, text: str
+) -> None:  # fmt: skip
     at = next((i for i, column in enumerate(columns) if column.is_peak), None)
     if at is None:
-        return ""
-    x, y = (xs[at] + xs[at + 1]) / 2, scale.y(allocated[at])
-    full = f"Peak, {allocated[at]:,.0f} MiB in use with the context: {text}"
+        return
+    x, y = (xs[at] + xs[at + 1]) / 2, scale.y(in_use[at])
+    full = f"Peak, {in_use[at]:,.0f} MiB in use with the context: {text}"
     shown = full if len(full) <= _MOST_LETTERS else full[: _MOST_LETTERS - 1] + "…"
     half = len(shown) * _LETTER / 2
-    centre = min(max(x, _LEFT + half), _WIDTH - _RIGHT - half)
-    return (
-        f'<path class="leader" d="M{x:.1f} 22V{y:.1f}"/><circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4.5">'
-        f'<title>{escape(full)}</title></circle><text class="peak" x="{centre:.1f}" y="15" text-anchor="middle">'
-        f"{escape(shown)}<title>{escape(full)}</title></text>"
-    )
+    drawing.path("leader", f"M{x:.1f} 22V{y:.1f}")
+    drawing.circle("peak", x, y, 4.5, full)
+    drawing.text("peak", min(max(x, _AREA.left + half), _AREA.right_edge - half), 15, shown, title=full)
 
 
-def _band(xs: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, name: str) -> str:
-    """The area between two step curves; nothing where it has no height anywhere."""
+def _band(
+    drawing: Drawing, xs: Sequence[float], low: Sequence[float], high: Sequence[float], css: str, name: str
+) -> None:  # fmt: skip
+    """Draw the area between two step curves; nothing where it has no height anywhere."""
     if all(abs(a - b) < 0.05 for a, b in zip(low, high, strict=True)):
-        return ""
+        return
     back = [f"V{low[-1]:.1f}"]
     for i in range(len(low) - 1, 0, -1):
         if abs(low[i - 1] - low[i]) >= 0.05:
             back.append(f"H{xs[i]:.1f}V{low[i - 1]:.1f}")
     back.append(f"H{xs[0]:.1f}Z")
-    return f'<path class="{css}" d="{_steps(xs, high)}{"".join(back)}"><title>{escape(name)}</title></path>'
+    drawing.path(css, f"{_steps(xs, high)}{''.join(back)}", name)
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:

@@ -1,18 +1,31 @@
 """A benchmark as one HTML page: its tables, the published figures set apart, and plots for every file.
 
-Start reading at `write_benchmark_report`. The page needs no network and no JavaScript; every text in it is escaped.
+Start reading at `benchmark_page`; `conf.reports` draws it.
 """
 
 from __future__ import annotations
 
-import base64
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conf.html_page import html_page, stylesheet
 from conf.outputs import write_output
+from conf.reports.blocks import (
+    Block,
+    Bullets,
+    Column,
+    ColumnKind,
+    Heading,
+    Lead,
+    Note,
+    Page,
+    Picture,
+    Pictures,
+    Row,
+    Section,
+    Table,
+)
+from conf.reports.render import render_page
 from learn.evaluation.benchmark_plots import plots_of
 from learn.evaluation.benchmark_view import TableText, classes_table, errors_table, headline, published_table, refusals
 
@@ -26,65 +39,65 @@ _OTHERS = "(published)"
 
 def write_benchmark_report(path: str | Path, done: Benchmark, settings: BenchmarkSettings) -> None:
     """Write the page in one step, in place of what was there."""
-    write_output(path, benchmark_page(done, settings).encode("utf-8", errors="replace"), key="report")
+    page = render_page(benchmark_page(done, settings))
+    write_output(path, page.encode("utf-8", errors="replace"), key="report")
 
 
-def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> str:
-    """The page's text."""
-    title = f"Estimators of {done.target.name}"
-    style = stylesheet("learn.evaluation", "benchmark_report.css")
-    files = list(done.bins)
-    links = "".join(f'<a href="#file-{k}">{escape(file)}</a>' for k, file in enumerate(files))
+def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
+    """Return the page's contents."""
     sections = [
-        f"<header><h1>{escape(title)}</h1><p>{escape(headline(done))}</p><nav>{links}</nav></header>",
-        *(f'<p class="note">{escape(note)}</p>' for note in done.notes),
-        _table(errors_table(done)),
-        _table(classes_table(done)),
-        f'<section class="apart">{_table(published_table(done))}</section>' if done.published else "",
-        *(_plots(done, file, k) for k, file in enumerate(files)),
+        *(_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)),
         _refusals(done),
         _settings(settings),
     ]
-    return html_page(title, style, sections, images=True)
+    tables = [
+        Section("errors", "", (*map(Note, done.notes), *_table(errors_table(done)))),
+        Section("classes", "", _table(classes_table(done))),
+    ]
+    if done.published:
+        tables.append(Section("published", "", _table(published_table(done)), apart=True))
+    return Page(
+        title=f"Estimators of {done.target.name}",
+        head=(Lead(headline(done)),),
+        sections=(*tables, *(section for section in sections if section is not None)),
+        pictures=True,
+    )
 
 
-def _table(table: TableText) -> str:
-    title, columns, rows = table
-    classes = [' class="word"' if name in _WORDS else "" for name in columns]
-    head = "".join(f"<th{css}>{escape(name)}</th>" for name, css in zip(columns, classes, strict=True))
-    body, previous = [], None
-    for row in rows:
-        first = columns[0] == "rows" and row[0] != previous
-        shown = row if first or columns[0] != "rows" else ["", *row[1:]]
-        previous = row[0]
-        others = columns[0] == "rows" and row[1].endswith(_OTHERS)
-        css = " ".join(filter(None, ("first" if first else "", "others" if others else "")))
-        cells = "".join(f"<td{c}>{escape(cell)}</td>" for cell, c in zip(shown, classes, strict=True))
-        body.append(f'<tr class="{css}">{cells}</tr>' if css else f"<tr>{cells}</tr>")
-    heading = f"<h3>{escape(title[:1].upper() + title[1:])}</h3>"
-    return f'{heading}<div class="wide"><table><tr>{head}</tr>{"".join(body)}</table></div>'
+def _table(table: TableText) -> tuple[Block, ...]:
+    """A heading and the table; a name of rows stands once, where its rows begin."""
+    title, names, lines = table
+    grouped = names[0] == "rows"
+    rows: list[Row] = []
+    previous: str | None = None
+    for line in lines:
+        first = grouped and line[0] != previous
+        shown = line if first or not grouped else ["", *line[1:]]
+        previous = line[0]
+        marks = ("first" if first else "", "others" if grouped and line[1].endswith(_OTHERS) else "")
+        rows.append(Row(tuple(shown), " ".join(filter(None, marks))))
+    columns = tuple(Column(name, _kind(name)) for name in names)
+    return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))
 
 
-def _plots(done: Benchmark, file: str, k: int) -> str:
+def _kind(column: str) -> ColumnKind:
+    return "word" if column in _WORDS else "figure"
+
+
+def _plots(done: Benchmark, file: str, key: str) -> Section:
     own = next(figures for figures in done.figures if figures.file == file)
     oom = f", {own.oom:,} that ran out of memory" if own.oom else ""
-    lead = f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}"
-    drawn = "".join(
-        f'<figure><figcaption>{escape(caption)}</figcaption><img alt="{escape(caption)}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"></figure>'
-        for caption, svg in plots_of(done, file)
-    )
-    return f'<section id="file-{k}"><h2>{escape(file)}</h2><p class="lead">{escape(lead)}</p>' + (
-        f'<div class="plots">{drawn}</div></section>'
-    )
+    intro = Lead(f"{own.ok + own.oom:,} rows{oom}; classes: {done.bins[file]['published'].rule}")
+    pictures = tuple(Picture(svg.encode(), "image/svg+xml", caption, caption) for caption, svg in plots_of(done, file))
+    return Section(key, file, (intro, Pictures(pictures)), name=file)
 
 
-def _refusals(done: Benchmark) -> str:
-    said = "".join(f"<li>{escape(text)}</li>" for text in refusals(done))
-    return f"<section><h2>Rows without an answer</h2><ul>{said}</ul></section>" if said else ""
+def _refusals(done: Benchmark) -> Section | None:
+    reasons = tuple(refusals(done))
+    return Section("refusals", "Rows without an answer", (Bullets(reasons),)) if reasons else None
 
 
-def _settings(settings: BenchmarkSettings) -> str:
+def _settings(settings: BenchmarkSettings) -> Section:
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
-    return f"<section><h2>Settings</h2>{_table(('keys of the command', ['key', 'value set'], rows))}</section>"
+    return Section("settings", "Settings", _table(("keys of the command", ["key", "value set"], rows)))

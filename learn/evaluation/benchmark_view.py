@@ -18,6 +18,9 @@ from learn.evaluation.scores import NOT_INFORMATIVE
 from learn.targets import LEVELS, MIB_PER_GB
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
     from learn.evaluation.benchmark_result import Benchmark
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
@@ -35,27 +38,28 @@ class Progress:
 
         self._label, self._clock = label, clock
         self._console = Console(stderr=True, highlight=False)
-        self._bar = self._task = None
-        self._began = self._said = clock()
+        self._bar: tuple[Bar, TaskID] | None = None
+        self._began = self._printed = clock()
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
             from rich.progress import TimeRemainingColumn
 
-            self._bar, self._task = start_bar(self._console, self._label, TimeRemainingColumn())
+            self._bar = start_bar(self._console, self._label, TimeRemainingColumn())
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar[0].stop()
 
     def update(self, done: int, of: int) -> None:
         """`done` of `of` steps are taken."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=of)
-        elif done and (self._clock() - self._said >= _PLAIN_EVERY_S or done == of):
-            self._said = self._clock()
-            left = (self._said - self._began) / done * (of - done)
+            bar, task = self._bar
+            bar.update(task, completed=done, total=of)
+        elif done and (self._clock() - self._printed >= _PLAIN_EVERY_S or done == of):
+            self._printed = self._clock()
+            left = (self._printed - self._began) / done * (of - done)
             self._console.print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", markup=False)
 
 
@@ -243,9 +247,11 @@ def _print_worst(screen, done: Benchmark, n: int) -> None:
             table.add_column(name, justify="right")
         table.add_column("in doubt", overflow="fold")
         for row, error in rows:
+            if row.label is None or row.estimate is None:  # `worst_of` gives rows with both
+                continue
             estimate = row.estimate + (figures.constant or 0.0)
-            said = f"{error:+.1%}" if done.relative else f"{error:+.4f}"
-            table.add_row(row.name, row.group, f"{row.label:,.5g}", f"{estimate:,.5g}", said, row.doubt or "")
+            shown_error = f"{error:+.1%}" if done.relative else f"{error:+.4f}"
+            table.add_row(row.name, row.group, f"{row.label:,.5g}", f"{estimate:,.5g}", shown_error, row.doubt or "")
         screen.print(table)
 
 

@@ -1,17 +1,19 @@
-"""What a fit looks like: the confusion matrix, predicted against measured, and a page that shows both.
+"""Reports of a fit: the confusion matrix, predicted against measured, and a page that shows both.
 
-Start reading at `write_report`. matplotlib is imported on use and draws to files only.
+Start reading at `write_report`. matplotlib is imported on use and draws to files only; `conf.reports` draws the page.
 """
 
 from __future__ import annotations
 
 import csv
-import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from conf.reports.blocks import Facts, Fold, Note, Page, Picture, Pictures, Section, table
+from conf.reports.page_text import count_of
+from conf.reports.render import render_page
 from learn.evaluation.evaluate import Evaluation
 from learn.evaluation.scores import NOT_INFORMATIVE
 
@@ -32,8 +34,10 @@ _NAMES = {
 
 
 def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
-    """(metric, cross-validation as `mean +- std`, held-out test) as text; a dash where there is no figure, `not
-    informative` where the estimator itself has simulated the labels."""
+    """Return (metric, cross-validation as `mean +- std`, held-out test) of each metric, as text.
+
+    A dash stands where there is no figure, `not informative` where the estimator itself has simulated the labels.
+    """
     if evaluation.own_labels:
         return [(name, NOT_INFORMATIVE, NOT_INFORMATIVE) for name in _NAMES.values()]
     unit = evaluation.train_rows.target.unit
@@ -59,20 +63,21 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
 
 
 def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
-    """`confusion.png`, `predicted.png`, `test_predictions.csv` and `report.html` (images inside) into `folder`."""
+    """Write `report.html` with its images, and these and `test_predictions.csv` as files, into `folder`."""
     folder = Path(folder)
     confusion_plot(folder / "confusion.png", evaluation, meta)
     predicted_plot(folder / "predicted.png", evaluation, meta)
     _write_predictions(folder / "test_predictions.csv", evaluation)
-    _write_page(folder / "report.html", evaluation, meta, [folder / "confusion.png", folder / "predicted.png"])
+    page = _page(evaluation, meta, (folder / "confusion.png", folder / "predicted.png"))
+    (folder / "report.html").write_text(render_page(page), encoding="utf-8")
 
 
 def confusion_plot(path: Path, evaluation: Evaluation, meta: Mapping) -> None:
     """Counts in the cells, colour by share of the true class's row; only classes that occur, all labelled."""
     plt = _pyplot()
-    true, said = evaluation.true_class, evaluation.predicted_class
-    shown = np.unique(np.concatenate([true, said]))
-    counts = np.array([[int(((true == t) & (said == p)).sum()) for p in shown] for t in shown])
+    true, predicted = evaluation.true_class, evaluation.predicted_class
+    shown = np.unique(np.concatenate([true, predicted]))
+    counts = np.array([[int(((true == t) & (predicted == p)).sum()) for p in shown] for t in shown])
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     labels = [evaluation.bins.labels[i] for i in shown]
 
@@ -96,8 +101,8 @@ def confusion_plot(path: Path, evaluation: Evaluation, meta: Mapping) -> None:
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
     bar.set_label("share of the row")
     metrics = evaluation.test
-    said = f"accuracy {metrics.accuracy:.0%}, macro F1 {metrics.macro_f1:.2f}"
-    _title(figure, evaluation, meta, metrics.n, NOT_INFORMATIVE if evaluation.own_labels else said)
+    scores = f"accuracy {metrics.accuracy:.0%}, macro F1 {metrics.macro_f1:.2f}"
+    _title(figure, evaluation, meta, metrics.n, NOT_INFORMATIVE if evaluation.own_labels else scores)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -144,11 +149,11 @@ def predicted_plot(path: Path, evaluation: Evaluation, meta: Mapping) -> None:
     axes.set_axisbelow(True)
     axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
     metrics = evaluation.test
-    said = [] if (error := metrics.median_relative_error) is None else [f"median relative error {error:.1%}"]
+    scores = [] if (error := metrics.median_relative_error) is None else [f"median relative error {error:.1%}"]
     if metrics.coverage is not None:
-        said.append(f"{metrics.coverage:.1%} of labels under the 99 % bound")
-    said = [NOT_INFORMATIVE] if evaluation.own_labels else said
-    _title(figure, evaluation, meta, int(exact.sum()), ", ".join(said))
+        scores.append(f"{metrics.coverage:.1%} of labels under the 99 % bound")
+    scores = [NOT_INFORMATIVE] if evaluation.own_labels else scores
+    _title(figure, evaluation, meta, int(exact.sum()), ", ".join(scores))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -203,46 +208,28 @@ def _write_predictions(path: Path, evaluation: Evaluation) -> None:
             ])  # fmt: skip
 
 
-def _write_page(path: Path, evaluation: Evaluation, meta: Mapping, images: list[Path]) -> None:
-    import base64
-
-    def cells(values, tag="td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(v))}</{tag}>" for v in values) + "</tr>"
-
-    table = cells(("metric", "cross-validation (3 folds)", "held-out test"), "th")
-    table += "".join(cells(row) for row in metric_rows(evaluation))
+def _page(evaluation: Evaluation, meta: Mapping, images: Sequence[Path]) -> Page:
     facts = {
         "rows": ", ".join(f"{n} {name}" for name, n in meta["rows"]["status"].items()),
         "families": ", ".join(f"{name} {n}" for name, n in meta["rows"]["family"].items()),
         "labels": _where(evaluation),
         "train / test rows": f"{len(evaluation.train_rows)} / {len(evaluation.test_rows)}, no group in both",
         "bins": meta["bins"]["rule"],
-        "seed": meta["seed"],
+        "seed": str(meta["seed"]),
         "features": meta["feature_version"],
         "data": meta["data_fingerprint"],
         "fitted": f"{meta['created_at']}, {meta.get('fitted', _FITTED)}",
     }
-    notes = "".join(f"<p class=note>{html.escape(text)}</p>" for text in meta["warnings"])
-    if notes:
-        count = f"{len(meta['warnings'])} note{'' if len(meta['warnings']) == 1 else 's'} on these figures"
-        notes = f"<details><summary>{count}</summary>{notes}</details>"
-    pictures = "".join(
-        f'<img alt="{p.stem}" src="data:image/png;base64,{base64.b64encode(p.read_bytes()).decode()}">' for p in images
+    notes = tuple(map(Note, meta["warnings"]))
+    heads = ("metric", "*cross-validation (3 folds)", "*held-out test")
+    pictures = tuple(Picture(path.read_bytes(), "image/png", path.stem) for path in images)
+    return Page(
+        title=f"{meta['target']}: {meta['estimator']}",
+        head=(Fold(f"{count_of(len(notes), 'note')} on these figures", notes),) if notes else (),
+        sections=(
+            Section("figures", "Figures", (table(heads, metric_rows(evaluation)),)),
+            Section("pictures", "Held-out test", (Pictures(pictures),)),
+            Section("facts", "Data and settings", (Facts(tuple(facts.items())),)),
+        ),
+        pictures=True,
     )
-    title = html.escape(f"{meta['target']}: {meta['estimator']}")
-    path.write_text(f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
-table {{ border-collapse: collapse; margin: 1rem 0 }}
-td, th {{ padding: .2rem .9rem .2rem 0; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top }}
-td + td {{ font-variant-numeric: tabular-nums }}
-img {{ max-width: 49%; vertical-align: top }} .note {{ background: #fff4d6; padding: .4rem .7rem }}
-summary {{ cursor: pointer }}
-</style>
-<h1>{title}</h1>
-{notes}<table>{table}</table>
-{pictures}
-<table>{"".join(cells(item) for item in facts.items())}</table>
-</html>
-""")

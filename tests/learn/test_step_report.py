@@ -12,10 +12,11 @@ from torch import nn
 
 from conf import cli
 from conf.errors import UsageError
+from conf.reports.render import render_blocks
 from featurize.families import mlp, zoo
 from learn import estimate
 from learn.cases import name_of
-from learn.estimation.module_tree import module_tree_html, tree_of
+from learn.estimation.module_tree import module_tree, tree_of
 from learn.estimation.step_chart import BANDS, columns_of
 from learn.traced import describe_device, step_of
 from learn.workload import of_module
@@ -218,7 +219,7 @@ def test_modules_are_summed_up_the_tree_and_chains_are_joined():
     layers = root.children["model"].children["layers"]
     assert (layers.total, sorted(layers.children)) == (8, ["0.mlp", "10.mlp", "9.mlp"])
     assert list(tree_of({"a.b.c": 1}).children) == ["a.b.c"] and tree_of({"a.b": 1, "a": 2}).children["a"].own == 2
-    page = Page(module_tree_html(sizes))
+    page = Page(render_blocks(module_tree(sizes)))
     shown = [text for text in page.texts if text.endswith("mlp")]
     assert shown == ["0.mlp", "9.mlp", "10.mlp"] and page.open_tags == []
 

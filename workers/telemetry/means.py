@@ -36,14 +36,14 @@ class WindowMean:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean, as if readings were independent."""
+        """Return the standard error of the mean, as if readings were independent."""
         return self.deviation / math.sqrt(self.readings) if self.readings > 1 else math.inf
 
 
 def time_weighted_mean(
     samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int, spoils: Spoils | None = None
 ) -> float | None:
-    """The mean of `metric` over [start_ns, end_ns]; see `window_mean`."""
+    """Return the mean of `metric` over [start_ns, end_ns]; see `window_mean`."""
     return window_mean(samples, metric, start_ns, end_ns, spoils).mean
 
 
@@ -116,7 +116,7 @@ def spoken_from_ns(metric: str, window_ns: int, warmup_ns: int | None) -> int:
 
 
 def share(samples: Iterable[Sample], reason: str, metric: str, start_ns: int, end_ns: int) -> float:
-    """The share of [start_ns, end_ns] in which the readings of `metric`, all of one sensor, carry `reason`."""
+    """Return the share of [start_ns, end_ns] in which readings of `metric`, all of one sensor, carry `reason`."""
     flags = [
         Sample(sample.t_ns, {metric: float(reason in sample.reasons)}, sample.quality, (), sample.since_ns)
         for sample in samples
@@ -149,7 +149,7 @@ def _intervals(
 
 
 def usual_interval_ns(times_ns: list[int]) -> int:
-    """The median distance between neighbours of an ordered list; 0 where there are none."""
+    """Return the median distance between neighbours of an ordered list; 0 without neighbours."""
     gaps = sorted(later - earlier for earlier, later in pairwise(times_ns) if later > earlier)
     return gaps[len(gaps) // 2] if gaps else 0
 

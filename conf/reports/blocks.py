@@ -1,0 +1,313 @@
+"""The typed parts that a report page consists of. Start reading at `Page`; `render` turns one into HTML.
+
+A block holds plain values. All HTML stands in `templates/`, which escape every text, so a block never holds markup;
+the one exception is `Svg`, which `svg.Drawing` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, TypeAlias
+
+from conf.reports.svg import Svg
+
+Level: TypeAlias = Literal["good", "look", "bad"]  # how urgent a note or an outcome is
+ColumnKind: TypeAlias = Literal["word", "text", "figure"]  # left-aligned; left-aligned and wrapped; right-aligned
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text in a fixed-width font, within a sentence or as a table cell."""
+
+    kind: ClassVar[str] = "code"
+    text: str
+
+
+@dataclass(frozen=True)
+class Swatch:
+    """A table cell with a coloured square before its text. `css` is a colour class of the style sheet, as `k1`."""
+
+    kind: ClassVar[str] = "swatch"
+    css: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a `Stack`. `share` is its width, from 0 to 1."""
+
+    css: str
+    share: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A horizontal bar of coloured parts, also as a table cell. `share` is the bar's width, from 0 to 1."""
+
+    kind: ClassVar[str] = "stack"
+    parts: tuple[Part, ...]
+    share: float = 1.0
+    tall: bool = False
+
+
+Cell: TypeAlias = str | int | float | Code | Swatch | Stack | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    name: str
+    kind: ColumnKind
+
+
+@dataclass(frozen=True)
+class Row:
+    """`css` marks a row: `moved` stands out, `first` begins a group, `others` is set apart, `sum` is a total."""
+
+    cells: tuple[Cell, ...]
+    css: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a header row; every row has one cell for each column."""
+
+    kind: ClassVar[str] = "table"
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Rows that begin with a name; there is no header row."""
+
+    kind: ClassVar[str] = "facts"
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True, init=False)
+class Lead:
+    """A paragraph of plain text, in which `Code` may stand."""
+
+    kind: ClassVar[str] = "lead"
+    parts: tuple[str | Code, ...]
+
+    def __init__(self, *parts: str | Code) -> None:
+        object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True)
+class Note:
+    """A paragraph with a coloured edge."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+    level: Level = "look"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One word on a coloured pill, and the sentence that goes with it."""
+
+    kind: ClassVar[str] = "outcome"
+    level: Level
+    word: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading below that of the section."""
+
+    kind: ClassVar[str] = "heading"
+    text: str
+
+
+@dataclass(frozen=True)
+class Preformatted:
+    """Text whose line breaks count, such as a log."""
+
+    kind: ClassVar[str] = "preformatted"
+    text: str
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list of sentences."""
+
+    kind: ClassVar[str] = "bullets"
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One main figure: its name above it, a remark below."""
+
+    name: str
+    value: str
+    remark: str
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The main figures, as cards side by side."""
+
+    kind: ClassVar[str] = "tiles"
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class Legend:
+    """Name -> colour class."""
+
+    kind: ClassVar[str] = "legend"
+    items: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An SVG picture as wide as the page."""
+
+    kind: ClassVar[str] = "drawn"
+    svg: Svg
+
+
+@dataclass(frozen=True)
+class Chart:
+    """An SVG picture in its own size, with a title. `newest_first_seen`: time runs to the right, so a picture that is
+    too wide for the page shows its right end."""
+
+    kind: ClassVar[str] = "chart"
+    title: str
+    svg: Svg
+    below: tuple[Block, ...] = ()
+    newest_first_seen: bool = False
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts side by side, as many as fit."""
+
+    kind: ClassVar[str] = "charts"
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image, which the page holds within itself. `alt` says what it shows, `caption` stands above it."""
+
+    content: bytes
+    media_type: Literal["image/png", "image/svg+xml"]
+    alt: str
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures side by side, as many as fit."""
+
+    kind: ClassVar[str] = "pictures"
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Blocks that a reader unfolds by a click on `summary`."""
+
+    kind: ClassVar[str] = "fold"
+    summary: str
+    blocks: tuple[Block, ...]
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A line of a tree with a gauge. `share` is the gauge's length, from 0 to 1; `figures` stand beside it."""
+
+    name: str
+    share: float
+    figures: tuple[str, ...]
+    children: tuple[Branch, ...] = ()
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree that a reader unfolds; largest branches first."""
+
+    kind: ClassVar[str] = "tree"
+    branches: tuple[Branch, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks under a heading, within `SideBySide`."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Groups of blocks side by side, as many as fit."""
+
+    kind: ClassVar[str] = "side_by_side"
+    groups: tuple[Group, ...]
+
+
+Block: TypeAlias = (
+    Bullets | Chart | Charts | Drawn | Facts | Fold | Heading | Lead | Legend | Note | Outcome | Pictures
+    | Preformatted | SideBySide | Stack | Table | Tiles | Tree
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """`key` is its address on the page, `name` its link in the header; without a name there is no link."""
+
+    key: str
+    title: str
+    blocks: tuple[Block, ...]
+    name: str = ""
+    apart: bool = False  # on a ground of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A whole page.
+
+    title     plain text, as anybody may have written it
+    head      blocks of the header, above the links
+    pictures  whether blocks hold a `Picture`
+    """
+
+    title: str
+    head: tuple[Block, ...]
+    sections: tuple[Section, ...]
+    pictures: bool = False
+
+
+def linked(sections: Mapping[str, Section | None]) -> tuple[Section, ...]:
+    """Return the sections that exist, each with its key of the mapping as the name of its link."""
+    return tuple(replace(section, name=name) for name, section in sections.items() if section is not None)
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[Cell]], words: int = 1, marked: Collection[int] = ()
+) -> Table:  # fmt: skip
+    """Return a table.
+
+    Args:
+        heads: column names; a leading `*` marks a column of long text.
+        rows: cells of each row, as many as there are heads.
+        words: how many of the first columns hold words; the others hold figures.
+        marked: indexes of rows that stand out.
+    """
+    columns = tuple(
+        Column(name.removeprefix("*"), "text" if name.startswith("*") else "word" if k < words else "figure")
+        for k, name in enumerate(heads)
+    )
+    return Table(columns, tuple(Row(tuple(cells), "moved" if k in marked else "") for k, cells in enumerate(rows)))

@@ -1,0 +1,161 @@
+"""The templates that draw every report page: escaping, pictures, every block, what a page may load."""
+
+import base64
+import dataclasses
+import html.parser
+from importlib import resources
+from typing import get_args
+
+import jinja2
+import pytest
+
+from conf.reports import blocks as b
+from conf.reports.page_text import clean_text
+from conf.reports.render import _environment, render_blocks, render_page
+from conf.reports.svg import Drawing, nice_step
+
+EVIL = "</title></style><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}"
+VOID = {"meta", "img", "br"}
+
+
+class Parsed(html.parser.HTMLParser):
+    """A page's tags, texts and attributes; an element that is not closed fails."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.texts, self.attributes, self.open = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def evil_svg():
+    drawing = Drawing()
+    drawing.text("axis", 1, 2, EVIL, "end", EVIL)
+    drawing.path("grid", "M0 0H1", EVIL)
+    drawing.rect("h1", 0, 0, 1, 1, title=EVIL, radius=3)
+    drawing.circle("dot", 0, 0, 1, EVIL)
+    return drawing.svg(10, 10, EVIL)
+
+
+CHART = b.Chart(EVIL, evil_svg(), (b.Lead(EVIL),), newest_first_seen=True)
+STACK = b.Stack((b.Part("k1", 0.25, EVIL), b.Part("k2", 0.75, EVIL)), tall=True)
+BLOCKS = (
+    b.Bullets((EVIL,)),
+    CHART,
+    b.Charts((CHART, CHART)),
+    b.Drawn(evil_svg()),
+    b.Facts(((EVIL, b.Code(EVIL)),)),
+    b.Fold(EVIL, (b.Fold(EVIL, (b.Lead(EVIL),), is_open=True),)),
+    b.Heading(EVIL),
+    b.Lead(EVIL, b.Code(EVIL)),
+    b.Legend({EVIL: "k1"}),
+    b.Note(EVIL, "bad"),
+    b.Outcome("good", EVIL, EVIL),
+    b.Pictures((b.Picture(b"\x89PNG" + bytes(30_000), "image/png", EVIL, EVIL),)),
+    b.Preformatted(EVIL),
+    b.SideBySide((b.Group(EVIL, (b.Lead(EVIL),)),)),
+    STACK,
+    b.table((EVIL, f"*{EVIL}", EVIL, "", ""), [(EVIL, EVIL, 12345, STACK, b.Swatch("k1", EVIL))], marked=[0]),
+    b.Tiles((b.Tile(EVIL, EVIL, EVIL),)),
+    b.Tree((b.Branch(EVIL, 0.5, (EVIL,), (b.Branch(EVIL, 0.1, ("1",)),), is_open=True),)),
+)
+
+
+def page(*blocks, title="a page"):
+    section = b.Section("key", title, blocks, name=title)
+    return render_page(b.Page(title=title, head=blocks, sections=(section,), pictures=True))
+
+
+def test_every_block_is_among_those_that_these_tests_draw():
+    assert {type(block) for block in BLOCKS} == set(get_args(b.Block))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.kind)
+def test_a_block_shows_hostile_text_and_obeys_none_of_it(block):
+    parsed = Parsed(render_blocks(block))
+    shown = [*parsed.texts, *(value for _, value in parsed.attributes)]
+    assert any(EVIL in text for text in shown if text)
+    assert "script" not in parsed.tags and not [name for name, _ in parsed.attributes if name.startswith("on")]
+    assert parsed.tags.count("img") == (block.kind == "pictures")
+
+
+def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
+    text = page(*BLOCKS, title=f"{EVIL}\n\x1b[31m")
+    assert text.startswith("<!doctype html>\n")
+    parsed = Parsed(text)
+    assert not {"script", "link", "iframe", "object"} & set(parsed.tags)
+    addresses = [value for name, value in parsed.attributes if name in ("src", "href")]
+    assert addresses and all(value.startswith(("data:image/", "#")) for value in addresses)
+    title = text[text.index("<title>") : text.index("</title>")]
+    assert "\n" not in title and "\x1b" not in text
+    assert "default-src 'none'" in text and "url(" not in text and "@import" not in text and "http" not in text.replace(
+        "http-equiv", "")  # fmt: skip
+
+
+def test_a_picture_is_whole_and_only_pages_with_pictures_may_show_some():
+    content = bytes(range(256)) * 400  # longer than any text on a page
+    text = page(b.Pictures((b.Picture(content, "image/png", "a plot"),)))
+    ((_, address),) = {item for item in Parsed(text).attributes if item[0] == "src"}
+    assert base64.b64decode(address.removeprefix("data:image/png;base64,")) == content
+    assert "img-src data:" in text
+    assert "img-src" not in render_page(b.Page(title="a page", head=(), sections=()))
+
+
+def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
+    assert clean_text("\x1b[31mred\x00\r\nnext") == "red�\nnext"
+    assert clean_text("x" * 30_000 + "end").endswith("xend") and "10,003 characters left out" in clean_text(
+        "x" * 30_000 + "end")  # fmt: skip
+    assert clean_text(None) == "–"
+
+
+def test_figures_get_separators_and_missing_ones_a_dash():
+    text = render_blocks(b.table(("name", "rows", "ratio", "yes"), [("a", 12345, None, True)]))
+    assert "12,345" in text and "–" in text and "True" in text
+
+
+def test_a_name_that_a_template_misspells_is_an_error():
+    with pytest.raises(jinja2.UndefinedError):
+        _environment().from_string("{{ page.titel }}").render(page=b.Page(title="x", head=(), sections=()))
+
+
+def test_sections_without_a_name_have_no_link_and_missing_ones_are_left_out():
+    sections = b.linked({"One": b.Section("one", "First", ()), "Two": None})
+    assert sections == (b.Section("one", "First", (), name="One"),)
+    assert "<nav>" in render_page(b.Page(title="x", head=(), sections=sections))
+    unnamed = dataclasses.replace(sections[0], name="")
+    assert "<nav>" not in render_page(b.Page(title="x", head=(), sections=(unnamed,)))
+
+
+def test_one_style_sheet_has_light_dark_and_print():
+    style = resources.files("conf.reports").joinpath("templates", "report.css").read_text("utf-8")
+    assert style.count("prefers-color-scheme: dark") == 1 and "screen and (prefers-color-scheme: dark)" in style
+    assert "@media print" in style
+
+
+def test_no_module_outside_the_templates_writes_html():
+    root = resources.files("conf").joinpath("..")
+    wrong = [
+        str(path)
+        for room in ("conf", "warehouse", "featurize", "workers", "learn", "farm")
+        for path in root.joinpath(room).rglob("*.py")
+        if path.name != "svg.py" and any(tag in path.read_text() for tag in ("</p>", "</td>", "</div>", "</svg>"))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("least, step", [(1, 1), (1.01, 2), (2.4, 2.5), (0.26, 0.5), (5.1, 10), (10, 10), (999, 1000)])
+def test_axis_steps_are_round(least, step):
+    assert nice_step(least) == pytest.approx(step)
