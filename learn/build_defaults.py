@@ -275,10 +275,8 @@ def published_sources(path: str) -> frozenset[str]:
     from warehouse.published import read_recognised
 
     root = Path(path).expanduser()
-    paths = (
-        [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix.lower() == ".csv" and p.is_file())
-    )
-    files = [read_recognised(path) for path in paths]
+    paths = [root] if root.is_file() else [one for one in root.rglob("*") if one.suffix.lower() == ".csv"]
+    files = [read_recognised(one) for one in paths if one.is_file()]
     return frozenset(file.form for file in files if file is not None)
 
 
