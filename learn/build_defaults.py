@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 TARGETS = ("memory", "smact", "smocc")  # of those that an estimate gives, what the files have
 LIMIT_MIB = 10.0
-_SOURCES = ("gpumemnet", "timm")
+REQUIRED_SOURCE, OPTIONAL_SOURCE = "gpumemnet", "timm"  # of published files; the second is published with no address
+WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone it, then path=GPUMemNet/Datasets"
 _CARD = "MODEL_CARD.md"  # what a folder of models is known by
 _PATHS = ("path", "out", "data")
 
@@ -224,8 +225,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     from learn.targets import make_bins
     from warehouse.ingest import IngestSettings, ingest
 
-    for source in _SOURCES:
-        ingest(IngestSettings(source=source, path=settings.path, data=str(data)))
+    ingest_published(settings.path, data)
     # Both are named, so the mixture is no accident: what differs between the two kinds of runs is in their features
     # (the device's description, and `net_training_loop` of others' loops, which feed every step), near-copies in both
     # stay on one side of a split, and the card says how many there are of each.
@@ -253,6 +253,31 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
         (folder / target / "meta.json").write_text(json.dumps(stamp, indent=1, sort_keys=True))
         progress(f"fitting {target}", 1, 1)
     _add_fast_path(settings, steps, folder, fitted, metas, progress)
+
+
+def ingest_published(path: str, data: Path) -> None:
+    """Land the published rows of a user's own copy: GPUMemNet's, and those of timm's models where there are any.
+
+    Raises `UsageError` that says where they are to be had, for a path without a file of GPUMemNet's.
+    """
+    from warehouse.ingest import IngestSettings, ingest
+
+    sources = published_sources(path)
+    if REQUIRED_SOURCE not in sources:
+        raise UsageError(f"path={path} holds no file of source={REQUIRED_SOURCE}; {WHERE}")
+    for source in (REQUIRED_SOURCE, OPTIONAL_SOURCE):
+        if source in sources:
+            ingest(IngestSettings(source=source, path=path, data=str(data)))
+
+
+def published_sources(path: str) -> frozenset[str]:
+    """Return the sources whose files a path holds, by their headers: a CSV file, or a folder and what is below it."""
+    from warehouse.published import read_recognised
+
+    root = Path(path).expanduser()
+    paths = [root] if root.is_file() else [one for one in root.rglob("*") if one.suffix.lower() == ".csv"]
+    files = [read_recognised(one) for one in paths if one.is_file()]
+    return frozenset(file.form for file in files if file is not None)
 
 
 def _distil_only(settings: BuildSettings, data: Path, folder: Path, progress) -> None:
@@ -327,6 +352,8 @@ def entry(cfg) -> int:
     values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
     settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)
+    if settings.models is None and OPTIONAL_SOURCE not in published_sources(settings.path):
+        console.print(f"path={settings.path} holds no rows of timm's models: the trace answers for these", markup=False)
     bar, task = start_bar(console, "default models", TimeRemainingColumn())
     try:
 

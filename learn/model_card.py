@@ -31,6 +31,7 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
     measured = first["rows"]["source"].get("measured", 0)
     devices = ", ".join(f"{name} {count:,}" for name, count in first["rows"]["device"].items())
     environment = ", ".join(f"{name} {version}" for name, version in sorted(first["environment"].items()) if version)
+    timm = " and timm models" if any("timm" in meta["rows"]["family"] for meta in metas.values()) else ""
     lines = [
         "# Model card: the models that come with the project",
         "",
@@ -42,7 +43,7 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
         f"- **Made with**: {environment}.",
         f"- **Features**: version `{first['feature_version']}`.",
         "- **Trained on**: published measurements of one A100-SXM4-40GB of a DGX Station A100, PyTorch 2.4.1,",
-        "  CUDA 12.2, fp32: GPUMemNet's sets (arXiv 2602.17817) and timm models. No row of them comes along.",
+        f"  CUDA 12.2, fp32: GPUMemNet's sets (arXiv 2602.17817){timm}. No row of them comes along.",
         *([_OWN.format(measured=measured, devices=devices)] if measured else []),
         "- **Not measured**: other GPUs, half precision, other optimizers than Adam (timm: taken for SGD with",
         "  momentum), `torch.compile`, several GPUs. Estimates for these carry warnings, and wider bounds that nothing",

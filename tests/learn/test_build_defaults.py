@@ -21,14 +21,23 @@ from conf import cli
 from conf.errors import UsageError
 from featurize.families import mlp
 from learn import build_defaults
-from learn.build_defaults import TARGETS, BuildSettings, build, entry
+from learn.build_defaults import (
+    TARGETS,
+    WHERE,
+    BuildSettings,
+    build,
+    entry,
+    ingest_published,
+    published_sources,
+)
 from learn.cases import of_configs
 from learn.estimators import get_estimator
 from learn.fastpath import fast_configs, fast_nets
 from learn.fastpath.fast import FastPath
 from learn.learned import hybrid
+from learn.model_card import write_card
 from learn.step_record import StepRecord, compute
-from warehouse import dataset
+from warehouse import connect, dataset
 from warehouse.export import ExportSettings, export
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,7 +224,7 @@ def test_a_folder_may_have_any_name(tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path(name).mkdir()
     assert run(f"path={name}", f"out=models/{name}", f"data=data/{name}") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"error: path={name} holds no file of source=gpumemnet"
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: path={name} holds no file of source=gpumemnet; {WHERE}"
     assert not Path("models").exists(), "nor the folders above it"
 
 
@@ -330,18 +339,26 @@ def test_models_that_a_killed_build_had_put_aside_come_back(tmp_path, monkeypatc
     assert contents(tmp_path / "models") == before and list(tmp_path.iterdir()) == [tmp_path / "models"]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "said"),
-    [
-        ((), "holds no file of source=gpumemnet"),
-        (("gpumemnet",), "holds no file of source=timm; mlp.csv: its rows are of source=gpumemnet"),
-    ],
-)
-def test_files_that_are_not_there_leave_the_older_models_as_they_were(tmp_path, kinds, said):
+def test_a_copy_of_gpumemnet_s_files_alone_is_enough_and_the_card_names_no_timm(tmp_path, built):
+    files = tmp_path / "GPUMemNet" / "a'; echo Datasets" / "MLP"
+    published(files, timm=False)
+    assert published_sources(str(tmp_path)) == {"gpumemnet"}
+    ingest_published(str(tmp_path / "GPUMemNet"), tmp_path / "data")
+    with connect(tmp_path / "data") as connection:
+        assert connection.sql("SELECT family, count(*) FROM runs GROUP BY ALL").fetchall() == [("mlp", ROWS)]
+    meta = json.loads((built[0] / "memory" / "meta.json").read_text())
+    fast = FastPath.load(built[0] / "fast")
+    write_card(tmp_path / "with.md", {"memory": meta}, fast)
+    meta["rows"]["family"] = {"mlp": ROWS}
+    write_card(tmp_path / "without.md", {"memory": meta}, fast)
+    sentence = "GPUMemNet's sets (arXiv 2602.17817) and timm models."
+    assert sentence in (tmp_path / "with.md").read_text() and sentence not in (tmp_path / "without.md").read_text()
+
+
+def test_files_that_are_not_there_leave_the_older_models_as_they_were_and_the_message_says_where_they_are(tmp_path):
     files = tmp_path / "files"
     files.mkdir()
-    if "gpumemnet" in kinds:
-        published(files, timm=False)
+    said = "holds no file of source=gpumemnet; GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet"
     home = tmp_path / "home" / "models"
     before = old_models(home)
     with pytest.raises(UsageError, match=said):
