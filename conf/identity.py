@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ OWN_SHA256 = "own_sha256"  # the key of a JSON object under which it holds its o
 OWNER_FILE = "owner"  # in each temporary folder of ours: the `identity` of the process that made it
 
 
-def canonical_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    """Return the same text for the same mapping or list: keys sorted, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+def canonical_json(mapping: Mapping[str, Any]) -> str:
+    """Same mapping, same text: keys sorted, no spaces."""
+    return json.dumps(mapping, sort_keys=True, separators=(",", ":"))
 
 
 def mapping_hash(mapping: Mapping[str, Any]) -> str:

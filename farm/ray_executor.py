@@ -59,7 +59,7 @@ class ClusterSettings:
             raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
 
     def check_address(self) -> None:
-        """Raise `UsageError` where no cluster answers at `address`; Ray itself would try for minutes."""
+        """`UsageError` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
         if self.address is not None:
             self.place()
 
@@ -74,10 +74,10 @@ class ClusterSettings:
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except (OSError, OverflowError) as error:
-            raise self.no_answer(error) from error
+            raise self.nobody_answers(error) from error
         return host, int(port)
 
-    def no_answer(self, error: Exception) -> UsageError:
+    def nobody_answers(self, error: Exception) -> UsageError:
         return UsageError(
             f"cluster.address={self.address}: no Ray cluster answers there ({_plain(error)}); "
             "start one with `ray start --head`, or leave the key out"
@@ -194,7 +194,7 @@ class RayExecutor:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # of many kinds, and none is a bug of ours
             self._head.check()
-            raise self._cluster.no_answer(error) from error
+            raise self._cluster.nobody_answers(error) from error
 
     def _start_own(self, pinned: bool) -> None:
         ray = self._ray

@@ -17,11 +17,8 @@ def shift_chart(
     pairs: Sequence[Pair], label: str, unit: str, css: Mapping[str, str], tolerance: float
 ) -> str | None:  # fmt: skip
     """SVG; None where no pair has figures. `css`: family -> class of its dots; dashed lines show the tolerance."""
-    dots = [
-        (pair, size, shift)
-        for pair in pairs
-        if (shift := pair.shift(label)) is not None and (size := pair.before.labels[label]) is not None and size > 0
-    ]
+    dots = [(pair, pair.before.labels[label], shift) for pair in pairs if (shift := pair.shift(label)) is not None]
+    dots = [(pair, size, shift) for pair, size, shift in dots if size and size > 0]
     if not dots:
         return None
     sizes = [size for _, size, _ in dots]
@@ -53,10 +50,10 @@ def shift_chart(
         f"before, {escape(unit)}</text>"
     )
     for pair, size, shift in dots:
-        caption = f"{pair.config_hash} ({pair.before.family}): {figure(size)} {unit}, {percent(shift)}"
+        said = f"{pair.config_hash} ({pair.before.family}): {figure(size)} {unit}, {percent(shift)}"
         drawn.append(
             f'<circle class="dot {css[pair.before.family]}" cx="{x(size):.1f}" cy="{y(shift):.1f}" r="3.6">'
-            f"<title>{escape(caption)}</title></circle>"
+            f"<title>{escape(said)}</title></circle>"
         )
     words = f"Relative difference of {label} over its size before, {len(dots):,} configurations"
     return (
@@ -79,14 +76,14 @@ def _percent(tick: float) -> str:
 
 def _decades(low: float, high: float) -> list[float]:
     """1, 2 and 5 of each decade between the two, thinned where there are many; the ends where there are none."""
-    ticks = [
+    found = [
         m * 10.0**e
         for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for m in (1, 2, 5)
         if low <= m * 10.0**e <= high
     ]
-    if len(ticks) > 8:
-        ticks = [size for size in ticks if math.isclose(math.log10(size) % 1, 0, abs_tol=1e-9)]
-    if len(ticks) > 1:
-        return ticks
+    if len(found) > 8:
+        found = [size for size in found if math.isclose(math.log10(size) % 1, 0, abs_tol=1e-9)]
+    if len(found) > 1:
+        return found
     return sorted({float(figure(low).replace(",", "")), float(figure(high).replace(",", ""))})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from farm.comparison.chart import shift_chart
 from farm.comparison.operators import Change, Operators
-from farm.comparison.pairs import MEMORY, STEP_TIME, RunComparison
-from farm.comparison.run import ComparisonResult
+from farm.comparison.pairs import MEMORY, STEP_TIME, Comparison
+from farm.comparison.run import Result
 from farm.comparison.view import (
     change_row,
     changed_dtypes,
@@ -28,7 +28,7 @@ _SHOWN = 20  # of a table; the rest is in the JSON beside the page
 _COLUMNS = {"calls": "calls", "moved_mib": "MiB moved", "gflops": "GFLOP", "ms": "ms", "peak_mib": "MiB at the peak"}
 
 
-def comparison_page(result: ComparisonResult) -> str:
+def comparison_page(result: Result) -> str:
     """The page's text."""
     title = f"{result.before.label} → {result.after.label}"
     sections = {
@@ -44,7 +44,7 @@ def comparison_page(result: ComparisonResult) -> str:
     return page(title, sections, lambda links: _head(result, title, links))
 
 
-def _head(result: ComparisonResult, title: str, links: str) -> str:
+def _head(result: Result, title: str, links: str) -> str:
     comparison = result.comparison
     where = ", ".join(comparison.devices) + (f" ({', '.join(comparison.sources)})" if comparison.sources else "")
     changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
@@ -62,7 +62,7 @@ def _head(result: ComparisonResult, title: str, links: str) -> str:
     )
 
 
-def _labels(comparison: RunComparison) -> str:
+def _labels(comparison: Comparison) -> str:
     if not comparison.shifts:
         return section("labels", "Memory and step time", lead("No configuration has figures on both sides."))
     families = list(dict.fromkeys(pair.before.family for pair in comparison.pairs))
@@ -81,7 +81,7 @@ def _labels(comparison: RunComparison) -> str:
     )  # fmt: skip
 
 
-def _statuses(comparison: RunComparison) -> str:
+def _statuses(comparison: Comparison) -> str:
     if not comparison.statuses:
         return section("statuses", "Statuses", lead("Every pair ended ok on both sides."))
     rows = [(s.before, s.after, s.configurations, ", ".join(s.examples), s.error) for s in comparison.statuses]
@@ -92,7 +92,7 @@ def _statuses(comparison: RunComparison) -> str:
     )
 
 
-def _largest(comparison: RunComparison) -> str:
+def _largest(comparison: Comparison) -> str:
     parts = []
     for label, name in ((MEMORY, "peak memory [MiB]"), (STEP_TIME, "step time [ms]")):
         largest = comparison.largest(label, _SHOWN)
@@ -107,7 +107,7 @@ def _largest(comparison: RunComparison) -> str:
     return section("largest", "Configurations that differ most", *parts)
 
 
-def _families(comparison: RunComparison) -> str:
+def _families(comparison: Comparison) -> str:
     if not comparison.families:
         return ""
     rows = [
@@ -123,7 +123,7 @@ def _families(comparison: RunComparison) -> str:
     )  # fmt: skip
 
 
-def _operators(result: ComparisonResult) -> str:
+def _operators(result: Result) -> str:
     operators = result.operators
     if operators is None:
         return section("operators", "Operators", lead(f"Not compared: {result.no_operators}."))
@@ -147,8 +147,8 @@ def _operators(result: ComparisonResult) -> str:
     parts.append(table(("kind", "before", "after", "difference"), [(k.replace("_", " "), *rest) for k, *rest in moved]))
     dtypes = changed_dtypes(operators)
     if dtypes:
-        counts = [(name, int(old), int(new)) for name, (old, new) in dtypes.items()]
-        parts.append("<h3>Operators by dtype</h3>" + table(("dtype", "before", "after"), counts))
+        rows = [(name, int(old), int(new)) for name, (old, new) in dtypes.items()]
+        parts.append("<h3>Operators by dtype</h3>" + table(("dtype", "before", "after"), rows))
     return section("operators", "By operator", *parts)
 
 
@@ -184,7 +184,7 @@ def _changes(noun: str, entries: tuple[Change, ...]) -> str:
     return "".join(parts)
 
 
-def _alone(result: ComparisonResult) -> str:
+def _alone(result: Result) -> str:
     parts = []
     for side, alone in zip((result.before, result.after), result.comparison.alone, strict=True):
         if alone:
@@ -196,7 +196,7 @@ def _alone(result: ComparisonResult) -> str:
     return section("alone", "Without a partner", *parts) if parts else ""
 
 
-def _sides(result: ComparisonResult) -> str:
+def _sides(result: Result) -> str:
     rows = [("given as", result.before.text, result.after.text), ("runs in", *map(str, result.folders))]
     for name in ENVIRONMENT:
         values = [", ".join(versions.get(name, ())) or "–" for versions in result.comparison.versions]

@@ -9,46 +9,46 @@ from typing import Any
 
 from conf.plain_text import table_lines
 from farm.comparison.operators import Change, Operators
-from farm.comparison.pairs import MEMORY, STEP_TIME, Pair, PairShift
-from farm.comparison.run import ComparisonResult
+from farm.comparison.pairs import MEMORY, STEP_TIME, LabelShift, Pair
+from farm.comparison.run import Result
 from farm.comparison.sides import Environment, Recorded, Side
 
 _SHOWN = 5  # configurations, operators and modules of each table
 
 
-def lines(result: ComparisonResult) -> list[str]:
+def lines(result: Result) -> list[str]:
     """What a terminal shows: labels, statuses, the largest differences, operators and modules, what has no partner."""
     comparison = result.comparison
-    output = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
+    said = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
     heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
-    output += table_lines(heads, [shift_row(shift) for shift in comparison.shifts])
+    said += table_lines(heads, [shift_row(shift) for shift in comparison.shifts])
     if comparison.statuses:
-        output += ["", "configurations that failed, or ended otherwise:"]
+        said += ["", "configurations that failed, or ended otherwise:"]
         rows = [(s.before, s.after, f"{s.configurations:,}", s.error or "") for s in comparison.statuses]
-        output += table_lines(("before", "after", "configurations", "error"), rows)
+        said += table_lines(("before", "after", "configurations", "error"), rows)
     for label, name in ((MEMORY, "peak memory"), (STEP_TIME, "step time")):
         largest = comparison.largest(label, _SHOWN)
         if largest:
-            output += ["", f"largest differences of {name}:"]
+            said += ["", f"largest differences of {name}:"]
             pair_heads = ("configuration", "family", "before", "after", "difference")
-            output += table_lines(pair_heads, [pair_row(pair, label) for pair in largest])
+            said += table_lines(pair_heads, [pair_row(pair, label) for pair in largest])
     families = [family for family in comparison.families if family.largest][:_SHOWN]
     if families:
-        output += ["", "by the operator families of the configurations' layers, medians:"]
+        said += ["", "by the operator families of the configurations' layers, medians:"]
         rows = [(f.name, f"{f.pairs:,}", percent(f.memory), percent(f.step_time)) for f in families]
-        output += table_lines(("operator family", "pairs", "peak memory", "step time"), rows)
-    output += ["", *_operator_lines(result)]
+        said += table_lines(("operator family", "pairs", "peak memory", "step time"), rows)
+    said += ["", *_operator_lines(result)]
     for side, alone in zip((result.before, result.after), comparison.alone, strict=True):
         if alone:
             examples = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
-            output.append(f"without a partner: {len(alone):,} configurations of {side.label} ({examples})")
+            said.append(f"without a partner: {len(alone):,} configurations of {side.label} ({examples})")
     for side, count in zip((result.before, result.after), comparison.unhashed, strict=True):
         if count:
-            output.append(f"left out: {count:,} rows of {side.label} that name no configuration")
-    return [*output, "", result.caveat]
+            said.append(f"left out: {count:,} rows of {side.label} that name no configuration")
+    return [*said, "", result.caveat]
 
 
-def headline(result: ComparisonResult) -> str:
+def headline(result: Result) -> str:
     """The result in a sentence."""
     comparison = result.comparison
     if not comparison.pairs:
@@ -68,7 +68,7 @@ def headline(result: ComparisonResult) -> str:
     return ", ".join(parts)
 
 
-def shift_row(shift: PairShift) -> tuple[str, ...]:
+def shift_row(shift: LabelShift) -> tuple[str, ...]:
     """label, pairs, median, p90, largest, beyond, equal."""
     return (
         f"{shift.label} [{shift.unit}]", f"{shift.pairs:,}", percent(shift.median), percent(shift.p90).lstrip("+"),
@@ -125,34 +125,34 @@ def _arrow(old: float, new: float) -> str:
     return before if before == after else f"{before} -> {after}"
 
 
-def _operator_lines(result: ComparisonResult) -> list[str]:
-    operators = result.operators
-    if operators is None:
+def _operator_lines(result: Result) -> list[str]:
+    found = result.operators
+    if found is None:
         return [f"operators: not compared: {result.no_operators}"]
-    output = [f"operators of one traced step of {operators.compared:,} configurations, priced on {operators.device}:"]
-    if operators.failed:
-        error = next(error for pair in operators.failed.values() for error in reversed(pair) if error)
-        output.append(f"  {len(operators.failed):,} more cannot be traced on a side: {error}")
-    if not operators.compared:
-        return output
+    said = [f"operators of one traced step of {found.compared:,} configurations, priced on {found.device}:"]
+    if found.failed:
+        error = next(error for pair in found.failed.values() for error in reversed(pair) if error)
+        said.append(f"  {len(found.failed):,} more cannot be traced on a side: {error}")
+    if not found.compared:
+        return said
     columns = ("calls", "moved_mib", "ms", "peak_mib")
-    for name, entries in (("operator", operators.operators), ("module", operators.modules)):
+    for name, entries in (("operator", found.operators), ("module", found.modules)):
         changed = [change for change in entries if change.changed]
         if not changed:
-            output.append(f"  no {name} differs ({len(entries):,} {name}s)")
+            said.append(f"  no {name} differs ({len(entries):,} {name}s)")
             continue
         rows = [
             (change.name, f"{change.configurations:,}", *change_row(change, columns)) for change in changed[:_SHOWN]
         ]
-        output += table_lines((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
+        said += table_lines((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
         if len(changed) > _SHOWN:
-            output.append(f"  {len(changed) - _SHOWN:,} more {name}s differ: see the page")
-    dtypes = changed_dtypes(operators)
+            said.append(f"  {len(changed) - _SHOWN:,} more {name}s differ: see the page")
+    dtypes = changed_dtypes(found)
     if dtypes:
-        output.append(
+        said.append(
             "  operators by dtype: " + ", ".join(f"{name} {_arrow(*counts)}" for name, counts in dtypes.items())
         )
-    return output
+    return said
 
 
 def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
@@ -160,7 +160,7 @@ def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
     return {name: counts for name, counts in operators.dtypes.items() if counts[0] != counts[1]}
 
 
-def as_json(result: ComparisonResult) -> str:
+def as_json(result: Result) -> str:
     """The whole comparison: what the table and the page show, and every pair."""
     comparison, operators = result.comparison, result.operators
     return json.dumps(
@@ -190,18 +190,18 @@ def as_json(result: ComparisonResult) -> str:
 
 def side_mapping(side: Side, versions: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What a side is; `versions` are those of its runs."""
-    about: dict[str, Any] = {"given": side.text, "versions": {name: list(values) for name, values in versions.items()}}
+    about: dict[str, Any] = {"given": side.text, "versions": {name: list(found) for name, found in versions.items()}}
     if isinstance(side, Environment):
         return {**about, "python": str(side.python), "environment": dict(side.versions)}
     assert isinstance(side, Recorded)
     return {**about, "folder": str(side.folder.root), "snapshot": side.snapshot}
 
 
-def _operators_mapping(operators: Operators) -> dict[str, Any]:
+def _operators_mapping(found: Operators) -> dict[str, Any]:
     return {
-        **vars(operators),
-        "operators": [vars(change) for change in operators.operators],
-        "modules": [vars(change) for change in operators.modules],
+        **vars(found),
+        "operators": [vars(change) for change in found.operators],
+        "modules": [vars(change) for change in found.modules],
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from conf.errors import UsageError
 from conf.outputs import write_output
 from farm.comparison.page import comparison_page
-from farm.comparison.run import ComparisonResult, comparisons_folder
+from farm.comparison.run import Result, comparisons_folder
 from farm.comparison.view import as_json
 from warehouse.folder import DataFolder, write_bytes
 
@@ -21,7 +21,7 @@ def checked_report(report: str | None) -> Path | None:
     return checked_path(report, like="compare.html")
 
 
-def write_comparison(home: DataFolder, result: ComparisonResult, report: str | None) -> Path:
+def write_comparison(home: DataFolder, result: Result, report: str | None) -> Path:
     """Write the page and, beside it, its JSON, each whole or not at all; the page's path.
 
     They go to `comparisons/` of the data folder, or to the file `report` and one of the same name ending in `.json`.
