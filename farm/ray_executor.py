@@ -98,13 +98,13 @@ def _running_cluster() -> str:
 class RayWorker:
     """The actor: finds the slot that Ray pinned it to and runs tasks there. Never imports torch."""
 
-    def __init__(self, choice: DeviceChoice, slot_key: str | None, environment: dict[str, str], workers: int):
+    def __init__(self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int):
         name = f"ray-{slot_key}"
         if slot_key is None:  # Ray has pinned this process: it sees one GPU only
             import ray
 
             name = f"ray-{ray.get_runtime_context().get_accelerator_ids()['GPU'][0]}"
-        self._worker = Worker(choice, slot_key, name, environment, workers)
+        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers)
 
     def ready(self) -> None:
         """Start the trial server and wait for it."""
@@ -255,7 +255,7 @@ class RayExecutor:
         )
         for index, key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            actor = bound.remote(self._choice, key, self._environment, len(keys))
+            actor = bound.remote(self._choice.to_mapping(), key, self._environment, len(keys))
             self._seats[name] = _Seat(actor, node)
             self._unstarted.append(name)
         return len(keys)
