@@ -50,7 +50,7 @@ def entry(cfg: DictConfig) -> int:
     settings.cluster.check_address()
     log, metrics = service_settings(values)
     folder = DataFolder.resolve(settings.data)
-    with _terminating(), _announced_if_none_begins(folder, settings):  # what is not there, before anything is written
+    with _terminating(), _no_night_told(folder, settings):  # what is not there, before anything is written
         machine_of(settings.device, settings.cluster)
         begins = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
         if begins:
@@ -79,7 +79,7 @@ def _grow(
     journal = Journal.open(folder)
     begun = None
     with _StatusLine(service.quiet) as status:
-        with _announced_if_none_begins(folder, settings):
+        with _no_night_told(folder, settings):
             cycles = journal.cycles()
             if cycles and cycles[-1].open:
                 begun = _as_begun(journal, cycles[-1], values)
@@ -137,8 +137,8 @@ def _how_far(night: NightWork) -> str:
 
 
 @contextlib.contextmanager
-def _announced_if_none_begins(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
-    """Notify the user of a night that cannot begin, for example because its GPU or room on the disk is missing."""
+def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]:
+    """Send a notification when a cycle cannot begin, for example without its GPU or with a full disk."""
     try:
         yield
     except (UsageError, OSError) as error:

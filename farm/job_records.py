@@ -6,11 +6,12 @@ Start reading at `Job` and `Task`; `farm.jobs` is the queue itself.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from featurize.trial import TrialConfig, canonical_json
+from featurize.trial import TrialConfig
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 
@@ -161,7 +162,8 @@ def job_id_for(
     from farm.sampling import SAMPLER_VERSION
 
     identity = [SAMPLER_VERSION, family, space, seed, policy, limits, settings]
-    return f"{family}-{hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:8]}"
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def job_of(row: Sequence) -> Job:

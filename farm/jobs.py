@@ -443,8 +443,10 @@ class Queue:
         """Return the family of each task of the job, which for a mixed job its config says: index -> family."""
         return dict(
             self._file.all(
-                "SELECT task_index, CASE WHEN family = ? THEN json_extract(config_json, '$.family') ELSE family END "
-                "FROM configs JOIN jobs ON seq = job_seq WHERE job_seq = ?", (MIXED_FAMILY, self._seq(job_id)),
+                "SELECT task_index, CASE WHEN family = ? AND json_valid(config_json) THEN "
+                "CASE WHEN json_type(config_json, '$.family') = 'text' THEN json_extract(config_json, '$.family') "
+                "ELSE family END ELSE family END FROM configs JOIN jobs ON seq = job_seq WHERE job_seq = ?",
+                (MIXED_FAMILY, self._seq(job_id)),
             )
         )  # fmt: skip
 

@@ -230,7 +230,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def queue_error(error: sqlite3.Error, path: Path) -> Exception:
-    """Return SQLite's error as one of ours: a `UsageError`, or a `QueueError` with the matching errno."""
+    """The vendor's error as one of ours; what the user can mend carries the matching errno or is a `UsageError`."""
     text = str(error)
     if "not a database" in text or "malformed" in text:
         return UsageError(f"{path} is damaged or not a queue: {text}")

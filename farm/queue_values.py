@@ -14,6 +14,7 @@ from conf.errors import UsageError
 from conf.plain_text import shown
 from farm.job_records import Task, UnreadableTask
 from featurize.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
+from warehouse.folder import checked_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 
@@ -30,9 +31,10 @@ def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
             settings=settings_of_text(settings_json), device=device_from_key(device),
         )  # fmt: skip
     except UsageError as error:
+        mapping = _mapping_of(config_json)
         return UnreadableTask(
-            job_id=job_id, task_index=task_index, attempt=attempt, family=family, problem=str(error),
-            config=_mapping_of(config_json), simulated=_is_simulated(device),
+            job_id=job_id, task_index=task_index, attempt=attempt, family=_family_of(mapping, family),
+            problem=str(error), config=mapping, simulated=_is_simulated(device),
         )  # fmt: skip
 
 
@@ -94,6 +96,14 @@ def _is_simulated(device: str) -> bool:
         return device_from_key(device).backend == "simulated"
     except UsageError:
         return False
+
+
+def _family_of(mapping: Mapping[str, Any] | None, of_job: str) -> str:
+    """The family that a config names, where a run may land under that name; else its job's."""
+    try:
+        return checked_name("family", (mapping or {}).get("family"))
+    except ValueError:
+        return of_job
 
 
 def _mapping_of(text: str) -> Mapping[str, Any] | None:

@@ -60,7 +60,7 @@ class ClusterSettings:
             raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
 
     def check_address(self) -> None:
-        """Raise `UsageError` where no cluster answers at `address`; Ray itself would try for minutes."""
+        """`UsageError` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
         if self.address is not None:
             self.place()
 
@@ -75,10 +75,10 @@ class ClusterSettings:
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except (OSError, OverflowError) as error:
-            raise self.no_answer(error) from error
+            raise self.nobody_answers(error) from error
         return host, int(port)
 
-    def no_answer(self, error: Exception) -> UsageError:
+    def nobody_answers(self, error: Exception) -> UsageError:
         return UsageError(
             f"cluster.address={self.address}: no Ray cluster answers there ({_plain(error)}); "
             "start one with `ray start --head`, or leave the key out"
@@ -99,13 +99,13 @@ def _running_cluster() -> str:
 class PinnedWorker:
     """What an actor runs: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
 
-    def __init__(self, choice: DeviceChoice, slot_key: str | None, environment: dict[str, str], workers: int):
+    def __init__(self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int):
         name = f"ray-{slot_key}"
         if slot_key is None:  # Ray has pinned this process: it sees one GPU only
             import ray
 
             name = f"ray-{ray.get_runtime_context().get_accelerator_ids()['GPU'][0]}"
-        self._worker = Worker(choice, slot_key, name, environment, workers)
+        self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers)
 
     def ready(self) -> None:
         """Start the trial server and wait for it."""
@@ -225,7 +225,7 @@ class RayExecutor:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # of many kinds, and none is a bug of ours
             self._head.check()
-            raise self._cluster.no_answer(error) from error
+            raise self._cluster.nobody_answers(error) from error
 
     def _start_own(self, pinned: bool) -> None:
         ray = self._ray
@@ -286,7 +286,7 @@ class RayExecutor:
         )
         for index, key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            actor = bound.remote(working_folder(), self._choice, key, self._environment, len(keys))
+            actor = bound.remote(working_folder(), self._choice.to_mapping(), key, self._environment, len(keys))
             self._seats[name] = _Seat(actor, node)
             self._unstarted.append(name)
         return len(keys)

@@ -111,7 +111,7 @@ def _stored(name: str, value: Any) -> Any:
 
 
 def reasons_of(text: str | None) -> dict[str, str]:
-    """Return why a stored run is not trusted, reason -> words, from its column `quality_reasons`.
+    """Return the reasons of a stored run by name, from its column `quality_reasons` or `telemetry_missing`.
 
     Empty for NULL and for a text that is no JSON object: anybody may have written the file.
     """

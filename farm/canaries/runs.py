@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from featurize.device_spec import same_device
 from featurize.row_config import config_of_row
 from featurize.trial import TrialConfig
 from learn.targets import TARGETS
+from warehouse.run import reasons_of
 from warehouse.schema import ENVIRONMENT
 from workers.quality import REASONS
 
@@ -123,8 +123,8 @@ def _run(row: Mapping) -> CanaryRun | None:
         status=row["status"],
         error=_error_of(row),
         trusted=row["quality"] != "untrusted",
-        reasons=json.loads(row["quality_reasons"] or "{}"),
-        missing=json.loads(row["telemetry_missing"] or "{}"),
+        reasons=reasons_of(row["quality_reasons"]),
+        missing=reasons_of(row["telemetry_missing"]),
         labels={name: row[name] for name in LABELS},
         final=row["final"] is not False,
         device_uuid=row["device_uuid"],

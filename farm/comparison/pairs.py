@@ -67,7 +67,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairShift:
+class LabelShift:
     """How one label differs over the pairs: relative differences. `median` and `largest` are signed, `p90` is not.
 
     beyond  pairs whose difference is beyond the tolerance; equal: those with the very same figure
@@ -106,7 +106,7 @@ class OperatorFamily:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunComparison:
+class Comparison:
     """What the runs of two sides say.
 
     statuses    every combination but ok on both sides, the commonest first
@@ -116,7 +116,7 @@ class RunComparison:
     """
 
     pairs: tuple[Pair, ...]
-    shifts: tuple[PairShift, ...]
+    shifts: tuple[LabelShift, ...]
     tolerance: float
     statuses: tuple[StatusChange, ...]
     families: tuple[OperatorFamily, ...]
@@ -128,8 +128,8 @@ class RunComparison:
 
     def largest(self, label: str, most: int) -> list[Pair]:
         """The pairs that differ most in a label, by its absolute value; none that are equal."""
-        differing = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
-        return [pair for _, pair in sorted(differing, key=lambda item: (-item[0], item[1].config_hash))[:most]]
+        found = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
+        return [pair for _, pair in sorted(found, key=lambda item: (-item[0], item[1].config_hash))[:most]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class RunSet:
     family: str | None = None
 
 
-def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> RunComparison:
+def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> Comparison:
     """Pair the runs of two sides by configuration, device and source.
 
     `tolerance` is the relative difference from which on a pair counts as beyond. Raises `UsageError` for a folder or a
@@ -151,7 +151,7 @@ def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> RunComparis
     """
     (old, old_versions, old_unhashed), (new, new_versions, new_unhashed) = map(_read, (before, after))
     pairs = tuple(Pair(before=old[key], after=new[key]) for key in sorted(old.keys() & new.keys(), key=str))
-    return RunComparison(
+    return Comparison(
         pairs=pairs,
         shifts=tuple(filter(None, (_shift(pairs, label, tolerance) for label in LABELS))),
         tolerance=tolerance,
@@ -179,9 +179,8 @@ def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]],
             f"SELECT {', '.join(columns)} FROM runs WHERE {' AND '.join(conditions)} ORDER BY run_id", values
         ).fetchall()
     grouped: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    unhashed = 0
-    versions: dict[str, Counter[str]] = {name: Counter() for name in ENVIRONMENT}
-    for row in (dict(zip(columns, fields, strict=True)) for fields in rows):
+    unhashed, versions = 0, {name: Counter() for name in ENVIRONMENT}
+    for row in (dict(zip(columns, found, strict=True)) for found in rows):
         if row["config_hash"] is None or row["config"] is None:
             unhashed += 1
             continue
@@ -189,8 +188,8 @@ def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]],
         for name in ENVIRONMENT:
             if row[name] is not None:
                 versions[name][row[name]] += 1
-    values_of = {name: tuple(value for value, _ in counts.most_common()) for name, counts in versions.items()}
-    return {key: _runs_of(key, own) for key, own in grouped.items()}, values_of, unhashed
+    said = {name: tuple(value for value, _ in counts.most_common()) for name, counts in versions.items()}
+    return {key: _runs_of(key, found) for key, found in grouped.items()}, said, unhashed
 
 
 def _runs_of(key: tuple, rows: Sequence[Mapping[str, Any]]) -> Runs:
@@ -221,12 +220,12 @@ def _error_of(row: Mapping[str, Any]) -> str:
     return (error_line(row["error"] or "") or str(row["error_type"]))[:_ERROR_CHARACTERS]
 
 
-def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> PairShift | None:
+def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> LabelShift | None:
     shifts = [shift for pair in pairs if (shift := pair.shift(label)) is not None]
     if not shifts:
         return None
     sizes = sorted(abs(shift) for shift in shifts)
-    return PairShift(
+    return LabelShift(
         label=label,
         unit=LABELS[label],
         pairs=len(shifts),
@@ -239,23 +238,23 @@ def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> PairShift | N
 
 
 def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
-    by_statuses: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    found: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         statuses = (pair.before.status, pair.after.status)
         if statuses != ("ok", "ok"):
-            by_statuses[statuses].append(pair)
+            found[statuses].append(pair)
     return tuple(
         StatusChange(
             before=before, after=after, configurations=len(of), examples=tuple(p.config_hash for p in of[:_EXAMPLES]),
             error=next((error for p in of for error in (p.after.error, p.before.error) if error), None),
         )
-        for (before, after), of in sorted(by_statuses.items(), key=lambda item: (-len(item[1]), item[0]))
+        for (before, after), of in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
     )  # fmt: skip
 
 
 def _families(pairs: Sequence[Pair]) -> tuple[OperatorFamily, ...]:
     """Those of the configurations' layers, the largest differences first."""
-    shifts_of: dict[str, list[tuple[float | None, float | None]]] = defaultdict(list)
+    found: dict[str, list[tuple[float | None, float | None]]] = defaultdict(list)
     for pair in pairs:
         shifts = (pair.shift(MEMORY), pair.shift(STEP_TIME))
         if shifts == (None, None):
@@ -265,15 +264,14 @@ def _families(pairs: Sequence[Pair]) -> tuple[OperatorFamily, ...]:
         except UsageError:  # a configuration of another version of the code
             continue
         for name in names:
-            shifts_of[name].append(shifts)
+            found[name].append(shifts)
     families = []
-    for name, of_family in shifts_of.items():
-        memory = [shift for shift, _ in of_family if shift is not None]
-        step_time = [shift for _, shift in of_family if shift is not None]
+    for name, shifts in found.items():
+        memory, step_time = ([shift[k] for shift in shifts if shift[k] is not None] for k in (0, 1))
         families.append(
             OperatorFamily(
                 name=name,
-                pairs=len(of_family),
+                pairs=len(shifts),
                 memory=statistics.median(memory) if memory else None,
                 step_time=statistics.median(step_time) if step_time else None,
                 largest=max([*memory, *step_time], key=abs),

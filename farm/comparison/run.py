@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from conf.identity import mapping_hash
 from farm.comparison.operators import Operators, compare_operators, traced
-from farm.comparison.pairs import RunComparison, RunSet, compare_runs
+from farm.comparison.pairs import Comparison, RunSet, compare_runs
 from farm.comparison.sides import Environment, Recorded, Side, code_folder, side_of, trial_environment
 from farm.jobs import Queue
 from farm.model_check import require_models_in_any
@@ -27,9 +27,6 @@ from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, load
 from featurize.families import family_names
 from warehouse.folder import DataFolder, checked_name
 from workers.devices import choose_device
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 FORMATS = ("table", "json")
 SIMULATED = (
@@ -76,17 +73,15 @@ class CompareSettings:
             raise UsageError("; ".join(problems))
 
     @classmethod
-    def from_config(cls, cfg: DictConfig) -> CompareSettings:
+    def from_config(cls, cfg) -> CompareSettings:
         """Raises `UsageError` naming the key."""
-        from omegaconf import DictConfig, OmegaConf
+        from omegaconf import OmegaConf
 
         submission, family = None, None
         if "arch" in cfg:
             family = str(cfg.arch.family)
             if cfg.n is not None:
-                beside = {"batch_sizes": None, "priority": 0, "detach": False, "yes": False}
-                whole = OmegaConf.merge(beside, cfg)
-                assert isinstance(whole, DictConfig)
+                whole = OmegaConf.merge({"batch_sizes": None, "priority": 0, "detach": False, "yes": False}, cfg)
                 submission = SubmitSettings.from_config(whole)
         return cls(
             before=str(cfg.before), after=str(cfg.after), data=cfg.data, family=family, submission=submission,
@@ -95,7 +90,7 @@ class CompareSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonResult:
+class Result:
     """A comparison that is done.
 
     name       of its files; job_id of the runs of environments
@@ -107,7 +102,7 @@ class ComparisonResult:
     name: str
     before: Side
     after: Side
-    comparison: RunComparison
+    comparison: Comparison
     operators: Operators | None
     no_operators: str | None
     caveat: str
@@ -117,29 +112,26 @@ class ComparisonResult:
 
 def run_comparison(
     settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, done, of: None
-) -> ComparisonResult:
+) -> Result:
     """Run what is missing, and compare. `progress(label, done, of)` hears of operators that are traced.
 
-    Raises `UsageError` before anything is written, and `Interrupted`.
+    Raises `UsageError` for what the user can mend, before anything is written, and `Interrupted`.
     """
     home = DataFolder.resolve(settings.data)
     with code_folder() as code:
         sides = _sides(settings, code)
-        submission = None
         if any(isinstance(side, Environment) for side in sides):
-            submission = _ready(settings, sides, code)
-            settings = dataclasses.replace(settings, submission=submission)
+            settings = _ready(settings, sides, code)
             home.create()
-        before, after = (_run_set(side, settings.family, submission, home, code) for side in sides)
-        run_sets = (before, after)
-        comparison = compare_runs(before, after, settings.tolerance)
+        run_sets = tuple(_run_set(side, settings, home, code) for side in sides)
+        comparison = compare_runs(*run_sets, settings.tolerance)
         operators, no_operators = _operators(settings, sides, run_sets, comparison, code, progress)
     job_id = next((where.job_id for where in run_sets if where.job_id is not None), None)
     caveat = MEASURED if "measured" in comparison.sources else SIMULATED
-    return ComparisonResult(
+    return Result(
         name=_name(sides, settings, job_id), before=sides[0], after=sides[1], comparison=comparison,
         operators=operators, no_operators=no_operators, caveat=caveat,
-        folders=(before.folder.root, after.folder.root), job_id=job_id,
+        folders=(run_sets[0].folder.root, run_sets[1].folder.root), job_id=job_id,
     )  # fmt: skip
 
 
@@ -147,11 +139,12 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     """Both at once: importing torch takes seconds."""
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(side_of, key, getattr(settings, key), code) for key in ("before", "after")]
-        errors = [error for one in asked if (error := one.exception()) is not None]
-    if errors:
+        problems = [str(error) for one in asked if (error := one.exception()) is not None]
+    if problems:
+        errors = [one.exception() for one in asked if one.exception() is not None]
         if not all(isinstance(error, UsageError) for error in errors):
             raise errors[0]
-        raise UsageError("; ".join(map(str, errors)))
+        raise UsageError("; ".join(problems))
     before, after = (one.result() for one in asked)
     same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
     if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):
@@ -161,29 +154,26 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     return before, after
 
 
-def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> SubmitSettings:
-    """Return the submission with its device chosen.
-
-    Raises `UsageError` where the command names no configurations to run, or a model that no environment can import.
-    """
+def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> CompareSettings:
+    """With the device chosen. `UsageError` where it is not said what environments shall run, or none can have it."""
     if settings.submission is None:
         families = ", ".join(f"+arch={name}" for name in family_names())
         raise UsageError(f"which configurations shall the environments run? add n=200 and one of {families}")
-    device, device_line = choose_device(settings.submission.device)
+    device, said = choose_device(settings.submission.device)
     settings.submission.cluster.check_address()
     environments = [side for side in sides if isinstance(side, Environment)]
     pythons = [(str(side.python), trial_environment(side, code)) for side in environments]
     require_models_in_any([settings.submission.space], pythons)
-    print(device_line)
-    return dataclasses.replace(settings.submission, device=device)
+    print(said)
+    return dataclasses.replace(settings, submission=dataclasses.replace(settings.submission, device=device))
 
 
-def _run_set(side: Side, family: str | None, submission: SubmitSettings | None, home: DataFolder, code: Path) -> RunSet:
+def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path) -> RunSet:
     """The side's runs; those that an environment still owes are run first."""
     if isinstance(side, Recorded):
-        return RunSet(folder=side.folder, snapshot=side.snapshot, family=family)
-    assert submission is not None, "environments run a submission"
+        return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
     folder = DataFolder(environments_folder(home) / checked_name("environment", side.folder_name)).create()
+    submission = settings.submission
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
     print(f"{side.label}: {side.python}, runs in {folder.root}")
     with Queue.open(folder.queue) as queue:
@@ -211,12 +201,11 @@ def _operators(
     settings: CompareSettings,
     sides: tuple[Side, Side],
     run_sets: tuple[RunSet, RunSet],
-    comparison: RunComparison,
+    comparison: Comparison,
     code: Path,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Operators | None, str | None]:
     recorded = [side.text for side in sides if isinstance(side, Recorded)]
-    environments = [side for side in sides if isinstance(side, Environment)]
     if not settings.operators:
         return None, "operators=false"
     if recorded:
@@ -226,18 +215,16 @@ def _operators(
         )
     if not comparison.pairs:
         return None, "no configuration ran on both sides"
-    assert settings.submission is not None, "environments run a submission"
     spec = _spec_of(settings.submission, comparison.devices)
     configs: dict[str, Mapping[str, Any]] = {pair.config_hash: pair.before.config for pair in comparison.pairs}
     records = []
-    for environment, where in zip(environments, run_sets, strict=True):
+    for side, where in zip(sides, run_sets, strict=True):
 
-        def tell(done: int, of: int, label: str = environment.label) -> None:
+        def tell(done: int, of: int, label: str = side.label) -> None:
             progress(f"tracing operators, {label}", done, of)
 
-        records.append(traced(environment, code, configs, spec, where.folder.root / "operators.jsonl", tell))
-    before, after = records
-    return compare_operators(before, after, spec.name), None
+        records.append(traced(side, code, configs, spec, where.folder.root / "operators.jsonl", tell))
+    return compare_operators(*records, spec.name), None
 
 
 def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec:
@@ -253,11 +240,11 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
     """The same for the same comparison, and as a file's name readable."""
     identity = [side.folder_name if isinstance(side, Environment) else _recorded(side) for side in sides]
-    compared: dict[str, Any] = {"sides": identity, "job": job_id, "family": settings.family}
+    what = {"sides": identity, "job": job_id, "family": settings.family}
     if settings.submission is not None:
-        compared["n"] = settings.submission.n
+        what["n"] = settings.submission.n
     words = "-".join(_word(side) for side in sides)
-    return f"{settings.family or 'all'}-{words}-{mapping_hash(compared)[:6]}"
+    return f"{settings.family or 'all'}-{words}-{mapping_hash(what)[:6]}"
 
 
 def _recorded(side: Recorded) -> str:

@@ -9,7 +9,7 @@ from conf.outputs import checked_report as checked_page
 from conf.outputs import write_output
 from conf.reports.render import render_page
 from farm.comparison.page import comparison_page
-from farm.comparison.run import ComparisonResult, comparisons_folder
+from farm.comparison.run import Result, comparisons_folder
 from farm.comparison.view import as_json
 from warehouse.folder import DataFolder, write_bytes
 
@@ -21,7 +21,7 @@ def checked_report(report: str | None) -> Path | None:
     return checked_page(report, key="report", like="compare.html", data=[DataFolder.resolve().root])
 
 
-def write_comparison(home: DataFolder, result: ComparisonResult, report: str | None) -> Path:
+def write_comparison(home: DataFolder, result: Result, report: str | None) -> Path:
     """Write the page and, beside it, its JSON, each whole or not at all; the page's path.
 
     They go to `comparisons/` of the data folder, or to the file `report` and one of the same name ending in `.json`.

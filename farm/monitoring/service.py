@@ -19,10 +19,7 @@ from warehouse.run import Run
 
 @dataclass
 class Service:
-    """Events, health and metrics of one command. Constructed without arguments it publishes nothing.
-
-    `quiet`: standard output is for programs; no progress bar is drawn.
-    """
+    """Log, pulse and metrics of a dispatcher; the defaults report nothing. `quiet` shows no progress bar."""
 
     events: Events = field(default_factory=Events)
     pulse: Pulse = field(default_factory=Pulse)

@@ -334,6 +334,12 @@ def test_the_payload_is_json_as_the_journal_holds_it(lab):
     assert found["device_name"] == DEVICE and found["drift"] is None
 
 
+def test_reasons_that_are_no_json_end_no_night(lab):
+    lab.night()
+    night = lab.night(of(0, quality="suspect", quality_reasons="no json", telemetry_missing="[1]", smact=0.9))
+    assert lab.verdict(night).verdict == "sick"
+
+
 def on_gpus(*changes):
     """The runs of a canary, one after the other, on GPUs of their own, with each one's columns."""
     seen = Counter()

@@ -168,6 +168,27 @@ def submit_mixed(queue, n):
     queue.submit(job, ((index, config) for index in range(n)), now=0.0)
 
 
+def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder, queue):
+    texts = ["no json", "{}", '{"family": 3}', '{"family": "mlp", "batch_size": 0}', '{"family": "../up"}']
+
+    def submit_odd(to):
+        job = Job(
+            job_id=JOB, family=MIXED_FAMILY, space_json="{}", n=len(texts), seed=0, policy="uniform", device=DEVICE,
+            settings_json=SETTINGS, submitted_at=0.0,
+        )  # fmt: skip
+        to.submit(job, enumerate(texts), now=0.0)
+
+    submit_odd(queue)
+    work(folder, queue)
+    assert queue.counts().by_status == {"invalid": 5}
+    with connect(folder) as connection:
+        families = connection.execute("SELECT family FROM runs ORDER BY task_index").fetchall()
+    assert [family for (family,) in families] == ["mixed", "mixed", "mixed", "mlp", "mixed"]
+    with lose(folder, queue) as fresh:
+        submit_odd(fresh)
+        assert reconcile(folder, fresh) == 5
+
+
 def test_done_tasks_are_queued_again_with_all_their_attempts(folder, queue):
     submit(queue, 4)
     work(folder, queue)
