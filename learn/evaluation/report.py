@@ -69,7 +69,7 @@ def write_report(folder: Path, evaluation: Evaluation, meta: Mapping) -> None:
     predicted_plot(folder / "predicted.png", evaluation, meta)
     _write_predictions(folder / "test_predictions.csv", evaluation)
     page = _page(evaluation, meta, (folder / "confusion.png", folder / "predicted.png"))
-    (folder / "report.html").write_text(render_page(page), encoding="utf-8")
+    (folder / "report.html").write_bytes(render_page(page).encode("utf-8", errors="replace"))
 
 
 def confusion_plot(path: Path, evaluation: Evaluation, meta: Mapping) -> None:
