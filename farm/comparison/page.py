@@ -23,8 +23,8 @@ from conf.reports.blocks import (
 from conf.reports.page_text import MISSING, count_of
 from farm.comparison.chart import shift_chart
 from farm.comparison.operators import Change, Operators
-from farm.comparison.pairs import MEMORY, STEP_TIME, RunComparison
-from farm.comparison.run import ComparisonResult
+from farm.comparison.pairs import MEMORY, STEP_TIME, Comparison
+from farm.comparison.run import Result
 from farm.comparison.view import (
     change_row,
     changed_dtypes,
@@ -42,7 +42,7 @@ _SHOWN = 20  # of a table; the rest is in the JSON beside the page
 _COLUMNS = {"calls": "calls", "moved_mib": "MiB moved", "gflops": "GFLOP", "ms": "ms", "peak_mib": "MiB at the peak"}
 
 
-def comparison_page(result: ComparisonResult) -> Page:
+def comparison_page(result: Result) -> Page:
     """Return the page's contents."""
     sections = {
         "Labels": _labels(result.comparison),
@@ -58,7 +58,7 @@ def comparison_page(result: ComparisonResult) -> Page:
     return Page(title=title, head=_head(result), sections=linked(sections))
 
 
-def _head(result: ComparisonResult) -> tuple[Block, ...]:
+def _head(result: Result) -> tuple[Block, ...]:
     comparison = result.comparison
     where = ", ".join(comparison.devices) + (f" ({', '.join(comparison.sources)})" if comparison.sources else "")
     changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
@@ -77,7 +77,7 @@ def _head(result: ComparisonResult) -> tuple[Block, ...]:
     )
 
 
-def _labels(comparison: RunComparison) -> Section:
+def _labels(comparison: Comparison) -> Section:
     if not comparison.shifts:
         return Section("labels", "Memory and step time", (Lead("No configuration has figures on both sides."),))
     families = list(dict.fromkeys(pair.before.family for pair in comparison.pairs))
@@ -97,7 +97,7 @@ def _labels(comparison: RunComparison) -> Section:
     return Section("labels", "Memory and step time", (*blocks, Charts(tuple(drawn))))
 
 
-def _statuses(comparison: RunComparison) -> Section:
+def _statuses(comparison: Comparison) -> Section:
     if not comparison.statuses:
         return Section("statuses", "Statuses", (Lead("Every pair ended ok on both sides."),))
     rows = [(s.before, s.after, s.configurations, ", ".join(s.examples), s.error) for s in comparison.statuses]
@@ -107,7 +107,7 @@ def _statuses(comparison: RunComparison) -> Section:
     return Section("statuses", "Configurations that failed, or ended otherwise", (ended,))
 
 
-def _largest(comparison: RunComparison) -> Section:
+def _largest(comparison: Comparison) -> Section:
     parts: list[Block] = []
     for label, name in ((MEMORY, "peak memory [MiB]"), (STEP_TIME, "step time [ms]")):
         largest = comparison.largest(label, _SHOWN)
@@ -122,7 +122,7 @@ def _largest(comparison: RunComparison) -> Section:
     return Section("largest", "Configurations that differ most", tuple(parts))
 
 
-def _families(comparison: RunComparison) -> Section | None:
+def _families(comparison: Comparison) -> Section | None:
     if not comparison.families:
         return None
     rows = [
@@ -137,7 +137,7 @@ def _families(comparison: RunComparison) -> Section | None:
     ))  # fmt: skip
 
 
-def _operators(result: ComparisonResult) -> Section:
+def _operators(result: Result) -> Section:
     operators = result.operators
     if operators is None:
         return Section("operators", "Operators", (Lead(f"Not compared: {result.no_operators}."),))
@@ -196,7 +196,7 @@ def _changes(noun: str, entries: tuple[Change, ...]) -> list[Block]:
     return parts
 
 
-def _alone(result: ComparisonResult) -> Section | None:
+def _alone(result: Result) -> Section | None:
     parts: list[Block] = []
     for side, alone in zip((result.before, result.after), result.comparison.alone, strict=True):
         if alone:
@@ -208,7 +208,7 @@ def _alone(result: ComparisonResult) -> Section | None:
     return Section("alone", "Without a partner", tuple(parts)) if parts else None
 
 
-def _sides(result: ComparisonResult) -> Section:
+def _sides(result: Result) -> Section:
     rows: list[tuple[str, ...]] = [
         ("given as", result.before.text, result.after.text),
         ("runs in", *map(str, result.folders)),

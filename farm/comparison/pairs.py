@@ -179,8 +179,9 @@ def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]],
             f"SELECT {', '.join(columns)} FROM runs WHERE {' AND '.join(conditions)} ORDER BY run_id", values
         ).fetchall()
     grouped: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    unhashed, versions = 0, {name: Counter() for name in ENVIRONMENT}
-    for row in (dict(zip(columns, found, strict=True)) for found in rows):
+    unhashed = 0
+    versions: dict[str, Counter[str]] = {name: Counter() for name in ENVIRONMENT}
+    for row in (dict(zip(columns, values, strict=True)) for values in rows):
         if row["config_hash"] is None or row["config"] is None:
             unhashed += 1
             continue
@@ -188,8 +189,8 @@ def _read(where: RunSet) -> tuple[dict[tuple, Runs], dict[str, tuple[str, ...]],
         for name in ENVIRONMENT:
             if row[name] is not None:
                 versions[name][row[name]] += 1
-    said = {name: tuple(value for value, _ in counts.most_common()) for name, counts in versions.items()}
-    return {key: _runs_of(key, found) for key, found in grouped.items()}, said, unhashed
+    by_frequency = {name: tuple(value for value, _ in counts.most_common()) for name, counts in versions.items()}
+    return {key: _runs_of(key, runs) for key, runs in grouped.items()}, by_frequency, unhashed
 
 
 def _runs_of(key: tuple, rows: Sequence[Mapping[str, Any]]) -> Runs:
@@ -254,7 +255,7 @@ def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
 
 def _families(pairs: Sequence[Pair]) -> tuple[OperatorFamily, ...]:
     """Those of the configurations' layers, the largest differences first."""
-    found: dict[str, list[tuple[float | None, float | None]]] = defaultdict(list)
+    shifts_of: dict[str, list[tuple[float | None, float | None]]] = defaultdict(list)
     for pair in pairs:
         shifts = (pair.shift(MEMORY), pair.shift(STEP_TIME))
         if shifts == (None, None):
@@ -264,14 +265,15 @@ def _families(pairs: Sequence[Pair]) -> tuple[OperatorFamily, ...]:
         except UsageError:  # a configuration of another version of the code
             continue
         for name in names:
-            found[name].append(shifts)
+            shifts_of[name].append(shifts)
     families = []
-    for name, shifts in found.items():
-        memory, step_time = ([shift[k] for shift in shifts if shift[k] is not None] for k in (0, 1))
+    for name, both in shifts_of.items():
+        memory = [shift for shift, _ in both if shift is not None]
+        step_time = [shift for _, shift in both if shift is not None]
         families.append(
             OperatorFamily(
                 name=name,
-                pairs=len(shifts),
+                pairs=len(both),
                 memory=statistics.median(memory) if memory else None,
                 step_time=statistics.median(step_time) if step_time else None,
                 largest=max([*memory, *step_time], key=abs),

@@ -115,7 +115,7 @@ def run_comparison(
 ) -> Result:
     """Run what is missing, and compare. `progress(label, done, of)` hears of operators that are traced.
 
-    Raises `UsageError` for what the user can mend, before anything is written, and `Interrupted`.
+    Raises `UsageError` for what the user can fix, before anything is written, and `Interrupted`.
     """
     home = DataFolder.resolve(settings.data)
     with code_folder() as code:
@@ -123,8 +123,8 @@ def run_comparison(
         if any(isinstance(side, Environment) for side in sides):
             settings = _ready(settings, sides, code)
             home.create()
-        run_sets = tuple(_run_set(side, settings, home, code) for side in sides)
-        comparison = compare_runs(*run_sets, settings.tolerance)
+        run_sets = _run_set(sides[0], settings, home, code), _run_set(sides[1], settings, home, code)
+        comparison = compare_runs(*run_sets, tolerance=settings.tolerance)
         operators, no_operators = _operators(settings, sides, run_sets, comparison, code, progress)
     job_id = next((where.job_id for where in run_sets if where.job_id is not None), None)
     caveat = MEASURED if "measured" in comparison.sources else SIMULATED
@@ -139,12 +139,11 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     """Both at once: importing torch takes seconds."""
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(side_of, key, getattr(settings, key), code) for key in ("before", "after")]
-        problems = [str(error) for one in asked if (error := one.exception()) is not None]
-    if problems:
-        errors = [one.exception() for one in asked if one.exception() is not None]
-        if not all(isinstance(error, UsageError) for error in errors):
-            raise errors[0]
-        raise UsageError("; ".join(problems))
+        errors = [error for one in asked if (error := one.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, UsageError)), None) or UsageError(
+            "; ".join(map(str, errors))
+        )
     before, after = (one.result() for one in asked)
     same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
     if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):
@@ -155,17 +154,25 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
 
 
 def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> CompareSettings:
-    """With the device chosen. `UsageError` where it is not said what environments shall run, or none can have it."""
+    """Return the settings with the device chosen.
+
+    Raises `UsageError` where the settings do not say what the environments run, or no environment can run it.
+    """
+    submission = _submission(settings)
+    device, device_line = choose_device(submission.device)
+    submission.cluster.check_address()
+    environments = [side for side in sides if isinstance(side, Environment)]
+    pythons = [(str(side.python), trial_environment(side, code)) for side in environments]
+    require_models_in_any([submission.space], pythons)
+    print(device_line)
+    return dataclasses.replace(settings, submission=dataclasses.replace(submission, device=device))
+
+
+def _submission(settings: CompareSettings) -> SubmitSettings:
     if settings.submission is None:
         families = ", ".join(f"+arch={name}" for name in family_names())
         raise UsageError(f"which configurations shall the environments run? add n=200 and one of {families}")
-    device, said = choose_device(settings.submission.device)
-    settings.submission.cluster.check_address()
-    environments = [side for side in sides if isinstance(side, Environment)]
-    pythons = [(str(side.python), trial_environment(side, code)) for side in environments]
-    require_models_in_any([settings.submission.space], pythons)
-    print(said)
-    return dataclasses.replace(settings, submission=dataclasses.replace(settings.submission, device=device))
+    return settings.submission
 
 
 def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path) -> RunSet:
@@ -173,7 +180,7 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
     if isinstance(side, Recorded):
         return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
     folder = DataFolder(environments_folder(home) / checked_name("environment", side.folder_name)).create()
-    submission = settings.submission
+    submission = _submission(settings)
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
     print(f"{side.label}: {side.python}, runs in {folder.root}")
     with Queue.open(folder.queue) as queue:
@@ -205,26 +212,27 @@ def _operators(
     code: Path,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Operators | None, str | None]:
-    recorded = [side.text for side in sides if isinstance(side, Recorded)]
+    before, after = sides
     if not settings.operators:
         return None, "operators=false"
-    if recorded:
+    if isinstance(before, Recorded) or isinstance(after, Recorded):
+        recorded = [side.text for side in sides if isinstance(side, Recorded)]
         return None, (
             f"operators are traced under an environment's torch, and {' and '.join(recorded)} "
             f"{'is' if len(recorded) == 1 else 'are'} recorded runs: name the environments to compare operators"
         )
     if not comparison.pairs:
         return None, "no configuration ran on both sides"
-    spec = _spec_of(settings.submission, comparison.devices)
+    spec = _spec_of(_submission(settings), comparison.devices)
     configs: dict[str, Mapping[str, Any]] = {pair.config_hash: pair.before.config for pair in comparison.pairs}
-    records = []
-    for side, where in zip(sides, run_sets, strict=True):
 
-        def tell(done: int, of: int, label: str = side.label) -> None:
-            progress(f"tracing operators, {label}", done, of)
+    def records(side: Environment, where: RunSet) -> dict[str, dict[str, Any]]:
+        def report_progress(done: int, of: int) -> None:
+            progress(f"tracing operators, {side.label}", done, of)
 
-        records.append(traced(side, code, configs, spec, where.folder.root / "operators.jsonl", tell))
-    return compare_operators(*records, spec.name), None
+        return traced(side, code, configs, spec, where.folder.root / "operators.jsonl", report_progress)
+
+    return compare_operators(records(before, run_sets[0]), records(after, run_sets[1]), spec.name), None
 
 
 def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec:
@@ -240,11 +248,11 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
     """The same for the same comparison, and as a file's name readable."""
     identity = [side.folder_name if isinstance(side, Environment) else _recorded(side) for side in sides]
-    what = {"sides": identity, "job": job_id, "family": settings.family}
+    parts: dict[str, Any] = {"sides": identity, "job": job_id, "family": settings.family}
     if settings.submission is not None:
-        what["n"] = settings.submission.n
+        parts["n"] = settings.submission.n
     words = "-".join(_word(side) for side in sides)
-    return f"{settings.family or 'all'}-{words}-{mapping_hash(what)[:6]}"
+    return f"{settings.family or 'all'}-{words}-{mapping_hash(parts)[:6]}"
 
 
 def _recorded(side: Recorded) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 
 from conf.plain_text import table_lines
 from farm.comparison.operators import Change, Operators
-from farm.comparison.pairs import MEMORY, STEP_TIME, Pair, PairShift
-from farm.comparison.run import ComparisonResult
+from farm.comparison.pairs import MEMORY, STEP_TIME, LabelShift, Pair
+from farm.comparison.run import Result
 from farm.comparison.sides import Environment, Recorded, Side
 
 _SHOWN = 5  # configurations, operators and modules of each table
 
 
-def lines(result: ComparisonResult) -> list[str]:
+def lines(result: Result) -> list[str]:
     """What a terminal shows: labels, statuses, the largest differences, operators and modules, what has no partner."""
     comparison = result.comparison
     text = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
@@ -48,7 +48,7 @@ def lines(result: ComparisonResult) -> list[str]:
     return [*text, "", result.caveat]
 
 
-def headline(result: ComparisonResult) -> str:
+def headline(result: Result) -> str:
     """The result in a sentence."""
     comparison = result.comparison
     if not comparison.pairs:
@@ -68,7 +68,7 @@ def headline(result: ComparisonResult) -> str:
     return ", ".join(parts)
 
 
-def shift_row(shift: PairShift) -> tuple[str, ...]:
+def shift_row(shift: LabelShift) -> tuple[str, ...]:
     """label, pairs, median, p90, largest, beyond, equal."""
     return (
         f"{shift.label} [{shift.unit}]", f"{shift.pairs:,}", percent(shift.median), percent(shift.p90).lstrip("+"),
@@ -125,7 +125,7 @@ def _arrow(old: float, new: float) -> str:
     return before if before == after else f"{before} -> {after}"
 
 
-def _operator_lines(result: ComparisonResult) -> list[str]:
+def _operator_lines(result: Result) -> list[str]:
     operators = result.operators
     if operators is None:
         return [f"operators: not compared: {result.no_operators}"]
@@ -160,7 +160,7 @@ def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
     return {name: counts for name, counts in operators.dtypes.items() if counts[0] != counts[1]}
 
 
-def as_json(result: ComparisonResult) -> str:
+def as_json(result: Result) -> str:
     """The whole comparison: what the table and the page show, and every pair."""
     comparison, operators = result.comparison, result.operators
     return json.dumps(
