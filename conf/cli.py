@@ -14,12 +14,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from conf.errors import UsageError, shown
 from conf.keys import command_options, description, documented_keys, group_options, groups, meaning
 from conf.overrides import Override, check_readable, load_config, parsed
 from conf.plain_text import bounded, one_line, printable
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from typing_extensions import Buffer
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
 
@@ -34,12 +38,13 @@ _ENVIRONMENT_ERRNOS = {
 }  # fmt: skip
 
 
+Entry: TypeAlias = "Callable[[DictConfig], int | None]"
 Rewrite = Callable[[Sequence[str]], list[str]]
 
 
 def command(
     name: str,
-    entry: Callable,
+    entry: Entry,
     positional: str | None = None,
     rewrite: Rewrite | None = None,
 ) -> NoReturn:
@@ -62,7 +67,7 @@ def command(
 
 def run(
     name: str,
-    entry: Callable,
+    entry: Entry,
     argv: Sequence[str],
     positional: str | None = None,
     rewrite: Rewrite | None = None,
@@ -78,15 +83,7 @@ def run(
         check_readable(arguments)
         if rewrite is not None:
             arguments = rewrite(arguments)
-        value = None
-        if positional is not None:
-            value, arguments = _split_positional(arguments)
-        overrides = parsed(arguments)
-        if value is not None:
-            if any(override.key == positional for override in overrides):
-                raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
-            overrides.append(Override("", positional, value, verbatim=True))
-        cfg = load_config(name, overrides)
+        cfg = load_config(name, _overrides(arguments, positional))
         if show_config:
             from omegaconf import OmegaConf
 
@@ -110,6 +107,19 @@ def run(
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
+    """Return what the arguments set; the one with white space in it sets the key `positional`."""
+    if positional is None:
+        return parsed(arguments)
+    value, arguments = _split_positional(arguments)
+    overrides = parsed(arguments)
+    if value is not None:
+        if any(override.key == positional for override in overrides):
+            raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
+        overrides.append(Override("", positional, value, verbatim=True))
+    return overrides
 
 
 def print_error(error: UsageError | str) -> None:
@@ -179,7 +189,7 @@ class _Output(io.FileIO):
     def __init__(self) -> None:
         super().__init__(1, "w", closefd=False)
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Buffer, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -219,7 +229,7 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
     return True, arguments[:at] + arguments[at + 2 :]
 
 
-def _require(name: str, cfg) -> None:
+def _require(name: str, cfg: DictConfig) -> None:
     """Every required key that is missing, in one message, with its help text."""
     from omegaconf import OmegaConf
 

@@ -45,7 +45,9 @@ class Output:
     is_plain: bool = True  # a file that is replaced in one step; devices and pipes take what they are given
 
 
-def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[str | os.PathLike] = ()) -> Output:
+def checked_output(
+    out: str | os.PathLike[str], *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()
+) -> Output:
     """Return where `out` leads, checked before any work is done.
 
     `data` are data folders that are searched for hard links; others show by their `format.json`. Raises `UsageError`
@@ -57,7 +59,7 @@ def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[s
     return output
 
 
-def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike]) -> Output:
+def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathLike[str]]) -> Output:
     given = os.fspath(out)
 
     def refused(why: str) -> UsageError:
@@ -66,6 +68,7 @@ def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike])
     if not given or "\0" in given:
         raise refused("it is not a valid path")
     try:
+        status: os.stat_result | None
         path, descriptor = _followed(os.path.abspath(os.path.expanduser(given)))
         if descriptor is not None:
             status = os.fstat(descriptor)
@@ -85,7 +88,7 @@ def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike])
     return Output(key, given, path, descriptor, is_plain)
 
 
-def folder_problems(out: str | os.PathLike, *, key: str = "out") -> list[str]:
+def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[str]:
     """Return why a command must not make its own files in the folder `out`: it is a data folder's own."""
     real = Path(os.path.realpath(os.path.expanduser(out)))
     for folder in (real, *real.parents):
@@ -99,7 +102,7 @@ def folder_problems(out: str | os.PathLike, *, key: str = "out") -> list[str]:
 
 @contextlib.contextmanager
 def output_file(
-    out: str | os.PathLike | Output, *, key: str = "out", data: Sequence[str | os.PathLike] = ()
+    out: str | os.PathLike[str] | Output, *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()
 ) -> Iterator[BinaryIO]:
     """Give a binary file that takes the output of `key`.
 
@@ -124,7 +127,11 @@ def output_file(
 
 
 def write_output(
-    out: str | os.PathLike | Output, content: bytes, *, key: str = "out", data: Sequence[str | os.PathLike] = ()
+    out: str | os.PathLike[str] | Output,
+    content: bytes,
+    *,
+    key: str = "out",
+    data: Sequence[str | os.PathLike[str]] = (),
 ) -> None:
     """Write `content` to where `out` leads. Raises as `output_file` does."""
     with output_file(out, key=key, data=data) as file:
@@ -156,7 +163,7 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike]) -> Path | None:
+def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike[str]]) -> Path | None:
     """The data folder that the file belongs to, by its place or as another name of one of its files."""
     for folder in path.parents:
         if _is_data_folder(folder):
