@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, print_error
-from conf.errors import UsageError, shown
+from conf.errors import CommandError, UsageError, shown
 from conf.overrides import check_readable, plain_values
 from conf.values import Kind, problems_of
 
@@ -56,7 +56,7 @@ def exit_code(work: Callable[[], object]) -> int:
     """Do work that a repeat of the same command goes on with; 0, or 2 and 130 as users' commands have them."""
     try:
         work()
-    except UsageError as error:
+    except CommandError as error:
         print_error(error)
         return EXIT_USAGE
     except KeyboardInterrupt:

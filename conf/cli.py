@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
-from conf.errors import UsageError, shown
+from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
 from conf.keys import command_options, description, documented_keys, group_options, groups, meaning
 from conf.overrides import Override, check_readable, load_config, parsed
 from conf.plain_text import bounded, one_line, printable
@@ -91,7 +91,7 @@ def run(
             return 0
         _require(name, cfg)
         return entry(cfg) or 0
-    except UsageError as error:
+    except CommandError as error:
         print_error(error)
         return EXIT_USAGE
     except BrokenPipeError:  # `... | head`: what was wanted has been read
@@ -122,9 +122,9 @@ def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
     return overrides
 
 
-def print_error(error: UsageError | str) -> None:
+def print_error(error: CommandError | str) -> None:
     """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
-    keep_lines = isinstance(error, UsageError) and error.keep_lines
+    keep_lines = isinstance(error, CommandError) and error.keep_lines
     text = bounded(str(error))
     print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
 
@@ -215,7 +215,7 @@ def _check_current_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise UsageError("the current folder has been removed; change to one that is there") from error
+        raise EnvironmentProblem("the current folder has been removed; change to one that is there") from error
 
 
 def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:

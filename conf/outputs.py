@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.json_file import MARKER_BYTES, read_json
 
 # What a data folder consists of; other names in it belong to the user. See `warehouse.folder.DataFolder`.
@@ -107,7 +107,7 @@ def output_file(
     """Give a binary file that takes the output of `key`.
 
     A plain file becomes visible, whole and durable, when the block ends; after an error nothing has changed. Raises
-    `UsageError` as `checked_output` does, and for what the system refuses (no permission, a full disk).
+    `UsageError` as `checked_output` does, and `EnvironmentProblem` for what the system refuses (a full disk).
     """
     target = out if isinstance(out, Output) else _output(out, key, data)
     try:
@@ -123,7 +123,8 @@ def output_file(
         if error.errno is None:  # of what the block reads, as Arrow raises it
             raise
         # By its number: a library's own text may name the temporary file.
-        raise UsageError(f"{target.key}={target.given} cannot be written: {os.strerror(error.errno)}") from error
+        why = os.strerror(error.errno)
+        raise EnvironmentProblem(f"{target.key}={target.given} cannot be written: {why}") from error
 
 
 def write_output(

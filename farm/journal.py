@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.json_file import parse_json
-from warehouse.folder import DataFolder, sync
+from warehouse.folder import DataFolder
+from warehouse.layout import sync
 
 STEPS = ("canaries", "choose", "run", "land", "learn", "report")
 OUTCOMES = ("done", "cut short", "sick", "failed")
@@ -100,13 +101,13 @@ class Journal:
         return cls(folder.growth / _FILE, **options)
 
     def cycles(self) -> list[Cycle]:
-        """Oldest first. Raises `UsageError` naming a line that is none of ours."""
+        """Oldest first. Raises `EnvironmentProblem` naming a line that is none of ours."""
         found: dict[str, Cycle] = {}
         for number, entry in self._entries():
             try:
                 _take(found, entry)
             except (KeyError, TypeError, ValueError) as error:
-                raise UsageError(f"{self.path}:{number} is damaged: {error!r}") from error
+                raise EnvironmentProblem(f"{self.path}:{number} is damaged: {error!r}") from error
         return list(found.values())
 
     def cycle(self, name: str) -> Cycle:
@@ -161,7 +162,7 @@ class Journal:
             try:
                 yield number, parse_json(line)
             except ValueError as error:
-                raise UsageError(f"{self.path}:{number} is damaged: {line[:80]!r}") from error
+                raise EnvironmentProblem(f"{self.path}:{number} is damaged: {line[:80]!r}") from error
 
 
 def plain(value: Any) -> Any:

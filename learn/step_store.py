@@ -301,7 +301,7 @@ def _write(folder: Path, records: list[tuple[str, StepRecord]]) -> None:
 
     import pyarrow as pa
 
-    from warehouse.folder import write_parquet
+    from warehouse.layout import write_parquet
 
     records = [(key, record) for key, record in records if not record.passing]
     if not records:

@@ -26,7 +26,8 @@ from conf.errors import UsageError, unknown_name
 from conf.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
 from warehouse.connection import check_readable, connect
-from warehouse.folder import COMPRESSION, DataFolder
+from warehouse.folder import DataFolder
+from warehouse.layout import COMPRESSION
 from warehouse.reader import WarehouseConnection, WarehouseRelation, is_of_the_statement
 from warehouse.views import VIEWS
 
@@ -166,7 +167,7 @@ def _explained_statement(connection: WarehouseConnection, statement: duckdb.Stat
     """What an EXPLAIN is of, parsed by DuckDB; the statement itself if that cannot be told."""
     text = statement.query
     try:
-        inner = connection.extract_statements(text[_EXPLAIN_WORDS.match(text).end() :])
+        inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))
     except duckdb.Error:
         return statement
     return inner[0] if len(inner) == 1 else statement
@@ -293,7 +294,8 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, pa.MonthDayNano):
         return str(value)
     if isinstance(value, decimal.Decimal):
-        return int(value) if value.as_tuple().exponent >= 0 else float(value)
+        exponent = value.as_tuple().exponent
+        return int(value) if isinstance(exponent, int) and exponent >= 0 else float(value)
     if isinstance(value, dict):
         return {str(key): _json_value(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):  # an interval is a named tuple, and stays what it is

@@ -129,9 +129,10 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
     batch = _Batch([], [], [])
     for path in paths:
         try:
-            key: Hashable = _verified_schema(path, known)
-            if key not in known:
-                known.append(key)
+            schema = _verified_schema(path, known)
+            key: Hashable = schema
+            if schema not in known:
+                known.append(schema)
         except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
             batch.damaged.append((path, error))
             continue

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from warehouse.folder import DataFolder, checked_name, write_parquet
+from warehouse.folder import DataFolder
+from warehouse.layout import checked_name, write_parquet
 from warehouse.schema import ENVIRONMENT, STALE_SCHEMA
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from conf.plain_text import error_line
 from farm.growth.landing import land, snapshot_taken
 from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed, tasks_run
@@ -117,7 +117,7 @@ class Night:
 
     def _failed(self, name: str, error: Exception) -> None:
         """Write it down, and report what there is; a step that fails again and again ends the cycle."""
-        text = str(error) if isinstance(error, UsageError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
+        text = str(error) if isinstance(error, CommandError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
         self.cycle = self.journal.fail(self.cycle.name, name, text)
         self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
         said = f"{name} failed: {error_line(text)}"
@@ -125,7 +125,7 @@ class Night:
             with contextlib.suppress(Exception):  # the step's own error is what is told
                 self._report("failed", said)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
-            with contextlib.suppress(UsageError):  # as above; there may be no such job
+            with contextlib.suppress(CommandError):  # as above; there may be no such job
                 self.queue.cancel(self.cycle.job("grow"), time.time())
             self._end("failed", said)
 
@@ -205,7 +205,7 @@ class Night:
                     progress=lambda said, target=target: self.tell(f"learning {target}: {said}"),
                 )  # fmt: skip
                 results.append({**promotion.to_mapping(), "why": promotion.why + self._of_simulated()})
-            except UsageError as error:
+            except CommandError as error:
                 results.append(self._no_result(target, "skipped", str(error)))
             except Exception:  # one estimator's mistake must cost neither the others nor the night
                 results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))

@@ -17,7 +17,7 @@ from typing import Any
 import duckdb
 
 import warehouse
-from conf.errors import UsageError
+from conf.errors import CommandError
 from conf.plain_text import error_line
 from farm.journal import STEPS, Cycle, plain
 from farm.reports.rows import Rows, read_rows
@@ -162,7 +162,7 @@ def _told(notes: list[str], what: str):
     """A report is written whatever cannot be read."""
     try:
         yield
-    except (UsageError, duckdb.Error, OSError) as error:
+    except (CommandError, duckdb.Error, OSError) as error:
         notes.append(f"{what} could not be read: {error_line(str(error))[:500]}")
 
 
