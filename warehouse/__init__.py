@@ -5,10 +5,19 @@ Imports no sibling but `conf`, and never torch or Ray, so that `query` and `stat
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warehouse.folder import DataFolder
+    from warehouse.reader import WarehouseConnection
+
 __all__ = ["connect"]
 
 
-def connect(data=None, *, snapshot=None):
+def connect(
+    data: str | os.PathLike[str] | DataFolder | None = None, *, snapshot: str | None = None
+) -> WarehouseConnection:
     """Open the warehouse, or one of its snapshots, read-only: a DuckDB connection; see `warehouse.connection`."""
     from warehouse.connection import connect as _connect
 

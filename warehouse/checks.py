@@ -301,4 +301,5 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
 
 
 def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
-    return own == wanted or pa.types.is_null(own) or (pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted))
+    both_times = pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted)
+    return bool(own == wanted or pa.types.is_null(own) or both_times)

@@ -32,7 +32,9 @@ _NOWHERE = Path("/nonexistent")
 _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary folder is full
 
 
-def connect(data: str | os.PathLike | DataFolder | None = None, *, snapshot: str | None = None) -> WarehouseConnection:
+def connect(
+    data: str | os.PathLike[str] | DataFolder | None = None, *, snapshot: str | None = None
+) -> WarehouseConnection:
     """Open the warehouse's views read-only; several may, also while the farm writes.
 
     `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change; `UsageError` names

@@ -186,8 +186,8 @@ def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
     if pa.types.is_null(own) or own == wanted:
         return True
     if pa.types.is_floating(wanted):
-        return pa.types.is_floating(own) or pa.types.is_integer(own)
+        return bool(pa.types.is_floating(own) or pa.types.is_integer(own))
     for is_alike in (pa.types.is_integer, pa.types.is_timestamp, pa.types.is_boolean):
         if is_alike(wanted):
-            return is_alike(own)
-    return pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own)
+            return bool(is_alike(own))
+    return bool(pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own))

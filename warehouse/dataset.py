@@ -114,7 +114,7 @@ def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
     table = table.replace_schema_metadata({_METADATA: json.dumps(described, sort_keys=True)})
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, **writing(kind, table.schema))
-    return buffer.getvalue().to_pybytes()
+    return bytes(buffer.getvalue())
 
 
 def narrow(telemetry: pa.Schema) -> pa.Schema:
@@ -186,7 +186,7 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
 
 def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, Any]]:
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
-    rows = runs.to_pylist()
+    rows: list[dict[str, Any]] = runs.to_pylist()
     for number, row in enumerate(rows, start=1):
         found = run_problems(row)
         if row["family"] != part.family:

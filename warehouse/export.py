@@ -44,6 +44,7 @@ from warehouse.dataset_card import card
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.layout import sync, write_bytes
+from warehouse.reader import WarehouseConnection
 from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
 
 if TYPE_CHECKING:
@@ -173,7 +174,9 @@ def _lock(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[DatasetPart, list[tuple[str, dict]]]:
+def _runs(
+    connection: WarehouseConnection, settings: ExportSettings, report: ExportReport
+) -> dict[DatasetPart, list[tuple[str, dict[str, Any]]]]:
     """DatasetPart -> (run_id in the data folder, row as others may see it)."""
     columns = ", ".join(RUN_SCHEMA.names)
     chosen = SOURCES[settings.source]
@@ -185,7 +188,7 @@ def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Da
     found = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
-    runs: dict[DatasetPart, list[tuple[str, dict]]] = defaultdict(list)
+    runs: dict[DatasetPart, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for run in found.cast(naive(RUN_SCHEMA)).to_pylist():
         if settings.families is None or run["family"] in settings.families:
             runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
@@ -245,7 +248,9 @@ def _names(node: str | None) -> set[str]:
     return {name for name in found if len(name) > 2} - {"root", "user", "localhost"}
 
 
-def public_telemetry(connection, ids: dict[str, str], hz: float | None, where: str = "true") -> pa.Table:
+def public_telemetry(
+    connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
+) -> pa.Table:
     """The samples of some runs under their new ids, thinned to `hz` unless that is None.
 
     `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
@@ -294,7 +299,8 @@ def thin(samples: pa.Table, hz: float) -> pa.Table:
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
     encoded = column.combine_chunks().dictionary_encode()
-    return encoded.indices.fill_null(-1).to_numpy()
+    codes: np.ndarray = encoded.indices.fill_null(-1).to_numpy()
+    return codes
 
 
 def _ends(*keys: np.ndarray) -> np.ndarray:

@@ -403,4 +403,4 @@ def _empty_file(kind: str) -> bytes:
 def _parquet_bytes(table: pa.Table) -> bytes:
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer)
-    return buffer.getvalue().to_pybytes()
+    return bytes(buffer.getvalue())

@@ -240,7 +240,7 @@ def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, telemetry:
     at = runs.schema.get_field_index("job_id")
     jobs = pc.binary_join_element_wise(JOB_PREFIX, runs.column("job_id"), "")
     land_batch(folder, "runs", part.family, runs.set_column(at, "job_id", jobs))
-    return runs.num_rows
+    return int(runs.num_rows)
 
 
 def _known_public_ids(folder: DataFolder) -> set[str]:
@@ -293,9 +293,10 @@ def print_report(report: IngestReport) -> None:
     screen.print(table)
     for path, why in report.left.items():
         screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
-    for what, reasons_of in (("invalid", lambda file: file.invalid), ("in doubt", lambda file: file.doubts)):
-        for file in report.files:
-            for reason, rows in sorted(reasons_of(file).items(), key=lambda entry: -len(entry[1])):
+    places = {"invalid": [file.invalid for file in report.files], "in doubt": [file.doubts for file in report.files]}
+    for what, by_file in places.items():
+        for file, rows_by_reason in zip(report.files, by_file, strict=True):
+            for reason, rows in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
                 said = f"{what}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
                 screen.print(said, markup=False, soft_wrap=True)
 

@@ -83,7 +83,7 @@ def is_shared_by_any(descriptor: int) -> bool:
     """Whether anybody holds a POSIX lock on the file, this process included. Raises `OSError` as `fcntl` does."""
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
     (lock_type,) = struct.unpack_from("h", answer)
-    return lock_type != fcntl.F_UNLCK
+    return bool(lock_type != fcntl.F_UNLCK)
 
 
 def _flock(lock_type: int) -> bytes:

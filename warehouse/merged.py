@@ -110,7 +110,8 @@ def sources_of(merged: Path) -> Mapping[str, Any]:
 
     Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
     """
-    return json.loads((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
+    named: dict[str, Any] = json.loads((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
+    return named
 
 
 def listing_file(folder: FolderLayout, kind: str, merged_name: str) -> Path:

@@ -113,4 +113,5 @@ class _MergedFile:
 
     def _ids(self) -> list[str]:
         file = pq.ParquetFile(self.path, read_dictionary=["run_id"])
-        return file.read(columns=["run_id"]).column(0).unique().to_pylist()
+        run_ids: list[str] = file.read(columns=["run_id"]).column(0).unique().to_pylist()
+        return run_ids

@@ -197,7 +197,7 @@ def known_headers() -> str:
     return "; ".join(f"{form} ({', '.join(sorted(columns))})" for form, (columns, _) in _FORMS.items())
 
 
-def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     for number, row in enumerate(rows, start=1):
         memory = to_number(row["Max GPU Memory (MiB)"])
         problem = None
@@ -236,7 +236,7 @@ def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
 # ---- models by name
 
 
-def _read_timm(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+def _read_timm(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     found = []
     for number, row in enumerate(rows, start=1):
         peak = to_number(row.get("faketensor_peak_mib"))
@@ -245,7 +245,7 @@ def _read_timm(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
     return iter(_judge_batches(found))
 
 
-def _read_models(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     for number, row in enumerate(rows, start=1):
         columns = {column.removesuffix("_mib"): column for column in row if column and column.endswith("_mib")}
         estimates = {
@@ -256,7 +256,9 @@ def _read_models(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
         yield _named(stem, number, row, row["actual_mib"], None, estimates)
 
 
-def _named(stem: str, number: int, row: Mapping, memory: str, group: str | None, estimates: Mapping) -> PublishedRow:
+def _named(
+    stem: str, number: int, row: Mapping[str, str], memory: str, group: str | None, estimates: Mapping[str, float]
+) -> PublishedRow:
     mib, batch = to_number(memory), to_number(row["batch_size"])
     problem = None
     if not row["model"]:
@@ -351,7 +353,7 @@ def _doubt_of_ok(
     return None
 
 
-_FORMS: Mapping[str, tuple[frozenset[str], Callable]] = {
+_FORMS: Mapping[str, tuple[frozenset[str], Callable[[str, list[dict[str, str]]], Iterator[PublishedRow]]]] = {
     "gpumemnet": (frozenset({"Filename", "Depth", "Total Parameters", "Max GPU Memory (MiB)"}), _read_gpumemnet),
     "timm": (frozenset({"model", "module", "batch_size", "max_gpu_memory_mib"}), _read_timm),
     "models": (frozenset({"model", "batch_size", "actual_mib"}), _read_models),

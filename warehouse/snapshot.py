@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
@@ -41,6 +42,9 @@ from warehouse.merged import is_merged_name
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.settle import settled_listings
 from warehouse.views import VIEWS, view_statements
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 FORMAT = "gpufarm-snapshot"
 MANIFEST = "manifest.json"
@@ -348,7 +352,7 @@ def read_manifest(path: Path) -> Snapshot:
         raise EnvironmentProblem(f"{path} is damaged: {error}") from error
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Take a snapshot, list them, or verify some, as `cfg` says. 1 if one is damaged."""
     folder = DataFolder.resolve(cfg.data).open()
     if sum((cfg.name is not None, cfg.list, cfg.verify is not None)) > 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def _one_row(values: Mapping[str, Any], schema: pa.Schema, what: str, found: lis
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _unknown(names, schema: pa.Schema) -> list[str]:
+def _unknown(names: Iterable[str], schema: pa.Schema) -> list[str]:
     unknown = [name for name in names if name not in schema.names]
     return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []
 

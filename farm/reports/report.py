@@ -22,8 +22,9 @@ from conf.plain_text import error_line
 from farm.journal import STEPS, Cycle, plain
 from farm.reports.rows import Rows, read_rows
 from farm.reports.verdict import Said, only_simulated, say
-from warehouse.diff import NOW, Difference, diff
+from warehouse.diff import Difference, diff
 from warehouse.folder import DataFolder
+from warehouse.snapshot import NOW
 
 LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
 

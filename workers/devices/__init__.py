@@ -23,7 +23,8 @@ _TABLE = {
 def make_device(choice: DeviceChoice) -> Device:
     """The backend that `choice` names; `auto` must have been resolved by `choose_device`."""
     module, _, name = _TABLE[choice.backend].partition(":")
-    return getattr(importlib.import_module(module), name)(choice)
+    device: Device = getattr(importlib.import_module(module), name)(choice)
+    return device
 
 
 def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:

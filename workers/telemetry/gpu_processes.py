@@ -114,7 +114,7 @@ def _name(pid: int) -> str | None:
     import psutil
 
     try:
-        return psutil.Process(pid).name()
+        return str(psutil.Process(pid).name())
     except psutil.AccessDenied:
         return ""
     except (psutil.Error, ValueError, OverflowError):

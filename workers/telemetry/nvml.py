@@ -85,8 +85,9 @@ def open_nvml() -> Nvml:
         if error.name != "pynvml":
             raise
         raise SensorUnavailable("the package nvidia-ml-py is not installed") from error
-    initialise(pynvml)
-    return pynvml
+    nvml: Nvml = pynvml
+    initialise(nvml)
+    return nvml
 
 
 def initialise(nvml: Nvml) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
@@ -256,7 +256,7 @@ def to_table(
     from warehouse.schema import METRICS, TELEMETRY_SCHEMA
 
     ordered = sorted(samples, key=lambda pair: pair[1].t_ns)
-    columns: dict[str, list] = {
+    columns: dict[str, list[Any]] = {
         "run_id": [run_id] * len(ordered),
         "t_ms": [(sample.t_ns - t0_ns) / 1e6 for _, sample in ordered],
         "sensor": [name for name, _ in ordered],
