@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED_FILE = ROOT / "infra" / "type_errors.json"
 PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
 
+_SHOWN = 20  # errors of a package that has more than it may
 _ERROR = re.compile(r"^(?P<path>(?P<package>\w+)/.*?\.py):\d+(:\d+)?: error: ")
 
 
@@ -67,7 +68,10 @@ def failures(problems: Iterable[TypeProblem], allowed: Mapping[str, int], patter
     lines = [*strict, f"type errors in strictly checked modules: {len(strict)}; none is allowed"] if strict else []
     for package, count in count_by_package(problems).items():
         if count > allowed.get(package, 0):
-            lines += [problem.line for problem in problems if problem.package == package and problem.line not in strict]
+            own = [problem.line for problem in problems if problem.package == package and problem.line not in strict]
+            lines += own[:_SHOWN]
+            if len(own) > _SHOWN:
+                lines.append(f"... and {len(own) - _SHOWN} more: python -m mypy | grep ^{package}/")
             lines.append(f"{package}: {count} type errors, {allowed.get(package, 0)} allowed; the number may only fall")
     return lines
 
