@@ -23,7 +23,7 @@ help:
 	@echo "                  FULL=true takes compaction, soak and selection at full size (hours)"
 	@echo "make bench-gpu    on an NVIDIA GPU: our window against the published minute; ARGS='minutes=9 families=[cnn]'"
 	@echo "make collect-gpu  on an NVIDIA GPU: measure runs of every family for datasets/; ARGS='minutes=9'"
-	@echo "make lint         ruff, and whether the generated documents are true"
+	@echo "make lint         ruff, mypy, and whether the generated documents are true"
 	@echo "make docs         generate docs/commands.md"
 	@echo "make readme       run the README's commands and write their output into it; make readme-check only compares"
 
@@ -79,6 +79,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python infra/generate_docs.py --check
+	$(BIN)/python infra/check_types.py
 
 clean:
 	rm -rf $(VENV) demo-data build *.egg-info

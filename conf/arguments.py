@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from conf.cli import EXIT_INTERRUPTED, EXIT_USAGE, print_error
-from conf.errors import UsageError, shown
-from conf.overrides import check_readable
+from conf.errors import CommandError, UsageError, shown
+from conf.overrides import check_readable, plain_values
 from conf.values import Kind, problems_of
 
 
@@ -22,11 +22,12 @@ def keyed_values(argv: Sequence[str], known: Iterable[str] | Mapping[str, str]) 
     """
     check_readable(argv)
     kinds = {key: Kind.parse(kind) for key, kind in known.items()} if isinstance(known, Mapping) else {}
-    known, values = tuple(known), {}
+    names = tuple(known)
+    values: dict[str, Any] = {}
     for item in argv:
         key, equals, written = item.partition("=")
-        if key not in known or not equals:
-            raise UsageError(f"unknown argument {shown(item)}; valid are KEY=VALUE of {', '.join(known)}")
+        if key not in names or not equals:
+            raise UsageError(f"unknown argument {shown(item)}; valid are KEY=VALUE of {', '.join(names)}")
         kind = kinds.get(key)
         if kind is not None and kind.stands_as_typed(written):
             if problems := kind.problems_as_written(key, written):
@@ -45,7 +46,7 @@ def _read(item: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        (value,) = OmegaConf.to_container(OmegaConf.from_dotlist([item]), resolve=True).values()
+        (value,) = plain_values(OmegaConf.from_dotlist([item])).values()
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {shown(item)}; write KEY=VALUE as YAML has it") from error
     return value
@@ -55,7 +56,7 @@ def exit_code(work: Callable[[], object]) -> int:
     """Run work that the same command can continue, and return its exit code: 0, 2 or 130, as users' commands do."""
     try:
         work()
-    except UsageError as error:
+    except CommandError as error:
         print_error(error)
         return EXIT_USAGE
     except KeyboardInterrupt:

@@ -22,24 +22,25 @@ class StepBar:
 
         self._label = label
         self._console = Console(stderr=True, highlight=False)
-        self._bar = self._task = None
+        self._running: tuple[Progress, TaskID] | None = None
 
     def __enter__(self) -> StepBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._running is not None:
+            self._running[0].stop()
 
     def update(self, step: str, done: int, of: int) -> None:
         """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
         if not self._console.is_terminal:
             return
-        if self._bar is None:  # not before there is something to tell: another bar may be on the screen until then
+        if self._running is None:  # not before there is something to tell: another bar may be on the screen until then
             from rich.progress import TimeElapsedColumn
 
-            self._bar, self._task = start_bar(self._console, self._label, TimeElapsedColumn())
-        self._bar.update(self._task, description=f"{self._label}: {step}", completed=done, total=of or None)
+            self._running = start_bar(self._console, self._label, TimeElapsedColumn())
+        bar, task = self._running
+        bar.update(task, description=f"{self._label}: {step}", completed=done, total=of or None)
 
 
 @contextlib.contextmanager

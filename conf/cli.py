@@ -14,14 +14,18 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from conf.commands import COMMANDS
-from conf.errors import UsageError, shown
+from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
 from conf.extras import advice_for
 from conf.keys import command_options, description, documented_keys, group_options, groups, meaning
 from conf.overrides import Override, check_readable, load_config, parsed
 from conf.plain_text import bounded, one_line, printable
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from typing_extensions import Buffer
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
 
@@ -36,12 +40,13 @@ _ENVIRONMENT_ERRNOS = {
 }  # fmt: skip
 
 
+Entry: TypeAlias = "Callable[[DictConfig], int | None]"
 Rewrite = Callable[[Sequence[str]], list[str]]
 
 
 def command(
     name: str,
-    entry: Callable,
+    entry: Entry,
     positional: str | None = None,
     rewrite: Rewrite | None = None,
 ) -> NoReturn:
@@ -64,7 +69,7 @@ def command(
 
 def run(
     name: str,
-    entry: Callable,
+    entry: Entry,
     argv: Sequence[str],
     positional: str | None = None,
     rewrite: Rewrite | None = None,
@@ -80,15 +85,7 @@ def run(
         check_readable(arguments)
         if rewrite is not None:
             arguments = rewrite(arguments)
-        value = None
-        if positional is not None:
-            value, arguments = _split_positional(arguments)
-        overrides = parsed(arguments)
-        if value is not None:
-            if any(override.key == positional for override in overrides):
-                raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
-            overrides.append(Override("", positional, value, verbatim=True))
-        cfg = load_config(name, overrides)
+        cfg = load_config(name, _overrides(arguments, positional))
         if show_config:
             from omegaconf import OmegaConf
 
@@ -96,7 +93,7 @@ def run(
             return 0
         _require(name, cfg)
         return entry(cfg) or 0
-    except UsageError as error:
+    except CommandError as error:
         print_error(error)
         return EXIT_USAGE
     except ModuleNotFoundError as error:
@@ -119,9 +116,22 @@ def run(
         return EXIT_INTERRUPTED
 
 
-def print_error(error: UsageError | str) -> None:
+def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
+    """Return what the arguments set; the one with white space in it sets the key `positional`."""
+    if positional is None:
+        return parsed(arguments)
+    value, arguments = _split_positional(arguments)
+    overrides = parsed(arguments)
+    if value is not None:
+        if any(override.key == positional for override in overrides):
+            raise UsageError(f"{positional} is given twice: {shown(value)} and {positional}=...")
+        overrides.append(Override("", positional, value, verbatim=True))
+    return overrides
+
+
+def print_error(error: CommandError | str) -> None:
     """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
-    keep_lines = isinstance(error, UsageError) and error.keep_lines
+    keep_lines = isinstance(error, CommandError) and error.keep_lines
     text = bounded(str(error))
     print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
 
@@ -186,7 +196,7 @@ class _Output(io.FileIO):
     def __init__(self) -> None:
         super().__init__(1, "w", closefd=False)
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Buffer, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -212,7 +222,7 @@ def _check_current_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise UsageError("the current folder has been removed; change to one that is there") from error
+        raise EnvironmentProblem("the current folder has been removed; change to one that is there") from error
 
 
 def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
@@ -226,7 +236,7 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
     return True, arguments[:at] + arguments[at + 2 :]
 
 
-def _require(name: str, cfg) -> None:
+def _require(name: str, cfg: DictConfig) -> None:
     """Raise `UsageError` that names every missing required key with its help text."""
     from omegaconf import OmegaConf
 

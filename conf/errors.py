@@ -1,4 +1,7 @@
-"""The one exception that means "the user can mend this": every command prints it in one line and exits with 2."""
+"""Errors that a command prints in one line, without a traceback, and ends with exit code 2.
+
+Start reading at `CommandError`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ from collections.abc import Iterable
 
 from conf.plain_text import shown
 
-__all__ = ["UsageError", "shown", "unknown_name"]
+__all__ = ["CommandError", "EnvironmentProblem", "UsageError", "shown", "unknown_name"]
 
 
-class UsageError(ValueError):
-    """Bad input, or an environment the user has to mend; the message names the key and the valid choices.
+class CommandError(Exception):
+    """The base of both: the message says what to change; catch it where either kind ends the work at hand.
 
-    `keep_lines`: the message has lines of its own, such as DuckDB's, which points at a position. Otherwise a line break
-    comes from a name that is quoted, and is shown escaped.
+    Args:
+        keep_lines: whether the message has lines of its own, such as DuckDB's, which points at a position. Otherwise a
+            line break comes from a name that is quoted, and is shown escaped.
     """
 
     def __init__(self, *args: object, keep_lines: bool = False) -> None:
@@ -21,6 +25,20 @@ class UsageError(ValueError):
         self.keep_lines = keep_lines
 
 
+class UsageError(CommandError, ValueError):
+    """What the user gave is wrong: a key, a value, a name, a model; the message names it and the valid choices.
+
+    The same call fails again until the arguments change.
+    """
+
+
+class EnvironmentProblem(CommandError, RuntimeError):
+    """What the machine or a folder lacks: space, a package, a GPU, an undamaged file, a lock that nobody else holds.
+
+    The arguments are right: the same call succeeds once the environment is repaired, or another program has ended.
+    """
+
+
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:
-    """An unknown name lists the known names: `unknown family 'cmm'; known: cnn, mlp, transformer`."""
+    """Return the error for an unknown name, with the known ones: `unknown family 'cmm'; known: cnn, mlp`."""
     return UsageError(f"unknown {kind} {shown(name)}; known: {', '.join(sorted(map(str, known)))}")

@@ -14,7 +14,7 @@ MOST_BYTES = 1 << 30  # of a file that grows with the data: a list of files, a p
 MARKER_BYTES = 1 << 16  # of a file that says what a folder is
 
 
-def read_json(path: str | os.PathLike, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
     """Return the value in a JSON file of at most `most_bytes`.
 
     Raises `ValueError` for a longer file, nesting too deep to read, bad UTF-8 and bad JSON; `OSError` as `open` does.

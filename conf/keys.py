@@ -66,7 +66,8 @@ def description(name: str) -> tuple[str, ...]:
 @cache
 def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
     """Return (dotted key, default as written, trailing comment) of each key of `conf/NAME.yaml`."""
-    rows, path = [], []
+    rows: list[tuple[str, str, str]] = []
+    path: list[str] = []
     for line in _yaml_text(name).splitlines():
         body, _, comment = line.partition(" # ")
         stripped = body.strip()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.json_file import MARKER_BYTES, read_json
 
 # What a data folder consists of; other names in it belong to the user. See `warehouse.folder.DataFolder`.
@@ -46,7 +46,9 @@ class Output:
     is_plain: bool = True  # a file that is replaced in one step; devices and pipes take what they are given
 
 
-def checked_output(out: str | os.PathLike, *, key: str = "out", data: Sequence[str | os.PathLike] = ()) -> Output:
+def checked_output(
+    out: str | os.PathLike[str], *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()
+) -> Output:
     """Return where `out` leads, checked before any work is done.
 
     `data` are data folders that are searched for hard links; others show by their `format.json`. Raises `UsageError`
@@ -81,11 +83,11 @@ def checked_report(
             with tempfile.NamedTemporaryFile(dir=output.path.parent, prefix=f".{output.path.name}.", suffix=".tmp"):
                 pass
         except OSError as error:
-            raise UsageError(f"{key}={path} cannot be written: {error.strerror or error}") from error
+            raise EnvironmentProblem(f"{key}={path} cannot be written: {error.strerror or error}") from error
     return path
 
 
-def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike]) -> Output:
+def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathLike[str]]) -> Output:
     given = os.fspath(out)
 
     def refused(why: str) -> UsageError:
@@ -94,6 +96,7 @@ def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike])
     if not given or "\0" in given:
         raise refused("it is not a valid path")
     try:
+        status: os.stat_result | None
         path, descriptor = _followed(os.path.abspath(os.path.expanduser(given)))
         if descriptor is not None:
             status = os.fstat(descriptor)
@@ -113,7 +116,7 @@ def _output(out: str | os.PathLike, key: str, data: Sequence[str | os.PathLike])
     return Output(key, given, path, descriptor, is_plain)
 
 
-def folder_problems(out: str | os.PathLike, *, key: str = "out") -> list[str]:
+def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[str]:
     """Return why a command must not make its own files in the folder `out`: it is a data folder's own."""
     real = Path(os.path.realpath(os.path.expanduser(out)))
     for folder in (real, *real.parents):
@@ -127,12 +130,12 @@ def folder_problems(out: str | os.PathLike, *, key: str = "out") -> list[str]:
 
 @contextlib.contextmanager
 def output_file(
-    out: str | os.PathLike | Output, *, key: str = "out", data: Sequence[str | os.PathLike] = ()
+    out: str | os.PathLike[str] | Output, *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()
 ) -> Iterator[BinaryIO]:
     """Open a binary file for the output of `key`.
 
     A plain file becomes visible, whole and durable, when the block ends; after an error nothing has changed. Raises
-    `UsageError` as `checked_output` does, and for what the system refuses (no permission, a full disk).
+    `UsageError` as `checked_output` does, and `EnvironmentProblem` for what the system refuses (a full disk).
     """
     target = out if isinstance(out, Output) else _output(out, key, data)
     try:
@@ -148,11 +151,16 @@ def output_file(
         if error.errno is None:  # of what the block reads, as Arrow raises it
             raise
         # By its number: a library's own text may name the temporary file.
-        raise UsageError(f"{target.key}={target.given} cannot be written: {os.strerror(error.errno)}") from error
+        why = os.strerror(error.errno)
+        raise EnvironmentProblem(f"{target.key}={target.given} cannot be written: {why}") from error
 
 
 def write_output(
-    out: str | os.PathLike | Output, content: bytes, *, key: str = "out", data: Sequence[str | os.PathLike] = ()
+    out: str | os.PathLike[str] | Output,
+    content: bytes,
+    *,
+    key: str = "out",
+    data: Sequence[str | os.PathLike[str]] = (),
 ) -> None:
     """Write `content` to where `out` leads. Raises as `output_file` does."""
     with output_file(out, key=key, data=data) as file:
@@ -184,7 +192,7 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike]) -> Path | None:
+def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike[str]]) -> Path | None:
     """Return the data folder that the file belongs to, by its place or as a hard link of one of its files."""
     for folder in path.parents:
         if _is_data_folder(folder):

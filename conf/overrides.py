@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.device_names import resolve_device
 from conf.errors import UsageError, shown, unknown_name
@@ -27,6 +27,9 @@ from conf.keys import (
 from conf.plain_text import first_line
 from conf.space_overrides import replacing
 from conf.values import Kind, problems_of
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
@@ -64,7 +67,8 @@ def parsed(arguments: Sequence[str]) -> list[Override]:
         elif argument.startswith("~"):
             problems.append(f"{shown(argument)}: a key cannot be taken out; write KEY=VALUE")
         elif match:
-            overrides.append(Override(*match.groups()))
+            plus, key, written = match.groups()
+            overrides.append(Override(plus, key, written))
         elif re.fullmatch(r"[+]*[^=\s]+=.*", argument, re.DOTALL):
             problems.append(f"unknown key {shown(argument.partition('=')[0].lstrip('+'))}; --help lists the keys")
         else:
@@ -94,7 +98,7 @@ def _unreadable(argument: str) -> str | None:
     return None
 
 
-def load_config(name: str, arguments: Sequence[str | Override]) -> Any:
+def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
     """Compose `conf/NAME.yaml` with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
 
     Of a key that is given twice the last value counts, so that a script's own arguments can be overridden. The values
@@ -126,7 +130,7 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> Any:
     cfg = _composed(name, [override for override in overrides if override.key not in (*texts, *no_choices)])
     for key, written in texts.items():
         OmegaConf.update(cfg, key, literal(written))
-    if problems := problems_of(_resolved(cfg), declared):
+    if problems := problems_of(plain_values(cfg), declared):
         raise UsageError("; ".join(problems))
     return cfg
 
@@ -204,7 +208,7 @@ def _stands_as_typed(override: Override, kind: Kind | None) -> bool:
     return override.verbatim or (kind is not None and kind.stands_as_typed(override.written))
 
 
-def _composed(name: str, overrides: Sequence[Override]) -> Any:
+def _composed(name: str, overrides: Sequence[Override]) -> DictConfig:
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -242,14 +246,16 @@ def _unparsed(overrides: Sequence[Override]) -> Iterator[str]:
             yield f"{override.key} takes one value, not several to choose from: {shown(override.text())}"
 
 
-def _resolved(cfg: Any) -> dict[str, Any]:
+def plain_values(cfg: DictConfig) -> dict[str, Any]:
     """Return the config as plain values with `${...}` filled in. Raises `UsageError` where that fails."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.to_container(cfg, resolve=True)
+        values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise UsageError(f"{getattr(error, 'full_key', None) or 'config'}: {first_line(error)}") from error
     except RecursionError as error:
         raise UsageError("a value refers to itself through ${...}") from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -15,7 +15,7 @@ _OTHERS_MAY = 0o077
 _OTHERS_MAY_WRITE = 0o022
 
 
-def open_own_folder(path: str | os.PathLike, *, private: bool) -> int | None:
+def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | None:
     """Return a descriptor of a real folder of this user; None for a link, another user's folder, or none.
 
     Args:

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from conf.errors import shown
 
@@ -26,7 +26,7 @@ _BOUNDED = re.compile(rf"(int|number)(?: (>=|>|<=) ({_NUMBER})| ({_NUMBER}) to (
 _TEXTS = ("text", "any text", "path", "new path")
 _PLAIN = ("bool", *_TEXTS, "mapping", "list", "list of text", "list of int", "null")
 _INT64_MAX = 2**63 - 1  # what SQLite and Parquet hold
-_SHAPES = {"list": "[]", "mapping": "{}"}
+_SHAPES = {"list": ("[", "]"), "mapping": ("{", "}")}
 _WORDS = {
     "bool": "true or false",
     "text": "text",
@@ -74,7 +74,7 @@ class _Number:
     def _ceiling(self) -> float:
         return self.high if self.high is not None else (_INT64_MAX if self.whole else math.inf)
 
-    def _is_number(self, value: object) -> bool:
+    def _is_number(self, value: object) -> TypeGuard[int | float]:
         if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
             return False
         try:
@@ -83,7 +83,9 @@ class _Number:
             return self.whole
 
 
-def _bound(text: str) -> float:
+def _bound(text: str | None) -> float | None:
+    if text is None:
+        return None
     return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
 
 
@@ -101,7 +103,8 @@ class Kind:
     @classmethod
     def parse(cls, declared: str) -> Kind:
         """Read a kind as a YAML file declares it, as `int >= 1 | null`. Raises `ValueError`."""
-        numbers, plain = [], set()
+        numbers: list[_Number] = []
+        plain: set[str] = set()
         for alternative in (part.strip() for part in declared.split("|")):
             bounded = _BOUNDED.fullmatch(alternative)
             if bounded is None and alternative not in _PLAIN:
@@ -112,8 +115,7 @@ class Kind:
             kind, sign, bound, low, high = bounded.groups()
             if sign is not None:
                 low, high = (None, bound) if sign == "<=" else (bound, None)
-            bounds = [None if text is None else _bound(text) for text in (low, high)]
-            numbers.append(_Number(kind == "int", *bounds, above=sign == ">"))
+            numbers.append(_Number(kind == "int", _bound(low), _bound(high), above=sign == ">"))
         return cls(tuple(numbers), frozenset(plain))
 
     @property

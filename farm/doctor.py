@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from warehouse.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
 from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
-from workers.telemetry.base import Sensor, SensorUnavailable, Target
+from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.sampler import SENSORS, TelemetrySettings, make_sensors
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
     exporter = sensor if isinstance(sensor, DcgmSensor) else None
     given: set[str] = set()
     try:
-        sensor.watch(Target(uuid, os.getpid()))
+        sensor.watch(WatchTarget(uuid, os.getpid()))
         deadline = time.monotonic() + _LISTEN_S
         while time.monotonic() < deadline:
             samples = sensor.sample()
@@ -256,7 +256,7 @@ def data_state(data: str | None) -> dict[str, Any]:
         state["runs_gone"] = sum(map(len, presence.gone.values()))
         state["runs_unknown"] = sum(map(len, presence.unknown.values()))
         state["runs"] = _run_counts(folder)
-    except (UsageError, OSError) as error:
+    except (CommandError, OSError) as error:
         state["reason"] = str(error)
     return state
 
@@ -290,7 +290,7 @@ def _run_counts(folder) -> dict[str, int]:
         with connect(folder) as connection:
             rows = connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL ORDER BY ALL").fetchall()
     except duckdb.Error as error:
-        raise UsageError(f"the runs in {folder.root} cannot be read: {error}") from error
+        raise EnvironmentProblem(f"the runs in {folder.root} cannot be read: {error}") from error
     return dict(rows)
 
 

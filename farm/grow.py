@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from conf.cli import EXIT_INTERRUPTED, command
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
 from farm.growth.cycle import Left, NightWork, message_of
 from farm.growth.machine import environment_now, machine_of
@@ -108,7 +108,7 @@ def _see_through(night: NightWork, settings: GrowSettings, status: _StatusLine) 
         status.stop()
         print(f"{_how_far(night)}; the same command goes on with it", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except UsageError as error:
+    except CommandError as error:
         cycle, code = night.cycle, EXIT_FAILED
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:
@@ -130,7 +130,7 @@ def _how_far(night: NightWork) -> str:
     """`cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
     where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
     if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
-        with contextlib.suppress(UsageError):  # its job is not queued yet
+        with contextlib.suppress(CommandError):  # its job is not queued yet
             counts = night.queue.counts(night.cycle.job("grow"))
             where += f", {counts.ended:,} of {counts.total:,} configurations"
     return f"cycle {night.cycle.name} is unfinished{where}"
@@ -141,7 +141,7 @@ def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]
     """Send a notification when a cycle cannot begin, for example without its GPU or with a full disk."""
     try:
         yield
-    except (UsageError, OSError) as error:
+    except (CommandError, OSError) as error:
         message: dict[str, Any] = {
             "cycle": None, "outcome": "failed", "said": str(error), "report": None, "data": str(folder.root), "run": {}
         }  # fmt: skip

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.json_file import parse_json
 from farm.journal_payloads import P, payload_of
-from warehouse.folder import DataFolder, sync
+from warehouse.folder import DataFolder
+from warehouse.layout import sync
 
 STEPS = ("canaries", "choose", "run", "land", "learn", "report")
 OUTCOMES = ("done", "cut short", "sick", "failed")
@@ -86,7 +87,9 @@ class Cycle:
         try:
             return None if values is None else payload_of(kind, values)
         except ValueError as error:
-            raise UsageError(f"the journal of cycle {self.name} is damaged at its step {kind.step}: {error}") from error
+            raise EnvironmentProblem(
+                f"the journal of cycle {self.name} is damaged at its step {kind.step}: {error}"
+            ) from error
 
     def seconds(self, step: str) -> float | None:
         """Return how long the last attempt of a step took, where it ended."""
@@ -112,13 +115,13 @@ class Journal:
         return cls(folder.growth / _FILE, **options)
 
     def cycles(self) -> list[Cycle]:
-        """Oldest first. Raises `UsageError` naming a line that is none of ours."""
+        """Oldest first. Raises `EnvironmentProblem` naming a line that is none of ours."""
         cycles: dict[str, Cycle] = {}
         for number, entry in self._entries():
             try:
                 _take(cycles, entry)
             except (KeyError, TypeError, ValueError) as error:
-                raise UsageError(f"{self.path}:{number} is damaged: {error!r}") from error
+                raise EnvironmentProblem(f"{self.path}:{number} is damaged: {error!r}") from error
         return list(cycles.values())
 
     def cycle(self, name: str) -> Cycle:
@@ -173,7 +176,7 @@ class Journal:
             try:
                 yield number, parse_json(line)
             except ValueError as error:
-                raise UsageError(f"{self.path}:{number} is damaged: {line[:80]!r}") from error
+                raise EnvironmentProblem(f"{self.path}:{number} is damaged: {line[:80]!r}") from error
 
 
 def plain(value: Any) -> Any:

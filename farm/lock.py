@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import BinaryIO
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.identity import alive
 from farm.leftovers import sweep_folders
 from farm.process_marker import parse_marker, session_marker
@@ -19,7 +19,7 @@ from warehouse.lock_file import is_held, open_lock, read_lock
 _LIMIT_BYTES = 4096  # of a lock that is read: one line
 
 
-class DispatcherBusy(UsageError):
+class DispatcherBusy(EnvironmentProblem):
     """Another dispatcher works on this data folder."""
 
 
@@ -38,7 +38,7 @@ class DispatcherLock:
     def __enter__(self) -> DispatcherLock:
         """Take the lock, then sweep what killed dispatchers of this user left behind.
 
-        Raises `DispatcherBusy` naming the holder; `UsageError` where the lock is a link or no plain file.
+        Raises `DispatcherBusy` naming the holder; `EnvironmentProblem` where the lock is a link or no plain file.
         """
         self._file = open_lock(self._path, written=True)
         try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from conf.errors import UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 
 QUEUE_VERSION = 1
 _FULL_BYTES = 1 << 20  # a disk with less room than this is full for SQLite
@@ -143,7 +143,7 @@ class QueueFile:
         except sqlite3.Error as error:
             self.close()
             raise queue_error(error, path) from error
-        except UsageError:
+        except CommandError:
             self.close()
             raise
 
@@ -224,18 +224,18 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             raise
         version = version or QUEUE_VERSION
     if version > QUEUE_VERSION:
-        raise UsageError(
+        raise EnvironmentProblem(
             f"{path} was written by a newer version (queue schema {version}, this one reads {QUEUE_VERSION}); upgrade"
         )
 
 
 def queue_error(error: sqlite3.Error, path: Path) -> Exception:
-    """The vendor's error as one of ours; what the user can mend carries the matching errno or is a `UsageError`."""
+    """Return the vendor's error as one of ours: an `EnvironmentProblem`, or an `OSError` with the matching errno."""
     text = str(error)
     if "not a database" in text or "malformed" in text:
-        return UsageError(f"{path} is damaged or not a queue: {text}")
+        return EnvironmentProblem(f"{path} is damaged or not a queue: {text}")
     if "locked" in text:
-        return UsageError(f"{path} is held by another process for too long; end that one or try again")
+        return EnvironmentProblem(f"{path} is held by another process for too long; end that one or try again")
     code = errno.EIO
     for words, known in (("full", errno.ENOSPC), ("readonly", errno.EROFS), ("unable to open", errno.EACCES)):
         if words in text:

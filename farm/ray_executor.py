@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.plain_text import error_line
 from conf.ray_session import own_session_environment
 from farm.executors import Completion
@@ -60,12 +60,12 @@ class ClusterSettings:
             raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
 
     def check_address(self) -> None:
-        """`UsageError` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
+        """`EnvironmentProblem` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
         if self.address is not None:
             self.place()
 
     def place(self) -> tuple[str, int]:
-        """Return host and port of the cluster at `address`, where somebody answers; `UsageError` as `check_address`."""
+        """Return host and port of the cluster at `address`. Raises as `check_address` does."""
         address = str(self.address)
         if address == "auto":
             address = os.environ.get("RAY_ADDRESS") or _running_cluster()
@@ -78,8 +78,8 @@ class ClusterSettings:
             raise self.nobody_answers(error) from error
         return host, int(port)
 
-    def nobody_answers(self, error: Exception) -> UsageError:
-        return UsageError(
+    def nobody_answers(self, error: Exception) -> EnvironmentProblem:
+        return EnvironmentProblem(
             f"cluster.address={self.address}: no Ray cluster answers there ({_plain(error)}); "
             "start one with `ray start --head`, or leave the key out"
         )
@@ -91,7 +91,7 @@ def _running_cluster() -> str:
     try:
         return note.read_text().strip()
     except OSError as error:
-        raise UsageError(
+        raise EnvironmentProblem(
             "cluster.address=auto: no Ray cluster runs on this machine; start one with `ray start --head`"
         ) from error
 
@@ -184,7 +184,7 @@ class RayExecutor:
         try:
             import ray
         except ImportError as error:
-            raise UsageError(
+            raise EnvironmentProblem(
                 f"cannot import ray ({error}): pip install 'gpufarm[farm]'; cluster=inline runs one worker without it"
             ) from error
 
@@ -206,7 +206,7 @@ class RayExecutor:
         self._watch = NodeWatch(lambda: head.call(ray.nodes))
         self._follow_nodes()
         if not self._seats:
-            raise UsageError(f"cluster.address={self._cluster.address}: the cluster has no GPU")
+            raise EnvironmentProblem(f"cluster.address={self._cluster.address}: the cluster has no GPU")
         self._start_servers()
 
     @property
@@ -250,7 +250,7 @@ class RayExecutor:
             )
         except Exception as error:  # of many kinds, and none is a bug of ours
             self._head.check_now()
-            raise UsageError(
+            raise EnvironmentProblem(
                 f"Ray does not start: {_plain(error)}; cluster=inline runs one worker without it"
             ) from error
         else:
@@ -432,7 +432,7 @@ class RayExecutor:
             self._ray.kill(self._seats.pop(worker).actor, no_restart=True)
             # Of a cluster that did work, another node may still join.
             if not self._seats and not (self._joined and self._was_ready):
-                raise UsageError(f"no worker starts: {_plain(error)}") from error
+                raise EnvironmentProblem(f"no worker starts: {_plain(error)}") from error
         else:
             self._failures[worker] = 0
             self._was_ready = True

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import psutil
 
 from conf.cli import EXIT_TEMPORARY
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.identity import alive, identity
 
 EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command goes on
@@ -33,7 +33,7 @@ _ASK_EVERY_S = 2.0  # a joined cluster's GCS: each question is a connection over
 Result = TypeVar("Result")
 
 
-class ClusterLost(UsageError):
+class ClusterLost(EnvironmentProblem):
     """Ray, or the cluster that was joined, died under us: what ran is given back, the same command goes on."""
 
 

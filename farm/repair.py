@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from conf.errors import UsageError
+from conf.errors import CommandError, EnvironmentProblem
 from farm.jobs import Queue
 from farm.lock import DispatcherLock
 from warehouse.aside import set_aside
@@ -22,9 +22,10 @@ from warehouse.checksum import recorded_checksum
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.counting import counting_files
 from warehouse.damage import DamagedFile
-from warehouse.folder import KINDS, DataFolder
+from warehouse.folder import DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of
 from warehouse.integrity import Progress, examine
+from warehouse.layout import KINDS
 from warehouse.listings import is_whole_listing, read_listings, recovered_listing
 from warehouse.merged import (
     Listing,
@@ -66,13 +67,13 @@ class RepairReport:
 def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport:
     """Move damaged files aside, mend listings, and queue the tasks again whose runs are damaged or gone.
 
-    Takes the dispatcher's lock and the compaction's. Raises `DispatcherBusy` beside a dispatcher, `UsageError` beside a
-    compaction and for a folder that is none, with nothing changed.
+    Takes the dispatcher's lock and the compaction's. With nothing changed, raises `DispatcherBusy` beside a dispatcher,
+    `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is no data folder.
     """
     folder.open()
     with DispatcherLock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
         if not got_it:
-            raise UsageError(f"a compaction is at work on data={folder.root}; repair it when that is done")
+            raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
         report = RepairReport()
         examined = examine(folder, progress=progress)
         for file in examined.damaged:
@@ -164,7 +165,7 @@ def _write_job_again(folder: DataFolder, job_id: str, report: RepairReport) -> N
     try:
         with Queue.open(folder.queue) as queue:
             job = queue.job(job_id)
-    except UsageError:
+    except CommandError:
         return
     values = {name: getattr(job, name) for name in ("job_id", "family", "n", "seed", "policy", "priority")}
     RunWriter(folder).write_job({**values, "space": job.space_json, "submitted_at": job.submitted_at})
@@ -176,7 +177,7 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
         return
     try:
         queue = Queue.open(folder.queue)
-    except UsageError:  # damaged, as said
+    except CommandError:  # damaged, as said
         return
     with queue:
         gone = compare(folder).gone

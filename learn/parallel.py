@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.ray_session import own_session_environment
 
 
@@ -25,7 +25,7 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
     try:
         import ray
     except ImportError as error:
-        raise UsageError(
+        raise EnvironmentProblem(
             f"cannot import ray ({error}): pip install 'gpufarm[farm]'; workers=0 works in this process, without it"
         ) from error
 
@@ -43,7 +43,9 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
                 logging_level=logging.ERROR,
             )
         except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise UsageError(f"Ray does not start: {error}; workers=0 works in this process, without it") from error
+            raise EnvironmentProblem(
+                f"Ray does not start: {error}; workers=0 works in this process, without it"
+            ) from error
         _give_back(terminated)
     try:
         remote = ray.remote(num_cpus=1, max_retries=2)(function)

@@ -69,7 +69,7 @@ class StepFiles:
         """Write a part of these (key, record). Those that may change without the case (`passing`) are left out."""
         import pyarrow as pa
 
-        from warehouse.folder import write_parquet
+        from warehouse.layout import write_parquet
 
         records = [(key, record) for key, record in records if not record.passing]
         if not records:

@@ -117,3 +117,77 @@ def test_nothing_lists_the_families_but_their_folder():
     families = {path.stem for path in modules("featurize/families") if not path.stem.startswith("_")}
     spaces = {path.stem for path in (ROOT / "conf" / "arch").glob("*.yaml")}
     assert families == spaces
+
+
+# Modules of a room that import each other in a circle; may only shrink.
+CIRCLES = {
+    "featurize": {frozenset({"featurize.recorder", "featurize.trace"})},
+    "learn": {frozenset({"learn.cases", "learn.traced", "learn.workload"})},
+    "farm": {frozenset({"farm.sampling", "farm.space", "farm.space_limits"})},
+}
+
+
+def imports_at_run_time(path, known):
+    """Yield the modules among `known` that a file imports, wherever the import stands, but for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    unread = {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if node in unread:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                name = name if name in known else node.module
+                if name in known:
+                    yield name
+
+
+def circles_of(graph):
+    """The sets of modules that reach each other: of two in one set, each imports the other, directly or not."""
+    reached = {}
+    for start in graph:
+        seen, open_ends = set(), [start]
+        while open_ends:
+            for name in graph[open_ends.pop()] - seen:
+                seen.add(name)
+                open_ends.append(name)
+        reached[start] = seen
+    circles = (frozenset({b for b in reached[a] if a in reached[b]}) for a in graph)
+    return {circle for circle in circles if circle}
+
+
+def test_a_circle_is_found_whatever_its_length():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d", "a"}}
+    assert circles_of(graph) == {frozenset({"b", "c"}), frozenset({"d"})}
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_no_modules_of_a_room_import_each_other_in_a_circle(package):
+    paths = {module_name(path): path for path in modules(package)}
+    circles = circles_of({name: set(imports_at_run_time(path, paths)) for name, path in paths.items()})
+    assert not circles - CIRCLES.get(package, set())
+    assert not CIRCLES.get(package, set()) - circles, "no circle any more: take it off the list"
+
+
+# Class names that several modules define; may only shrink. A family's settings are called `Config` by contract.
+SHARED_CLASS_NAMES = {
+    "Block", "Choice", "Comparison", "Doubt", "Estimator", "Event", "Job", "LabelShift", "Night", "Node", "Part",
+    "Pool", "Progress", "Result", "Rows", "Training", "Verdict",
+}  # fmt: skip
+
+
+def test_a_class_name_means_one_thing_in_the_whole_project():
+    homes = {}
+    for package in ALLOWED:
+        for path in modules(package):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(module_name(path))
+    families = {name for name in homes["Config"] if not name.startswith("featurize.families.")}
+    assert not families
+    shared = {name for name, places in homes.items() if len(places) > 1 and name != "Config"}
+    assert not {name: homes[name] for name in shared - SHARED_CLASS_NAMES}
+    assert not SHARED_CLASS_NAMES - shared, "each has one home now: take them off the list"

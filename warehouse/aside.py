@@ -9,7 +9,8 @@ import itertools
 import os
 from pathlib import Path
 
-from warehouse.folder import DataFolder, sync, write_bytes
+from warehouse.folder import DataFolder
+from warehouse.layout import sync, write_bytes
 
 REASON_SUFFIX = ".reason.txt"
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from warehouse import damage
 from warehouse.damage import DamagedFile
-from warehouse.folder import KINDS, DataFolder
+from warehouse.layout import KINDS, FolderLayout
 from warehouse.listings import PARTITION, DamagedListing, read_listings, warn_once
 from warehouse.merged import Listing, is_merged_name, sources_of
 from warehouse.plain_file import plain
@@ -46,7 +46,7 @@ class Judgement:
         return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
 
-def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
+def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return what the believed listings of `runs` or `telemetry` say. Each other one is named in a line on stderr.
 
     A damaged merged file hides nothing: what it replaces may still be there. `left_out` says of a file whether it is
@@ -58,7 +58,7 @@ def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
-def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
+def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
     """Return the merged files that count, as `family=F/NAME`: listed, not hidden, there, and not damaged."""
     root = folder.root / kind
     listings = [one for one in _believed(folder, kind)[0] if (root / one.merged).exists()]
@@ -66,7 +66,7 @@ def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
     return frozenset(whole.listed) - whole.hidden
 
 
-def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
+def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
     """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
 
     Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
@@ -78,7 +78,7 @@ def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
     return lost
 
 
-def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
+def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
     """Describe a merged file that is gone."""
     rows = "its rows are" if listing.rows is None else f"its {listing.rows:,} rows are"
     return (
@@ -87,14 +87,14 @@ def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
     )
 
 
-def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
-    """Raise `UsageError` for each merged file or listing that is lost: without it, counts would be too low."""
+def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
+    """Raise `EnvironmentProblem` for each merged file or listing that is lost: without it, counts would be too low."""
     lines: list[str] = []
     for kind in kinds:
         lines += [lost_line(folder, kind, listing) for listing in lost_merged_files(folder, kind)]
         lines += judge(folder, kind).lost
     if lines:
-        raise UsageError("; ".join(lines))
+        raise EnvironmentProblem("; ".join(lines))
 
 
 def merged_damage(path: Path) -> str | None:
@@ -128,7 +128,7 @@ def _is_damaged(path: Path) -> bool:
         return False
 
 
-def _believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """The believed listings, and damaged ones whose merged file is there but cannot say what they said.
 
     Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
@@ -146,7 +146,7 @@ def _believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[Damage
     return [*_of_snapshot(folder, kind), *believed], lost
 
 
-def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:
+def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
     """The merged files of a snapshot, all of which count, each as a listing."""
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
@@ -166,7 +166,7 @@ def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) ->
     )
 
 
-def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
+def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
     root = folder.root / kind
     listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
     if all(os.path.lexists(root / listing.merged) for listing in listings):
@@ -186,7 +186,7 @@ def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
     return [listing for listing in gone if listing.merged not in replaced]
 
 
-def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
+def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
     not_held = _hidden_and_not_held(folder, kind, listing)
     if not_held:
         others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
@@ -198,7 +198,7 @@ def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
     return not not_held
 
 
-def _hidden_and_not_held(folder: DataFolder, kind: str, listing: Listing) -> tuple[str, ...]:
+def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> tuple[str, ...]:
     """The files that a listing hides, that are there now and have a run which the merged file lacks."""
     root = folder.root / kind
     merged = root / listing.merged

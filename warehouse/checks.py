@@ -17,8 +17,10 @@ from conf.plain_text import first_line
 from warehouse.connection import connect
 from warehouse.counting import counting_files
 from warehouse.dataset import JOB_PREFIX
-from warehouse.folder import KINDS, DataFolder
+from warehouse.folder import DataFolder
+from warehouse.layout import KINDS
 from warehouse.plain_file import plain
+from warehouse.reader import WarehouseConnection
 from warehouse.schema import (
     OOM_KINDS,
     QUALITIES,
@@ -72,7 +74,7 @@ class _Rule:
     table: str = "attempts"
 
 
-def check(warehouse: DataFolder | duckdb.DuckDBPyConnection) -> list[Finding]:
+def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnection) -> list[Finding]:
     """Every rule that is broken, errors first; none for a warehouse in order.
 
     A data folder's files are looked at too, and where one cannot be read, only they; a connection (also of a
@@ -92,7 +94,7 @@ def _sorted(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
-def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:
+def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> Iterator[Finding]:
     for table, schema in (("attempts", RUN_SCHEMA), ("telemetry", TELEMETRY_SCHEMA)):
         rules = [rule for rule in RULES if rule.table == table] + _ranges(table, schema)
         counts = ", ".join(f"count(*) FILTER ({rule.broken})" for rule in rules)
@@ -113,13 +115,13 @@ def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:
                     rule=rule.name, severity=rule.severity, count=count, said=rule.said,
                     examples=tuple(text for (text,) in rows),
                 )  # fmt: skip
-    for rule, severity, said, query in _GROUPED:
+    for name, severity, said, query in _GROUPED:
         # `query` gives one text for each row that breaks the rule
         ((count, examples),) = connection.execute(
             f"SELECT count(*), list(said ORDER BY said)[:{_EXAMPLES}] FROM ({query}) AS found(said)"
         ).fetchall()
         if count:
-            yield Finding(rule=rule, severity=severity, count=count, said=said, examples=tuple(examples))
+            yield Finding(rule=name, severity=severity, count=count, said=said, examples=tuple(examples))
 
 
 def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
@@ -299,4 +301,5 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
 
 
 def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
-    return own == wanted or pa.types.is_null(own) or (pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted))
+    both_times = pa.types.is_timestamp(own) and pa.types.is_timestamp(wanted)
+    return bool(own == wanted or pa.types.is_null(own) or both_times)

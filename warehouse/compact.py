@@ -41,8 +41,9 @@ from warehouse.compaction import (
     is_open_somewhere,
 )
 from warehouse.counting import counting_files
-from warehouse.folder import KINDS, TEMPORARY_SUFFIX, DataFolder, sync
+from warehouse.folder import DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of
+from warehouse.layout import KINDS, TEMPORARY_SUFFIX, sync
 from warehouse.listings import read_listings
 from warehouse.merged import is_merged_name, land_merged, listing_file, new_merged_name
 from warehouse.merged_index import MergedIndex

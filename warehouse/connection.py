@@ -20,7 +20,7 @@ from pathlib import Path
 
 import duckdb
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.plain_text import first_line
 from warehouse import views
 from warehouse.folder import DataFolder
@@ -32,7 +32,9 @@ _NOWHERE = Path("/nonexistent")
 _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary folder is full
 
 
-def connect(data: str | os.PathLike | DataFolder | None = None, *, snapshot: str | None = None) -> WarehouseConnection:
+def connect(
+    data: str | os.PathLike[str] | DataFolder | None = None, *, snapshot: str | None = None
+) -> WarehouseConnection:
     """Open the warehouse's views read-only; several may, also while the farm writes.
 
     `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change; `UsageError` names
@@ -144,8 +146,8 @@ def _reader_lock(folder: DataFolder) -> int | None:
     return None
 
 
-def check_readable(error: duckdb.Error, folder: DataFolder) -> UsageError | None:
-    """A `UsageError` naming the damaged file, if that is what `error` is about."""
+def check_readable(error: duckdb.Error, folder: DataFolder) -> EnvironmentProblem | None:
+    """Return an `EnvironmentProblem` naming the damaged file, if that is what `error` is about."""
     if isinstance(error, duckdb.InvalidInputException | duckdb.IOException) and ".parquet" in str(error):
-        return UsageError(f"a file of data={folder.root} cannot be read: {first_line(error)}")
+        return EnvironmentProblem(f"a file of data={folder.root} cannot be read: {first_line(error)}")
     return None

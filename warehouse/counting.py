@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from warehouse.believed import Judgement, is_damaged_merged, judge, refuse_lost
-from warehouse.folder import DataFolder
+from warehouse.layout import FolderLayout
 from warehouse.listings import PARTITION, names_in
 from warehouse.merged import Listing, is_merged_name
 from warehouse.plain_file import plain
@@ -40,11 +40,12 @@ class FamilyPlan:
     doubled: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
+def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
     """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
 
     `left_out` says of a file whether it is known to be damaged. A merged file that is listed and missing raises
-    `UsageError`: its rows are lost, and no count may hide that. A listing that cannot be compaction's hides nothing.
+    `EnvironmentProblem`: its rows are lost, and no count may hide that. A listing that cannot be compaction's hides
+    nothing.
     """
 
     def is_left_out(path: Path) -> bool:
@@ -54,7 +55,7 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
         # The listings before the files: a merged file that is found listed was there before its listing.
         judgement = judge(folder, kind, is_left_out)
         if judgement.lost:
-            raise UsageError("; ".join(judgement.lost))
+            raise EnvironmentProblem("; ".join(judgement.lost))
         on_disk = _names_on_disk(folder.root / kind)
         if all(name in judgement.hidden or _is_there(on_disk, name) for name in judgement.listed):
             break
@@ -66,7 +67,9 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
     ]
 
 
-def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequence[Listing] | None = None) -> list[Path]:
+def counting_files(
+    folder: FolderLayout, kind: str, family: str, listings: Sequence[Listing] | None = None
+) -> list[Path]:
     """Return the files of a partition whose rows count, sorted, whether they are damaged or not.
 
     Args:
@@ -113,7 +116,8 @@ def _is_there(on_disk: Mapping[str, list[str]], path: str) -> bool:
 def _family_plan(
     partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
 ) -> FamilyPlan:
-    own, merged = [], []
+    own: list[str] = []
+    merged: list[str] = []
     for name in _counting_names(partition.name, names, judgement):
         if not left_out(partition / name):
             (merged if is_merged_name(name) else own).append(name)

@@ -108,10 +108,10 @@ def croissant(
 
 
 def _record_set(table: str, schema: pa.Schema) -> dict[str, Any]:
-    found = {"@type": "cr:RecordSet", "@id": table, "name": table}
+    record_set: dict[str, Any] = {"@type": "cr:RecordSet", "@id": table, "name": table}
     if table in _KEYS:
-        found["key"] = {"@id": _KEYS[table]}
-    return found | {
+        record_set["key"] = {"@id": _KEYS[table]}
+    return record_set | {
         "field": [
             {
                 "@type": "cr:Field",

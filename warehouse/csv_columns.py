@@ -120,7 +120,7 @@ class CsvMapping:
         return found
 
 
-def read_mapping(key: str, text: str | Mapping | None) -> dict[str, Any]:
+def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """`{peak_memory_mib: mem, config.model: net}`, with or without braces, as a dict. `UsageError` for other text."""
     if text is None:
         return {}

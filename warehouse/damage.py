@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.plain_text import first_line, one_line
-from warehouse.folder import KINDS, LISTING_SCHEMA, DataFolder
+from warehouse.layout import KINDS, LISTING_SCHEMA, FolderLayout
 from warehouse.plain_file import identity, is_out_of_descriptors, open_binary
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.sql_text import escaped_glob, sql_text
@@ -107,7 +107,7 @@ def damaged_among(
 
 
 def damaged_files(
-    folder: DataFolder, *, kinds: Sequence[str] = tuple(_NEEDED), pages: bool = False
+    folder: FolderLayout, *, kinds: Sequence[str] = tuple(_NEEDED), pages: bool = False
 ) -> list[DamagedFile]:
     """Return the files of a folder that cannot be read; `pages` decodes everything, which reads the whole folder.
 
@@ -116,7 +116,7 @@ def damaged_files(
     return damaged_among(parquet_files(folder, kinds), pages=pages)
 
 
-def parquet_files(folder: DataFolder, kinds: Sequence[str] = tuple(_NEEDED)) -> Iterator[Path]:
+def parquet_files(folder: FolderLayout, kinds: Sequence[str] = tuple(_NEEDED)) -> Iterator[Path]:
     """Yield the Parquet files of a folder, whether their rows count or not."""
     for kind in kinds:
         pattern = "family=*/*.parquet" if kind in KINDS else "*/*.parquet" if kind == "compactions" else "*.parquet"
@@ -186,8 +186,8 @@ def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
     if pa.types.is_null(own) or own == wanted:
         return True
     if pa.types.is_floating(wanted):
-        return pa.types.is_floating(own) or pa.types.is_integer(own)
+        return bool(pa.types.is_floating(own) or pa.types.is_integer(own))
     for is_alike in (pa.types.is_integer, pa.types.is_timestamp, pa.types.is_boolean):
         if is_alike(wanted):
-            return is_alike(own)
-    return pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own)
+            return bool(is_alike(own))
+    return bool(pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own))

@@ -1,6 +1,6 @@
 """A data set: measured runs as Parquet files for others to load, a pair for each family, device and day.
 
-Start reading at `Part`. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
+Start reading at `DatasetPart`. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.plain_text import first_line
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from warehouse.writer import run_problems
@@ -38,7 +38,7 @@ _SPLIT = ("t_ms", "energy_j", "step_time_ms")  # hardly two values are equal: a 
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class DatasetPart:
     """The runs of one family on one device on one day, and their telemetry.
 
     The day is of their end, in UTC; of their start where the end is not known; `undated` where neither is.
@@ -53,7 +53,7 @@ class Part:
         return Path(self.family) / f"{self.device}-{self.day}-{kind}.parquet"
 
     @classmethod
-    def of(cls, run: Mapping[str, Any]) -> Part:
+    def of(cls, run: Mapping[str, Any]) -> DatasetPart:
         """Where a row of `runs` belongs. What was not measured on its device says so in the file's name."""
         device = re.sub(r"[^A-Za-z0-9.]+", "-", run["device_name"]).strip("-.")
         if run["source"] == "simulated":
@@ -67,13 +67,13 @@ def repository_folder() -> Path:
     return Path(__file__).resolve().parent.parent / "datasets"
 
 
-def find_parts(root: Path) -> list[Part]:
+def find_parts(root: Path) -> list[DatasetPart]:
     """Every part of the data set at `root`, sorted; none where the folder holds none."""
     found = []
     for path in root.glob("*/*-runs.parquet"):
         name = _FILE.fullmatch(path.name)
         if name is not None and not path.parent.name.startswith("."):
-            found.append(Part(path.parent.name, name["device"], name["day"]))
+            found.append(DatasetPart(path.parent.name, name["device"], name["day"]))
     return sorted(found)
 
 
@@ -98,7 +98,7 @@ def is_loaded(job_id: str | None) -> bool:
     return job_id is not None and job_id.startswith(JOB_PREFIX)
 
 
-def to_bytes(part: Part, kind: str, table: pa.Table) -> bytes:
+def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
     """The file of a part: columns without any value left out, zstd. Same rows, same bytes."""
     columns = [
         name for name in table.column_names
@@ -114,7 +114,7 @@ def to_bytes(part: Part, kind: str, table: pa.Table) -> bytes:
     table = table.replace_schema_metadata({_METADATA: json.dumps(described, sort_keys=True)})
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, **writing(kind, table.schema))
-    return buffer.getvalue().to_pybytes()
+    return bytes(buffer.getvalue())
 
 
 def narrow(telemetry: pa.Schema) -> pa.Schema:
@@ -138,7 +138,7 @@ def writing(kind: str, schema: pa.Schema) -> dict[str, Any]:
     }
 
 
-def read_part(root: Path, part: Part, kind: str, content: bytes | None = None) -> pa.Table:
+def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = None) -> pa.Table:
     """A part's `runs` or `telemetry` with every column of this schema version; no rows where the file is not there.
 
     `content` stands in for the file. Raises `UsageError` naming the file: damaged, not of a data set, or of a newer
@@ -149,29 +149,29 @@ def read_part(root: Path, part: Part, kind: str, content: bytes | None = None) -
     if content is None and not os.path.lexists(path):
         return schema.empty_table()
     if content is None and not lies_in(root, path):
-        raise UsageError(
+        raise EnvironmentProblem(
             f"{path} is a link that leads out of the data set, or no plain file; nothing is read through it"
         )
     try:
         # Without a buffer, pyarrow would read the partition's name as a column.
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes() if content is None else content)).read()
     except (pa.ArrowException, OSError) as error:
-        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
+        raise EnvironmentProblem(f"{path} cannot be read: {first_line(error)}") from error
     try:
         described = json.loads((table.schema.metadata or {}).get(_METADATA, b""))
         version = int(described["schema_version"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not of a data set that `python -m warehouse.export` wrote") from error
     if version > SCHEMA_VERSION:
-        raise UsageError(
+        raise EnvironmentProblem(
             f"{path} has schema version {version}, this code knows up to {SCHEMA_VERSION}; update the code"
         )
     if described.get("kind") != kind or described.get("family") != part.family:
         said = f"{described.get('kind')} of {described.get('family')}"
-        raise UsageError(f"{path} holds {said}: it has been moved or renamed")
+        raise EnvironmentProblem(f"{path} holds {said}: it has been moved or renamed")
     unknown = [name for name in table.column_names if name not in schema.names]
     if unknown:
-        raise UsageError(f"{path}: unknown column {', '.join(unknown)}")
+        raise EnvironmentProblem(f"{path}: unknown column {', '.join(unknown)}")
     columns = []
     for field in schema:
         if field.name not in table.column_names:
@@ -180,17 +180,17 @@ def read_part(root: Path, part: Part, kind: str, content: bytes | None = None) -
         try:
             columns.append(table.column(field.name).cast(field.type))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise UsageError(f"{path}: {field.name}: {error}") from error
+            raise EnvironmentProblem(f"{path}: {field.name}: {error}") from error
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def checked_rows(root: Path, part: Part, runs: pa.Table) -> list[dict[str, Any]]:
-    """The rows of a part's runs; `UsageError` names the file and the first row that breaks the schema's rules."""
-    rows = runs.to_pylist()
+def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
+    rows: list[dict[str, Any]] = runs.to_pylist()
     for number, row in enumerate(rows, start=1):
         found = run_problems(row)
         if row["family"] != part.family:
             found.append(f"family must be {part.family!r}, got {row['family']!r}")
         if found:
-            raise UsageError(f"{root / part.path('runs')}, row {number}: {'; '.join(found)}")
+            raise EnvironmentProblem(f"{root / part.path('runs')}, row {number}: {'; '.join(found)}")
     return rows

@@ -5,6 +5,7 @@ Start reading at `card`; all of it is read off the rows.
 
 from __future__ import annotations
 
+import datetime
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,13 +99,13 @@ def _level(row: Mapping[str, Any]) -> str:
     return "cpu" if row["source"] == "measured" and row["device_uuid"] is None else row["source"]
 
 
-def _kinds(rows: Sequence[Mapping]) -> str:
+def _kinds(rows: Sequence[Mapping[str, Any]]) -> str:
     counts = Counter(map(_level, rows))
     return "\n" + "\n".join(f"{count:,} runs are {_LEVELS[kind]}." for kind, count in sorted(counts.items())) + "\n"
 
 
-def _environments(rows: Sequence[Mapping]) -> str:
-    found: dict[tuple, list[str]] = defaultdict(list)
+def _environments(rows: Sequence[Mapping[str, Any]]) -> str:
+    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for row in rows:
         found[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
     heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
@@ -115,7 +116,7 @@ def _environments(rows: Sequence[Mapping]) -> str:
     return "\n## Environments\n\n" + markdown_table(heads, lines)
 
 
-def _day(time) -> str:
+def _day(time: datetime.datetime | None) -> str:
     return "-" if time is None else f"{time:%Y-%m-%d}"
 
 
@@ -124,8 +125,8 @@ def _span(days: Iterable[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _windows(rows: Sequence[Mapping]) -> str:
-    found: dict[tuple, list[Mapping]] = defaultdict(list)
+def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["window_s"] is not None:
             found[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
@@ -139,8 +140,8 @@ def _windows(rows: Sequence[Mapping]) -> str:
     return "\n## Windows\n\n" + markdown_table(heads, lines)
 
 
-def _counts(rows: Sequence[Mapping]) -> str:
-    found: dict[tuple[str, str], Counter] = defaultdict(Counter)
+def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
         found[row["family"], _said(row["device_name"])][row["status"]] += 1
     lines = [
@@ -150,14 +151,14 @@ def _counts(rows: Sequence[Mapping]) -> str:
     return "\n## Runs by family and status\n\n" + markdown_table(("family", "device", *STATUSES, "all"), lines)
 
 
-def _special(rows: Sequence[Mapping]) -> str:
+def _special(rows: Sequence[Mapping[str, Any]]) -> str:
     """Describe what is sampled beyond the spaces: smaller cards, pairs, settings, doubts."""
 
-    def by(name: str, of: Callable[[Mapping], Any] | None = None) -> str:
+    def by(name: str, of: Callable[[Mapping[str, Any]], Any] | None = None) -> str:
         counts = Counter(_said((of or (lambda row: row[name]))(row)) for row in rows)
         return ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))
 
-    sizes: dict[tuple, set] = defaultdict(set)
+    sizes: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
     for row in rows:
         if row["config"] is None:
             continue
@@ -174,7 +175,7 @@ def _special(rows: Sequence[Mapping]) -> str:
     return "\n## Settings\n\n" + markdown_table(("what", "runs"), lines)
 
 
-def _network(row: Mapping) -> str:
+def _network(row: Mapping[str, Any]) -> str:
     """Return the trial without its batch size."""
     import json
 
@@ -185,7 +186,7 @@ def _network(row: Mapping) -> str:
     return mapping_hash(config)
 
 
-def _run_columns(rows: Sequence[Mapping]) -> str:
+def _run_columns(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for field in RUN_SCHEMA:
         count = sum(row[field.name] is not None for row in rows)

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
@@ -24,10 +24,14 @@ from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
+from warehouse.reader import WarehouseConnection
 from warehouse.schema import ENVIRONMENT, JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 from warehouse.writer import RUN_RATIOS
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 FORMATS = ("table", "json")
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
@@ -128,17 +132,17 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
         )
 
 
-def _opened(data: DataFolder, name: str) -> contextlib.closing:
+def _opened(data: DataFolder, name: str) -> contextlib.closing[WarehouseConnection]:
     return contextlib.closing(connect(data, snapshot=None if name == NOW else name))
 
 
-def _runs(connection: duckdb.DuckDBPyConnection) -> pa.Table:
+def _runs(connection: WarehouseConnection) -> pa.Table:
     columns = dict.fromkeys(("run_id", *_BY, *_KEY, *LABELS))
     whole = ", ".join(RUN_SCHEMA.names)
     return connection.sql(f"SELECT {', '.join(columns)}, hash({whole}) AS digest FROM runs").to_arrow_table()
 
 
-def _rows(connection: duckdb.DuckDBPyConnection) -> dict[str, int]:
+def _rows(connection: WarehouseConnection) -> dict[str, int]:
     counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
     # All of it is fetched: a result that is left unfinished makes the connection refuse tables.
     (found,) = connection.execute(f"SELECT {counts}").fetchall()
@@ -154,7 +158,7 @@ def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[R
 
 
 def _changed_columns(
-    joined: duckdb.DuckDBPyConnection, sides: Sequence[duckdb.DuckDBPyConnection]
+    joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection]
 ) -> dict[str, int]:  # fmt: skip
     ids = joined.sql("SELECT run_id FROM pairs WHERE was AND is_there AND NOT same").to_arrow_table()
     if not ids.num_rows:
@@ -204,7 +208,7 @@ def _columns(data: DataFolder, name: str) -> Mapping[str, Mapping[str, str]]:
     return {table: {field.name: str(field.type) for field in schema} for table, schema in _SCHEMAS.items()}
 
 
-def _schema_changes(before: Mapping, after: Mapping) -> Iterator[SchemaChange]:
+def _schema_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SchemaChange]:
     for table in sorted({*before, *after}):
         old, new = before.get(table, {}), after.get(table, {})
         change = SchemaChange(
@@ -267,7 +271,7 @@ def named_arguments(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Compare the two sides of `cfg` and print the difference."""
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)

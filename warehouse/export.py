@@ -18,20 +18,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.outputs import folder_problems
+from conf.overrides import plain_values
 from warehouse.connection import connect
 from warehouse.dataset import (
     CARD,
     JOB_PREFIX,
-    Part,
+    DatasetPart,
     find_parts,
     is_loaded,
     public_id,
@@ -41,8 +42,13 @@ from warehouse.dataset import (
 )
 from warehouse.dataset_card import card
 from warehouse.disk_errors import disk_errors_named
-from warehouse.folder import DataFolder, sync, write_bytes
+from warehouse.folder import DataFolder
+from warehouse.layout import sync, write_bytes
+from warehouse.reader import WarehouseConnection
 from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {
@@ -98,7 +104,7 @@ class ExportReport:
     """What an export wrote. Sizes in bytes."""
 
     root: Path
-    added: Counter[Part] = field(default_factory=Counter)  # runs that the data set did not have
+    added: Counter[DatasetPart] = field(default_factory=Counter)  # runs that the data set did not have
     there: int = 0  # runs that it had
     without_device: int = 0
     total_bytes: int = 0
@@ -163,13 +169,15 @@ def _lock(root: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UsageError(f"another export is at work on out={root}; run this one when it is done") from None
+        raise EnvironmentProblem(f"another export is at work on out={root}; run this one when it is done") from None
     finally:
         os.close(descriptor)
 
 
-def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Part, list[tuple[str, dict]]]:
-    """Part -> (run_id in the data folder, row as others may see it)."""
+def _runs(
+    connection: WarehouseConnection, settings: ExportSettings, report: ExportReport
+) -> dict[DatasetPart, list[tuple[str, dict[str, Any]]]]:
+    """DatasetPart -> (run_id in the data folder, row as others may see it)."""
     columns = ", ".join(RUN_SCHEMA.names)
     chosen = SOURCES[settings.source]
     if settings.families is not None:
@@ -180,10 +188,10 @@ def _runs(connection, settings: ExportSettings, report: ExportReport) -> dict[Pa
     found = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
-    runs: dict[Part, list[tuple[str, dict]]] = defaultdict(list)
+    runs: dict[DatasetPart, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for run in found.cast(naive(RUN_SCHEMA)).to_pylist():
         if settings.families is None or run["family"] in settings.families:
-            runs[Part.of(run)].append((run["run_id"], public_row(run)))
+            runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
         counts = {name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
                   for name, which in SOURCES.items()}  # fmt: skip
@@ -240,7 +248,9 @@ def _names(node: str | None) -> set[str]:
     return {name for name in found if len(name) > 2} - {"root", "user", "localhost"}
 
 
-def public_telemetry(connection, ids: dict[str, str], hz: float | None, where: str = "true") -> pa.Table:
+def public_telemetry(
+    connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
+) -> pa.Table:
     """The samples of some runs under their new ids, thinned to `hz` unless that is None.
 
     `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
@@ -289,7 +299,8 @@ def thin(samples: pa.Table, hz: float) -> pa.Table:
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
     encoded = column.combine_chunks().dictionary_encode()
-    return encoded.indices.fill_null(-1).to_numpy()
+    codes: np.ndarray = encoded.indices.fill_null(-1).to_numpy()
+    return codes
 
 
 def _ends(*keys: np.ndarray) -> np.ndarray:
@@ -350,11 +361,9 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
         raise
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Export what `cfg` names and say what was added."""
-    from omegaconf import OmegaConf
-
-    report = export(ExportSettings(**OmegaConf.to_container(cfg, resolve=True)))
+    report = export(ExportSettings(**plain_values(cfg)))
     print("\n".join(report.lines()))
     return 0
 

@@ -1,6 +1,6 @@
-"""The data folder: the one object that knows every path in it, its format marker, and how to write there atomically.
+"""The data folder: makes one, opens one, and brings an older one to this schema version.
 
-Start reading at `DataFolder`.
+Start reading at `DataFolder`; `warehouse.layout` has the paths in it and how to write there atomically.
 """
 
 from __future__ import annotations
@@ -9,39 +9,24 @@ import contextlib
 import errno
 import json
 import os
-import re
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.json_file import MARKER_BYTES, read_json
-from warehouse.checksum import sealed_bytes
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.layout import KINDS, FolderLayout, write_bytes
+from warehouse.schema import SCHEMA_VERSION
 
 FORMAT = "gpufarm-data"
-KINDS = ("runs", "telemetry")  # what is partitioned by family and compacted
-COMPRESSION = {"compression": "zstd", "compression_level": 3}
-TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
-
-# One small file per merged file, see `warehouse.compact`: the merged file (hidden=false) and what it replaces.
-LISTING_SCHEMA = pa.schema([("path", pa.string()), ("hidden", pa.bool_())])
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-_ANCHOR_FAMILY = "_schema"  # no family can be called so: a name starts with a letter or digit
 
 
 @dataclass(frozen=True)
-class DataFolder:
-    """A data folder and its paths; nothing is read or written before `create` or `open`."""
-
-    root: Path  # absolute
+class DataFolder(FolderLayout):
+    """A data folder; nothing is read or written before `create` or `open`."""
 
     @classmethod
-    def resolve(cls, data: str | os.PathLike | DataFolder | None = None) -> DataFolder:
+    def resolve(cls, data: str | os.PathLike[str] | DataFolder | None = None) -> DataFolder:
         """The folder that `data` names, else `$GPUFARM_DATA`, else `./data`."""
         if isinstance(data, DataFolder):
             return data
@@ -60,7 +45,7 @@ class DataFolder:
     def create(self) -> DataFolder:
         """Make the folder, or bring an older one to this schema version; harmless when it is there already.
 
-        Raises `UsageError` where it cannot be (a file is in the way, no permission, a newer schema version).
+        Raises `UsageError` where a file is in the way; `EnvironmentProblem` for no permission or a newer schema.
         """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
@@ -72,7 +57,7 @@ class DataFolder:
             if version != SCHEMA_VERSION:
                 text = json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
                 write_bytes(self.format_marker, text.encode())
-            from warehouse.views import refresh
+            from warehouse.views import refresh  # DuckDB, which whoever only needs the paths may lack
 
             refresh(self)
         return self
@@ -89,133 +74,21 @@ class DataFolder:
             )
         return self
 
-    @property
-    def format_marker(self) -> Path:
-        return self.root / "format.json"
-
-    @property
-    def queue(self) -> Path:
-        """SQLite: jobs and tasks."""
-        return self.root / "queue.sqlite"
-
-    @property
-    def warehouse(self) -> Path:
-        """DuckDB file of views only."""
-        return self.root / "warehouse.duckdb"
-
-    @property
-    def runs(self) -> Path:
-        return self.root / "runs"
-
-    @property
-    def telemetry(self) -> Path:
-        return self.root / "telemetry"
-
-    @property
-    def jobs(self) -> Path:
-        return self.root / "jobs"
-
-    @property
-    def stale(self) -> Path:
-        """Marks of labels that no longer hold, see `warehouse.stale`."""
-        return self.root / "stale"
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def features(self) -> Path:
-        """What was computed of cases, by the version of the features: a cache that may be deleted."""
-        return self.root / "features"
-
-    @property
-    def snapshots(self) -> Path:
-        """A folder for each snapshot, see `warehouse.snapshot`."""
-        return self.root / "snapshots"
-
-    @property
-    def growth(self) -> Path:
-        """The growth cycles' journal and plans, see `farm.growth`."""
-        return self.root / "growth"
-
-    @property
-    def reports(self) -> Path:
-        """The growth cycles' reports, a page and a JSON file for each, and `latest` of both."""
-        return self.root / "reports"
-
-    @property
-    def locks(self) -> Path:
-        return self.root / "locks"
-
-    @property
-    def damaged(self) -> Path:
-        """Where damaged files are kept aside, each with the reason beside it; see `farm.repair`."""
-        return self.root / "damaged"
-
-    @property
-    def dispatcher_lock(self) -> Path:
-        return self.locks / "dispatcher.lock"
-
-    @property
-    def compaction_lock(self) -> Path:
-        return self.locks / "compaction.lock"
-
-    @property
-    def growth_lock(self) -> Path:
-        return self.locks / "growth.lock"
-
-    @property
-    def ingest_lock(self) -> Path:
-        return self.locks / "ingest.lock"
-
-    def listings(self, kind: str) -> Path:
-        """Where the listings of merged files of `runs` or `telemetry` are."""
-        return self.root / "compactions" / kind
-
-    def partition(self, kind: str, family: str) -> Path:
-        """The folder of one family's `runs` or `telemetry`; `ValueError` for a name that cannot be a folder."""
-        return self.root / kind / f"family={checked_name('family', family)}"
-
-    def families(self, kind: str) -> list[str]:
-        """The families that have a partition."""
-        prefix = "family="
-        names = [path.name.removeprefix(prefix) for path in (self.root / kind).glob(prefix + "*")]
-        return sorted(name for name in names if name != _ANCHOR_FAMILY)
-
-    def write_anchors(self) -> None:
-        """Write the files without rows that give every glob of the views something to bind, where there are none."""
-        for path, schema in self._anchors().items():
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_parquet(path, schema.empty_table())
-
-    def _anchors(self) -> dict[Path, pa.Schema]:
-        """An older one does too, as views add columns."""
-        name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
-        return {
-            self.runs / partition / name: RUN_SCHEMA,
-            self.telemetry / partition / name: TELEMETRY_SCHEMA,
-            self.jobs / f"_{name}": JOB_SCHEMA,
-            self.stale / f"_{name}": STALE_SCHEMA,
-            **{self.listings(kind) / f"_{name}": LISTING_SCHEMA for kind in KINDS},
-        }
-
     def _read_version(self) -> int | None:
-        """The folder's schema version, None where there is no marker; `UsageError` if newer than this code's."""
+        """Return the schema version, None without a marker. Raises `EnvironmentProblem` if newer than this code's."""
         try:
             marker = read_json(self.format_marker, MARKER_BYTES)
             version = marker["schema_version"]
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
-            raise UsageError(f"data={self.root} cannot be read: {error.strerror}") from error
+            raise EnvironmentProblem(f"data={self.root} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{self.format_marker} is damaged: {_beginning(self.format_marker)!r}") from error
+            raise EnvironmentProblem(f"{self.format_marker} is damaged: {_beginning(self.format_marker)!r}") from error
         if marker.get("format") != FORMAT or not isinstance(version, int):
             raise UsageError(f"{self.format_marker} is not of a {FORMAT} folder: {_beginning(self.format_marker)!r}")
         if version > SCHEMA_VERSION:
-            raise UsageError(
+            raise EnvironmentProblem(
                 f"data={self.root} has schema version {version}, this code knows up to {SCHEMA_VERSION}; "
                 "update the code, or name another folder with data=PATH"
             )
@@ -227,10 +100,10 @@ class DataFolder:
             yield
         except OSError as error:
             if self.root.is_dir():
-                raise UsageError(f"data={self.root} cannot be written: {error.strerror or error}") from error
+                raise EnvironmentProblem(f"data={self.root} cannot be written: {error.strerror or error}") from error
             # /proc and the like say "No such file or directory" of the folder that was to be made
             why = "" if error.errno == errno.ENOENT else f": {error.strerror or error}"
-            raise UsageError(
+            raise EnvironmentProblem(
                 f"data={self.root}: the folder cannot be made there{why}; name another place with data=PATH"
             ) from error
 
@@ -238,47 +111,3 @@ class DataFolder:
 def _beginning(path: Path) -> str:
     with path.open("rb") as file:
         return file.read(80).decode(errors="replace")
-
-
-def checked_name(kind: str, name: object) -> str:
-    """`name` if it can be a part of a file's path and of a hive partition as it is; else `ValueError`."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 180:
-        raise ValueError(
-            f"{kind} must be of letters, digits and _ . + - and start with a letter or digit, got {name!r}"
-        )
-    return name
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`; on success it becomes `path`, durably; on any error it is removed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
-    try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync(path.parent)
-
-
-def write_bytes(path: Path, content) -> None:
-    """Write a whole file atomically and durably."""
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(content)
-
-
-def write_parquet(path: Path, table: pa.Table) -> None:
-    """Write a small table atomically and durably, with its checksum in the footer."""
-    write_bytes(path, sealed_bytes(table, **COMPRESSION))
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,12 +27,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from conf.errors import UsageError
+from conf.errors import CommandError, EnvironmentProblem
 from conf.plain_text import first_line
 from warehouse import damage
 from warehouse.counting import counting_plan
 from warehouse.damage import DamagedFile
-from warehouse.folder import KINDS, DataFolder
+from warehouse.layout import KINDS, FolderLayout
 from warehouse.plain_file import identity, identity_of, is_out_of_descriptors, open_plain
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
 
@@ -63,7 +63,7 @@ class FolderFiles(AbstractFileSystem):
     protocol = SCHEME
     cachable = False
 
-    def __init__(self, folder: DataFolder) -> None:
+    def __init__(self, folder: FolderLayout) -> None:
         super().__init__()
         self._folder = folder
         self._lock = threading.RLock()
@@ -75,7 +75,7 @@ class FolderFiles(AbstractFileSystem):
         self._whole: dict[str, tuple[int, ...]] = {}  # verified, page by page
         # Counts, as several cursors may be at work: each compares what there was before its query and after.
         self.failures = 0
-        self.failure: UsageError | None = None  # the last one
+        self.failure: CommandError | None = None  # the last one
         self.lost = 0
         self.unpinned = 0  # queries that open files by name
         self.opened: set[Path] = set()
@@ -117,7 +117,7 @@ class FolderFiles(AbstractFileSystem):
             if path == files_of(kind):
                 try:
                     return self._plan(kind)
-                except UsageError as error:
+                except CommandError as error:
                     self.failure = error
                     self.failures += 1
                     raise
@@ -222,15 +222,18 @@ class FolderFiles(AbstractFileSystem):
                 while len(self._pinned) > _PATHS:
                     self._drop_oldest()
             return paths
-        raise UsageError(f"the files of {self._folder.root / kind} change faster than a query is planned; run it again")
+        raise EnvironmentProblem(
+            f"the files of {self._folder.root / kind} change faster than a query is planned; run it again"
+        )
 
     def _drop_oldest(self) -> None:
         path, content = self._pinned.popitem(last=False)
         _, name = self._place(path)
         if isinstance(content, bytes) and name != _NO_ROWS:
             self._altered.add(path)
-        plan = int(_PATH.fullmatch(path)[2])
-        self.unpinned += plan > self._plans - _VIEWS_OF_A_QUERY
+        match = _PATH.fullmatch(path)
+        assert match is not None
+        self.unpinned += int(match[2]) > self._plans - _VIEWS_OF_A_QUERY
 
     def _shared_file(self, real: Path, most: int) -> _SharedFile | None:
         """The file, opened once for all queries; None where that takes a descriptor more than `most`."""
@@ -283,12 +286,15 @@ class _SharedFile:
     """A file's content, which any number of threads read at once; closed when nobody holds it any more."""
 
     def __init__(self, source: int | bytes) -> None:
-        self._content = source if isinstance(source, bytes) else None
-        self._descriptor = source if isinstance(source, int) else -1
-        status = None if self._content is not None else os.fstat(self._descriptor)
-        self.size = len(self._content) if status is None else status.st_size
-        self.modified_s = 0.0 if status is None else status.st_mtime
-        self.identity = () if status is None else identity_of(status)
+        self._content: bytes | None = None
+        self._descriptor = -1
+        self.identity: tuple[int, ...] = ()
+        if isinstance(source, bytes):
+            self._content, self.size, self.modified_s = source, len(source), 0.0
+        else:
+            self._descriptor = source
+            status = os.fstat(source)
+            self.size, self.modified_s, self.identity = status.st_size, status.st_mtime, identity_of(status)
         if self._descriptor >= 0:
             # Not in `__del__`: while that runs, a weak reference still leads here, and a thread that follows it would
             # read from a descriptor that is closed, or is another file's by then.
@@ -397,4 +403,4 @@ def _empty_file(kind: str) -> bytes:
 def _parquet_bytes(table: pa.Table) -> bytes:
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer)
-    return buffer.getvalue().to_pybytes()
+    return bytes(buffer.getvalue())

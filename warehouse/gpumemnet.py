@@ -130,7 +130,14 @@ def _switch(text: str) -> bool:
     return text == "True"
 
 
-_FIELDS: Mapping[str, Callable] = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
+_FIELDS: Mapping[str, Callable[..., dict[str, object]]] = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
+
+
+def whole(config: Mapping[str, object], key: str) -> int:
+    """Return the value of a key that holds an integer in every config of these files."""
+    value = config[key]
+    assert isinstance(value, int), f"{key} is {value!r}"
+    return value
 
 
 def pool_intervals(image_size: int, depth: int) -> tuple[int, int]:
@@ -139,31 +146,32 @@ def pool_intervals(image_size: int, depth: int) -> tuple[int, int]:
     return 5, max(1, math.ceil(depth / halvings))
 
 
-def settle_pooling(config: Mapping[str, object], parameters: int | None) -> dict[str, object]:
+def settle_pooling(config: Mapping[str, object], parameters: float | None) -> dict[str, object]:
     """A CNN's config with the `pool_interval` that gives this count of parameters; the first of the two if neither
     does. Configs without dense blocks, whose network it leaves alone, are returned as they are."""
     if config.get("topology") != "dense":
         return dict(config)
-    intervals = pool_intervals(config["image_size"], config["depth"])
+    intervals = pool_intervals(whole(config, "image_size"), whole(config, "depth"))
     fitting = (i for i in intervals if dense_parameters({**config, "pool_interval": i}) == parameters)
     return {**config, "pool_interval": next(fitting, intervals[0])}
 
 
 def dense_parameters(config: Mapping[str, object]) -> int:
     """Parameters of a dense CNN: what the layer plan of the family `cnn` counts, without it."""
-    growth, norm = config["growth_rate"], 2 if config["batch_norm"] else 0
+    growth, norm = whole(config, "growth_rate"), 2 if config["batch_norm"] else 0
     slope = 1 if config["activation"] == "prelu" else 0
-    taps = config["kernel_size"] ** 2
-    count, width, blocks = 0, config["channels"], config["depth"] // _DENSE_LAYERS
+    taps = whole(config, "kernel_size") ** 2
+    count, width, blocks = 0, whole(config, "channels"), whole(config, "depth") // _DENSE_LAYERS
+    pool_interval = whole(config, "pool_interval")
     for block in range(blocks):
         for _ in range(_DENSE_LAYERS):
             count += growth * (width * taps + 1 + norm) + slope
             width += growth
-        if block % config["pool_interval"] == 0 and block != blocks - 1:
+        if block % pool_interval == 0 and block != blocks - 1:
             half = width // 2
             count += half * (width + 1 + norm)
             width = half
-    return count + (width + 1) * config["classes"]
+    return count + (width + 1) * whole(config, "classes")
 
 
 def utilization(row: Mapping[str, str]) -> dict[str, float | None]:

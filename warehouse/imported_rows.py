@@ -59,7 +59,7 @@ def published_file(file: PublishedFile, source: str, device_name: str | None) ->
         canonical_json({"label": row.label, "batch_size": row.batch_size, "memory_mib": row.memory_mib, **other})
         for row in file.rows
     ]
-    device = {"device_name": device_name or DEVICE_NAME}
+    device: dict[str, object] = {"device_name": device_name or DEVICE_NAME}
     if device_name in (None, DEVICE_NAME):
         device["device_memory_mib"] = CARD_MIB
     rows = []

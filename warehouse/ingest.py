@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 
 from conf.bars import terminal_bar
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
     JOB_PREFIX,
-    Part,
+    DatasetPart,
     checked_rows,
     find_parts,
     is_loaded,
@@ -80,6 +80,7 @@ class IngestSettings:
 
     def mapping(self) -> CsvMapping:
         """The mapping of source=csv, checked."""
+        assert self.family is not None
         constants = read_mapping("constants", self.constants)
         if self.device_name is not None:
             constants["device_name"] = self.device_name
@@ -142,6 +143,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
 
 
 def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
+    assert settings.path is not None
     root = Path(settings.path).expanduser()
     mapping = settings.mapping() if settings.source == "csv" else None
     if root.is_file():
@@ -224,7 +226,7 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
     return report
 
 
-def _land_part(folder: DataFolder, part: Part, runs: pa.Table, telemetry: pa.Table) -> int:
+def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, telemetry: pa.Table) -> int:
     """Land the runs, their telemetry first, each all at once; how many. A kill between the two leaves samples without
     runs, which the next ingest finds there."""
     if not runs.num_rows:
@@ -238,7 +240,7 @@ def _land_part(folder: DataFolder, part: Part, runs: pa.Table, telemetry: pa.Tab
     at = runs.schema.get_field_index("job_id")
     jobs = pc.binary_join_element_wise(JOB_PREFIX, runs.column("job_id"), "")
     land_batch(folder, "runs", part.family, runs.set_column(at, "job_id", jobs))
-    return runs.num_rows
+    return int(runs.num_rows)
 
 
 def _known_public_ids(folder: DataFolder) -> set[str]:
@@ -266,7 +268,9 @@ def _lock(folder: DataFolder) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"another ingest is at work on data={folder.root}; run this one when it is done") from None
+            raise EnvironmentProblem(
+                f"another ingest is at work on data={folder.root}; run this one when it is done"
+            ) from None
         yield
 
 
@@ -289,9 +293,10 @@ def print_report(report: IngestReport) -> None:
     screen.print(table)
     for path, why in report.left.items():
         screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
-    for what, reasons_of in (("invalid", lambda file: file.invalid), ("in doubt", lambda file: file.doubts)):
-        for file in report.files:
-            for reason, rows in sorted(reasons_of(file).items(), key=lambda entry: -len(entry[1])):
+    places = {"invalid": [file.invalid for file in report.files], "in doubt": [file.doubts for file in report.files]}
+    for what, by_file in places.items():
+        for file, rows_by_reason in zip(report.files, by_file, strict=True):
+            for reason, rows in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
                 said = f"{what}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
                 screen.print(said, markup=False, soft_wrap=True)
 
@@ -307,11 +312,13 @@ def _places(name: str, rows: Sequence[int]) -> str:
 
 def entry(cfg: DictConfig) -> int:
     """Ingest what `cfg` names and print what became of it."""
-    keys = ("source", "path", "data", "device_name", "family", "columns", "constants")
-    settings = IngestSettings(**{key: None if cfg[key] is None else str(cfg[key]) for key in keys})
+    keys = ("path", "data", "device_name", "family", "columns", "constants")
+    given = {key: None if cfg[key] is None else str(cfg[key]) for key in keys}
+    settings = IngestSettings(source=str(cfg.source), **given)
     with terminal_bar("reading") as update, disk_errors_named():
 
         def progress(label: str, done: int, of: int) -> None:
+            assert update is not None
             update(description=label, completed=done, total=of)
 
         report = ingest(settings, None if update is None else progress)

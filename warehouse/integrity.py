@@ -15,15 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from conf.identity import OWN_SHA256, own_sha256, sha256_of
 from conf.plain_text import first_line
 from warehouse.believed import lost_line, lost_merged_files
 from warehouse.checksum import recorded_checksum
 from warehouse.damage import DamagedFile, parquet_files
 from warehouse.file_check import file_problem
-from warehouse.folder import KINDS, DataFolder
+from warehouse.folder import DataFolder
 from warehouse.held_rows import Unreadable, unproven_sources
+from warehouse.layout import KINDS
 from warehouse.listings import read_listings
 from warehouse.merged import Listing
 from warehouse.presence import Presence, compare, queue_problem
@@ -145,7 +146,7 @@ def _verified_parquet(paths: Sequence[Path]) -> list[_Verified]:
 def _verified_snapshot(manifest: Path) -> list[_Verified]:
     try:
         snapshot = read_manifest(manifest)
-    except (UsageError, OSError) as error:
+    except (CommandError, OSError) as error:
         return [_Verified(manifest, True, str(error))]
     problems = snapshot.problems()
     verified = [_Verified(manifest.parent, True, f"snapshot {snapshot.name}: {problem}", 0) for problem in problems]

@@ -20,7 +20,7 @@ from conf.plain_text import first_line, one_line
 from warehouse import damage
 from warehouse.checksum import checksum_problem, recorded_checksum
 from warehouse.damage import DamagedFile
-from warehouse.folder import DataFolder
+from warehouse.layout import FolderLayout
 from warehouse.merged import SOURCES, Listing, has_own_name, is_merged_name
 from warehouse.remembered import file_key, remembered, remembered_by
 
@@ -41,7 +41,7 @@ class DamagedListing(DamagedFile):
 OnDamage = Callable[[DamagedListing], None]
 
 
-def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = None) -> list[Listing]:
+def read_listings(folder: FolderLayout, kind: str, on_damage: OnDamage | None = None) -> list[Listing]:
     """Return the listings of `runs` or `telemetry`, oldest first. Each has the name of the merged file that it lists.
 
     A damaged one is read off its merged file, which names the files that it replaces; a line on stderr says so. Where
@@ -64,7 +64,7 @@ def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = No
     return sorted(listings, key=lambda listing: (listing.published_at_s, listing.merged))
 
 
-def recovered_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None:
+def recovered_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | None:
     """Return what a damaged listing said, from its merged file; None if that is not whole, or too old to know.
 
     A listing is written whole, so a damaged one was there: its merged file counted.
@@ -121,7 +121,7 @@ def warn_once(path: Path, line: str) -> None:
         print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
 
 
-def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing:
+def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListing:
     """The listing, or what its merged file says of it, or why neither. Raises `FileNotFoundError`."""
     if not has_own_name(path):
         return DamagedListing(path, "compaction creates no file of this name")
@@ -167,7 +167,7 @@ def _lists_own_name(listing: Listing) -> bool:
     return name == listing.file.name and bool(slash) and partition.startswith(PARTITION)
 
 
-def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:
+def _merged_files_named(folder: FolderLayout, kind: str, name: str) -> list[Path]:
     root = folder.root / kind
     paths = [root / partition / name for partition in names_in(root) if partition.startswith(PARTITION)]
     return [path for path in paths if os.path.lexists(path)]

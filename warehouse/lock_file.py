@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 
 # O_NONBLOCK: opening a fifo must not wait for its other end.
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -26,7 +26,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
         path: the lock, in the folder `locks/` of a data folder.
         written: whether the caller writes into it. Then a file with a second name is refused, too.
 
-    Raises `UsageError` for whatever is no plain file: a symbolic link, a device, a pipe, a folder.
+    Raises `EnvironmentProblem` for whatever is no plain file: a symbolic link, a device, a pipe, a folder.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
@@ -83,7 +83,7 @@ def is_shared_by_any(descriptor: int) -> bool:
     """Whether anybody holds a POSIX lock on the file, this process included. Raises `OSError` as `fcntl` does."""
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
     (lock_type,) = struct.unpack_from("h", answer)
-    return lock_type != fcntl.F_UNLCK
+    return bool(lock_type != fcntl.F_UNLCK)
 
 
 def _flock(lock_type: int) -> bytes:
@@ -93,14 +93,14 @@ def _flock(lock_type: int) -> bytes:
 
 def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
+        raise EnvironmentProblem(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
     if written and status.st_nlink > 1:
-        raise UsageError(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
+        raise EnvironmentProblem(f"{path} is a hard link: writing the lock would overwrite another file; remove it")
 
 
-def _explained(error: OSError, path: Path) -> OSError | UsageError:
+def _explained(error: OSError, path: Path) -> OSError | EnvironmentProblem:
     if error.errno == errno.ELOOP and path.is_symlink():
-        return UsageError(f"{path} is a symbolic link, so it cannot be a lock of this data folder; remove it")
+        return EnvironmentProblem(f"{path} is a symbolic link, so it cannot be a lock of this data folder; remove it")
     if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
-        return UsageError(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
+        return EnvironmentProblem(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
     return error

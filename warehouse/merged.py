@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from conf.plain_text import first_line
 from warehouse.checksum import checksum_problem, recorded_checksum, write_sealed
-from warehouse.folder import COMPRESSION, LISTING_SCHEMA, DataFolder, replacing, sync, write_parquet
+from warehouse.layout import COMPRESSION, LISTING_SCHEMA, FolderLayout, replacing, sync, write_parquet
 from warehouse.plain_file import plain
 
 MERGED_PREFIX = "merged-"
@@ -110,22 +110,23 @@ def sources_of(merged: Path) -> Mapping[str, Any]:
 
     Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
     """
-    return json.loads((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
+    named: dict[str, Any] = json.loads((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
+    return named
 
 
-def listing_file(folder: DataFolder, kind: str, merged_name: str) -> Path:
+def listing_file(folder: FolderLayout, kind: str, merged_name: str) -> Path:
     """Where the listing of a merged file is: the same name, so its existence answers whether the file counts."""
     return folder.listings(kind) / merged_name
 
 
 def land_merged(
-    folder: DataFolder,
+    folder: FolderLayout,
     kind: str,
     target: Path,
     table: pa.Table,
     sources: Sequence[str],
     now_s: float,
-    **options: int | str,
+    row_group_size: int | None = None,
 ) -> None:
     """Write the merged file `target`, then its listing, which hides `sources` from the same moment on.
 
@@ -133,7 +134,7 @@ def land_merged(
     """
     table = table.replace_schema_metadata({SOURCES: json.dumps(dict.fromkeys(sources)).encode()})
     with replacing(target) as temporary:
-        checksum = write_sealed(table, temporary, **COMPRESSION, **options)
+        checksum = write_sealed(table, temporary, row_group_size=row_group_size, **COMPRESSION)
     listing = Listing(
         file=listing_file(folder, kind, target.name),
         merged=f"{target.parent.name}/{target.name}",
@@ -150,7 +151,7 @@ def land_merged(
         raise
 
 
-def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:
+def land_batch(folder: FolderLayout, kind: str, family: str, table: pa.Table) -> Path:
     """Make rows durable in one merged file of their own; its path. Readers see all of them or none.
 
     They count from the moment of the listing. A kill before it leaves a file that does not count. That none of the

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from warehouse.believed import counting_merged_names, merged_damage
-from warehouse.folder import DataFolder
+from warehouse.layout import FolderLayout
 from warehouse.merged import has_own_name
 
 
@@ -24,7 +24,7 @@ class MergedIndex:
     Of files whose range of run_ids does not hold the one asked for, only the footer is read. Not for several threads.
     """
 
-    def __init__(self, folder: DataFolder, kind: str = "runs"):
+    def __init__(self, folder: FolderLayout, kind: str = "runs"):
         self._folder = folder
         self._kind = kind
         self._files: dict[tuple[str, str], _MergedFile | None] = {}  # family and name; None: not there
@@ -113,4 +113,5 @@ class _MergedFile:
 
     def _ids(self) -> list[str]:
         file = pq.ParquetFile(self.path, read_dictionary=["run_id"])
-        return file.read(columns=["run_id"]).column(0).unique().to_pylist()
+        run_ids: list[str] = file.read(columns=["run_id"]).column(0).unique().to_pylist()
+        return run_ids

@@ -141,8 +141,8 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
                 merged.setdefault(job_id, []).append(indexes)
         elif (task := _TASK_RUN.fullmatch(path.stem)) is not None:
             small.setdefault(task["job"], []).append(int(task["index"]))
-    for job_id, indexes in small.items():
-        merged.setdefault(job_id, []).append(np.array(indexes, np.int64))
+    for job_id, numbers in small.items():
+        merged.setdefault(job_id, []).append(np.array(numbers, np.int64))
     return {job_id: np.concatenate(parts) for job_id, parts in merged.items()}
 
 

@@ -19,9 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,6 +28,7 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.outputs import folder_problems
+from conf.overrides import plain_values
 from warehouse import load_example
 from warehouse.checks import check
 from warehouse.columns import JOBS, TABLES, described
@@ -38,10 +38,15 @@ from warehouse.dataset import narrow, writing
 from warehouse.dataset_card import SECTION_COLUMNS, markdown_table, sections
 from warehouse.disk_errors import disk_errors_named
 from warehouse.export import naive, public_row, public_telemetry, scrubbed
-from warehouse.folder import TEMPORARY_SUFFIX, DataFolder, sync
+from warehouse.folder import DataFolder
+from warehouse.layout import TEMPORARY_SUFFIX, sync
+from warehouse.reader import WarehouseConnection
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
 from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _OWN_SOURCES = ("measured", "simulated")  # `imported` rows are under licences of their own
@@ -232,7 +237,7 @@ class _Writer:
 
 
 def _write_tables(
-    connection: duckdb.DuckDBPyConnection, root: Path, settings: PublishSettings, report: PublishReport
+    connection: WarehouseConnection, root: Path, settings: PublishSettings, report: PublishReport
 ) -> None:
     chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
     _count_left_out(connection, chosen, report)
@@ -255,7 +260,7 @@ def _write_tables(
 
 
 def _write_runs(
-    connection: duckdb.DuckDBPyConnection, chosen: str, settings: PublishSettings, runs: _Writer, telemetry: _Writer
+    connection: WarehouseConnection, chosen: str, settings: PublishSettings, runs: _Writer, telemetry: _Writer
 ) -> set[str]:
     """Write the chosen runs and their samples; the jobs that they are of."""
     jobs: set[str] = set()
@@ -277,7 +282,7 @@ def _write_runs(
     return jobs
 
 
-def _chunks(connection: duckdb.DuckDBPyConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
+def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
     """The chosen rows of `runs`, sorted by family and run_id, each list of one family."""
     columns = ", ".join(RUN_SCHEMA.names)
     families = connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen} ORDER BY family").fetchall()
@@ -294,7 +299,7 @@ def _chunks(connection: duckdb.DuckDBPyConnection, chosen: str) -> Iterator[list
             last = rows[-1]["run_id"]
 
 
-def _count_left_out(connection: duckdb.DuckDBPyConnection, chosen: str, report: PublishReport) -> None:
+def _count_left_out(connection: WarehouseConnection, chosen: str, report: PublishReport) -> None:
     found = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
     report.left_out = {f"source {source}": count for source, count in found.fetchall()}
     ((attempts,),) = connection.execute(f"SELECT count(*) FROM attempts WHERE final IS FALSE AND {chosen}").fetchall()
@@ -302,7 +307,7 @@ def _count_left_out(connection: duckdb.DuckDBPyConnection, chosen: str, report: 
         report.left_out["attempts whose labels were not trusted, measured again"] = attempts
 
 
-def _filled(connection: duckdb.DuckDBPyConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
+def _filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
     """The columns that have a value, and those that always are there."""
     counts = ", ".join(f"count({name})" for name in schema.names)
     (found,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
@@ -315,7 +320,7 @@ def _filled(connection: duckdb.DuckDBPyConnection, view: str, schema: pa.Schema,
     )
 
 
-def _jobs(connection: duckdb.DuckDBPyConnection, wanted: set[str]) -> pa.Table:
+def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
     found = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
     rows = [row for row in found if row["job_id"] in wanted]
     for row in rows:
@@ -375,11 +380,9 @@ def _card(
     return "".join(parts)
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Publish what `cfg` names and say what was written."""
-    from omegaconf import OmegaConf
-
-    print("\n".join(publish(PublishSettings(**OmegaConf.to_container(cfg, resolve=True))).lines()))
+    print("\n".join(publish(PublishSettings(**plain_values(cfg))).lines()))
     return 0
 
 

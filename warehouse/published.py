@@ -12,9 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from conf.errors import UsageError
-from warehouse.gpumemnet import STATUS, TRAINING, parse_filename, settle_pooling, to_number, utilization
+from warehouse.gpumemnet import STATUS, TRAINING, parse_filename, settle_pooling, to_number, utilization, whole
 
 DEVICE_NAME = "A100-SXM4-40GB"
 TORCH_VERSION = "2.4.1"  # of all these files
@@ -174,7 +175,7 @@ def _read_file(path: Path) -> PublishedFile:
             for form, (columns, read) in _FORMS.items():
                 if columns <= header:
                     rows = tuple(read(path.stem, list(reader)))
-                    return PublishedFile(path=path, form=form, rows=rows, columns=tuple(reader.fieldnames))
+                    return PublishedFile(path=path, form=form, rows=rows, columns=tuple(reader.fieldnames or ()))
     except (UnicodeDecodeError, csv.Error) as error:
         raise _UnknownHeader(f"published={path} is no CSV file: {error}") from error
     shown = ", ".join(sorted(header)[:12]) or "nothing"
@@ -196,7 +197,7 @@ def known_headers() -> str:
     return "; ".join(f"{form} ({', '.join(sorted(columns))})" for form, (columns, _) in _FORMS.items())
 
 
-def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     for number, row in enumerate(rows, start=1):
         memory = to_number(row["Max GPU Memory (MiB)"])
         problem = None
@@ -222,10 +223,10 @@ def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
             row=number,
             status="invalid" if problem else status,
             reason=problem or ("crashed out of memory" if status == "oom" else None),
-            family=config.get("family"),
+            family=str(config["family"]) if config else None,
             config=config,
             label=row["Filename"],
-            batch_size=config.get("batch_size"),
+            batch_size=whole(config, "batch_size") if config else None,
             memory_mib=memory if memory and memory > 0 else None,
             parameters=int(parameters) if parameters else None,
             utilization=utilization(row),
@@ -235,7 +236,7 @@ def _read_gpumemnet(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
 # ---- models by name
 
 
-def _read_timm(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+def _read_timm(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     found = []
     for number, row in enumerate(rows, start=1):
         peak = to_number(row.get("faketensor_peak_mib"))
@@ -244,7 +245,7 @@ def _read_timm(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
     return iter(_judge_batches(found))
 
 
-def _read_models(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
+def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
     for number, row in enumerate(rows, start=1):
         columns = {column.removesuffix("_mib"): column for column in row if column and column.endswith("_mib")}
         estimates = {
@@ -255,7 +256,9 @@ def _read_models(stem: str, rows: list[dict]) -> Iterator[PublishedRow]:
         yield _named(stem, number, row, row["actual_mib"], None, estimates)
 
 
-def _named(stem: str, number: int, row: Mapping, memory: str, group: str | None, estimates: Mapping) -> PublishedRow:
+def _named(
+    stem: str, number: int, row: Mapping[str, str], memory: str, group: str | None, estimates: Mapping[str, float]
+) -> PublishedRow:
     mib, batch = to_number(memory), to_number(row["batch_size"])
     problem = None
     if not row["model"]:
@@ -278,6 +281,14 @@ def _named(stem: str, number: int, row: Mapping, memory: str, group: str | None,
     )
 
 
+class _Measured(NamedTuple):
+    """What is judged of a row that trained: its place among the rows, batch and memory."""
+
+    place: int
+    batch_size: int
+    memory_mib: float
+
+
 def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
     """A model whose tensors alone, as the file has them, fill more than the card ran out of memory, whatever was seen
     in use; so did one whose memory falls with a larger batch, there and at every larger batch.
@@ -285,30 +296,32 @@ def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
     Unless the card cannot have been the reason: memory grows at most in proportion to the batch, so half a batch that
     took less than half the card tells that the fall is the smaller batch's own excess (a convolution's workspace).
     """
-    by_model: dict[str, list[int]] = defaultdict(list)
+    by_model: dict[str, list[_Measured]] = defaultdict(list)
     for index, row in enumerate(rows):
         if row.status == "ok":
-            by_model[row.model].append(index)
+            assert row.model is not None and row.batch_size is not None and row.memory_mib is not None
+            by_model[row.model].append(_Measured(index, row.batch_size, row.memory_mib))
     judged = list(rows)
-    for indices in by_model.values():
-        indices.sort(key=lambda i: rows[i].batch_size)
-        held: list[PublishedRow] = []  # smaller batches that did not run out of memory
+    for measured in by_model.values():
+        measured.sort(key=lambda one: one.batch_size)
+        held: list[_Measured] = []  # smaller batches that did not run out of memory
         fell = False
-        for at, index in enumerate(indices):
-            row = rows[index]
+        for at, one in enumerate(measured):
+            index, row = one.place, rows[one.place]
             if row.estimates.get("faketensor", 0.0) > CARD_MIB:
                 judged[index] = replace(row, status="oom", reason="its tensors alone fill more than the card")
                 continue
             largest = max((r.memory_mib for r in held), default=0.0)
-            most = min((r.memory_mib * row.batch_size / r.batch_size for r in held), default=float("inf"))
-            if fell or (row.memory_mib < largest and most > CARD_MIB):
+            most = min((r.memory_mib * one.batch_size / r.batch_size for r in held), default=float("inf"))
+            if fell or (one.memory_mib < largest and most > CARD_MIB):
                 reason = "a smaller batch ran out of memory" if fell else "less memory than at a smaller batch"
                 fell = True
                 judged[index] = replace(row, status="oom", reason=reason, doubt=_doubt_of_oom(row))
                 continue
-            following = rows[indices[at + 1]] if at + 1 < len(indices) else None
-            judged[index] = replace(row, doubt=_doubt_of_ok(row, held, following))
-            held.append(row)
+            following = measured[at + 1] if at + 1 < len(measured) else None
+            doubt = _doubt_of_ok(one, row.estimates.get("faketensor", 0.0), held, following)
+            judged[index] = replace(row, doubt=doubt)
+            held.append(one)
     return judged
 
 
@@ -319,8 +332,10 @@ def _doubt_of_oom(row: PublishedRow) -> str | None:
     return None
 
 
-def _doubt_of_ok(row: PublishedRow, held: Sequence[PublishedRow], following: PublishedRow | None) -> str | None:
-    if row.estimates.get("faketensor", 0.0) > row.memory_mib:
+def _doubt_of_ok(
+    row: _Measured, tensors_mib: float, held: Sequence[_Measured], following: _Measured | None
+) -> str | None:
+    if tensors_mib > row.memory_mib:
         return "less memory than its tensors fill: it may not have trained, or have crashed"
     if held and row.memory_mib == held[-1].memory_mib:
         return "exactly as much as at a smaller batch: it may not have trained"
@@ -338,7 +353,7 @@ def _doubt_of_ok(row: PublishedRow, held: Sequence[PublishedRow], following: Pub
     return None
 
 
-_FORMS: Mapping[str, tuple[frozenset[str], Callable]] = {
+_FORMS: Mapping[str, tuple[frozenset[str], Callable[[str, list[dict[str, str]]], Iterator[PublishedRow]]]] = {
     "gpumemnet": (frozenset({"Filename", "Depth", "Total Parameters", "Max GPU Memory (MiB)"}), _read_gpumemnet),
     "timm": (frozenset({"model", "module", "batch_size", "max_gpu_memory_mib"}), _read_timm),
     "models": (frozenset({"model", "batch_size", "actual_mib"}), _read_models),

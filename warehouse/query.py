@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import duckdb
 import pyarrow as pa
@@ -26,9 +26,15 @@ from conf.errors import UsageError, unknown_name
 from conf.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
 from warehouse.connection import check_readable, connect
-from warehouse.folder import COMPRESSION, DataFolder
+from warehouse.folder import DataFolder
+from warehouse.layout import COMPRESSION
 from warehouse.reader import WarehouseConnection, WarehouseRelation, is_of_the_statement
 from warehouse.views import VIEWS
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from rich.console import Console
+    from rich.text import Text
 
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
 _EXPLAIN = duckdb.StatementType.EXPLAIN
@@ -64,7 +70,7 @@ class QuerySettings:
             raise UsageError(f"max_rows must be >= 1, got {self.max_rows}")
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Run the query that `cfg` holds."""
     settings = QuerySettings(
         sql=str(cfg.sql), format=cfg.format, out=cfg.out, max_rows=cfg.max_rows, snapshot=cfg.snapshot,
@@ -97,7 +103,7 @@ def _write_answer(
 ) -> None:
     if target is None:
         begun.write_to(stdout)
-        FORMATS[settings.format](relation, stdout if settings.format == "table" else begun, settings)
+        _TEXT_FORMATS[settings.format](relation, stdout if settings.format == "table" else begun, settings)
         begun.release()
     elif settings.format == "parquet":
         with output_file(target) as file:
@@ -108,17 +114,18 @@ def _write_answer(
             text = io.TextIOWrapper(file, encoding="utf-8", newline="")
             try:
                 begun.write_to(text, can_restart=target.is_plain)
-                FORMATS[settings.format](relation, begun, settings)
+                _TEXT_FORMATS[settings.format](relation, begun, settings)
                 begun.release()
                 text.flush()
             finally:
                 text.detach()  # the file is closed by whoever opened it
 
 
-class _HeldBack(io.TextIOBase):
+class _HeldBack(io.StringIO):
     """Holds the first characters of an answer back, so that a damaged file found early costs no half answer."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._held: list[str] = []
         self._characters = 0
         self._target: TextIO | None = None
@@ -128,7 +135,7 @@ class _HeldBack(io.TextIOBase):
     def write_to(self, target: TextIO, *, can_restart: bool = False) -> None:
         self._target, self._can_restart = target, can_restart
 
-    def write(self, text: str) -> int:
+    def write(self, text: str, /) -> int:
         self._held.append(text)
         self._characters += len(text)
         if self._characters > _HELD_CHARACTERS:
@@ -159,20 +166,20 @@ def _only_statement(connection: WarehouseConnection, sql: str) -> str:
             f"the warehouse is read-only: {inner.type.name} statements are refused; "
             "to write the answer to a file, use format=csv|json|parquet out=FILE"
         )
-    return statement.query
+    return str(statement.query)
 
 
 def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
     """What an EXPLAIN is of, parsed by DuckDB; the statement itself if that cannot be told."""
     text = statement.query
     try:
-        inner = connection.extract_statements(text[_EXPLAIN_WORDS.match(text).end() :])
+        inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))
     except duckdb.Error:
         return statement
     return inner[0] if len(inner) == 1 else statement
 
 
-def _write_table(relation, file: TextIO, settings: QuerySettings) -> None:
+def _write_table(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
     # A stored text must not command the terminal; csv and json are exact.
     names = [printable(name) for name in relation.columns]
     rows = list(_rows(relation.limit(settings.max_rows + 1)))
@@ -202,7 +209,7 @@ def _write_table(relation, file: TextIO, settings: QuerySettings) -> None:
         console.print(f"{len(shown)} row{'' if len(shown) == 1 else 's'}")
 
 
-def _print_records(console, names: list[str], rows: list[list]) -> None:
+def _print_records(console: Console, names: list[str], rows: list[list[Text]]) -> None:
     """A line for each value, as `psql` does with \\x; a value's further lines stand below its first."""
     from rich.cells import cell_len
     from rich.text import Text
@@ -223,14 +230,14 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-def _write_csv(relation, file: TextIO, settings: QuerySettings) -> None:
+def _write_csv(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
     """RFC 4180 with \\n; NULL is an empty field, an empty text is quoted."""
     file.write(",".join(map(_csv_text, relation.columns)) + "\n")
     for row in _rows(relation):
         file.write(",".join("" if value is None else _csv_text(_cell(value)) for value in row) + "\n")
 
 
-def _write_json(relation, file: TextIO, settings: QuerySettings) -> None:
+def _write_json(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
     """A list of objects, one line each."""
     names, separator = relation.columns, "[\n"
     for row in _rows(relation):
@@ -247,18 +254,20 @@ def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
             writer.write_batch(batch)
 
 
-FORMATS: dict[str, Callable] = {
-    "table": _write_table, "csv": _write_csv, "json": _write_json, "parquet": _write_parquet
+_TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], None]] = {
+    "table": _write_table, "csv": _write_csv, "json": _write_json
 }  # fmt: skip
+FORMATS = (*_TEXT_FORMATS, "parquet")
 
 
-def _reader(relation) -> pa.RecordBatchReader:
+def _reader(relation: WarehouseRelation) -> pa.RecordBatchReader:
     """The answer in batches; DuckDB renamed the method in 2.0."""
     start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
-    return getattr(relation, start)(_BATCH_ROWS)
+    reader: pa.RecordBatchReader = getattr(relation, start)(_BATCH_ROWS)
+    return reader
 
 
-def _rows(relation) -> Iterator[tuple]:
+def _rows(relation: WarehouseRelation) -> Iterator[tuple[Any, ...]]:
     # By way of Arrow, which needs no further package for timestamps with a zone.
     for batch in _reader(relation):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
@@ -293,7 +302,8 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, pa.MonthDayNano):
         return str(value)
     if isinstance(value, decimal.Decimal):
-        return int(value) if value.as_tuple().exponent >= 0 else float(value)
+        exponent = value.as_tuple().exponent
+        return int(value) if isinstance(exponent, int) and exponent >= 0 else float(value)
     if isinstance(value, dict):
         return {str(key): _json_value(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):  # an interval is a named tuple, and stays what it is

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 
 _COPY_TRIES = 5
 _PARTS = ("", "-wal")  # the shared memory beside them is made anew from these
@@ -22,7 +22,7 @@ _PARTS = ("", "-wal")  # the shared memory beside them is made anew from these
 def queue_copy(path: Path) -> Iterator[Path]:
     """Give the path of a temporary copy of the queue, its log of changes included.
 
-    Raises `UsageError` where somebody writes to it all the time, `OSError` where it cannot be read.
+    Raises `EnvironmentProblem` where somebody writes to it all the time, `OSError` where it cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="gpufarm-queue-") as folder:
         copy = Path(folder, path.name)
@@ -41,7 +41,7 @@ def _copy(path: Path, copy: Path) -> None:
             return
         for suffix in _PARTS:
             Path(f"{copy}{suffix}").unlink(missing_ok=True)
-    raise UsageError(
+    raise EnvironmentProblem(
         f"{path} cannot be copied: somebody writes to it all the time; try again, or where it can be written"
     )
 

@@ -13,13 +13,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import duckdb
 
 if TYPE_CHECKING:
     from warehouse.folder_files import FolderFiles
 
+T = TypeVar("T")
 _ATTEMPTS = 100  # at a query that loses its files each time
 # Of the user's statement, whatever the files hold.
 _OF_THE_STATEMENT = (
@@ -97,12 +98,12 @@ class _Planned:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._wrapped!r}>"
 
-    def _call(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+    def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         args = tuple(_bare(value) for value in args)
         options = {key: _bare(value) for key, value in options.items()}
         return self._own(self._again(lambda: getattr(self._wrapped, name)(*args, **options)))
 
-    def _again(self, act: Callable[[], Any], before_retry: Callable[[], None] | None = None) -> Any:
+    def _again(self, act: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
         """What `act` returns, tried again for as long as it fails because files went away or turned out damaged."""
         files = self._opened.files
         for _ in range(_ATTEMPTS):
@@ -146,7 +147,7 @@ class WarehouseRelation(_Planned):
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> Any:
         return self._call("__arrow_c_stream__", (requested_schema,), {})
 
-    def _call(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+    def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         unpinned = self._opened.files.unpinned
         result = super()._call(name, args, options)
         if name in _STREAMS and self._opened.files.unpinned > unpinned and hasattr(self._wrapped, "materialize"):
@@ -170,10 +171,10 @@ class WarehouseConnection(_Planned):
     def __init__(self, wrapped: duckdb.DuckDBPyConnection, opened: _Opened, *, is_cursor: bool = False) -> None:
         super().__init__(wrapped, opened)
         self._is_cursor = is_cursor
-        self._executed: tuple[tuple, dict[str, Any]] | None = None  # the arguments of `execute`
+        self._executed: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of `execute`
         self._is_fetched = False  # some rows of it have been handed out
         self._is_unpinned = False  # it may open files by name that are gone by then
-        self._rows: deque[tuple] | None = None
+        self._rows: deque[tuple[Any, ...]] | None = None
 
     @classmethod
     def opened(cls, wrapped: duckdb.DuckDBPyConnection, files: FolderFiles, lock: int | None, spill: Path) -> Self:
@@ -213,7 +214,7 @@ class WarehouseConnection(_Planned):
         self._is_unpinned = self._opened.files.unpinned > unpinned
         return self
 
-    def _call(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+    def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if name in ("cursor", "duplicate"):
             return WarehouseConnection(getattr(self._wrapped, name)(), self._opened, is_cursor=True)
         is_fetch = name.startswith("fetch") or name in (*_STREAMS, "df", "to_arrow_table", "torch", "tf")
@@ -246,7 +247,7 @@ class WarehouseConnection(_Planned):
         count = len(self._rows) if name == "fetchall" else min(size, len(self._rows))
         return [self._rows.popleft() for _ in range(count)]
 
-    def _materialized(self, name: str, args: tuple, options: dict[str, Any]) -> Any:
+    def _materialized(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         (query, *parameters), execute_options = self._executed or ((), {})
         given = parameters[0] if parameters else execute_options.get("parameters")
         with contextlib.suppress(AttributeError):

@@ -9,8 +9,9 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _MOST = 4096
 _memory: dict[Hashable, Any] = {}
 _lock = threading.Lock()
@@ -18,11 +19,11 @@ _lock = threading.Lock()
 
 def remembered(
     path: Path,
-    read: Callable[[], Any],
+    read: Callable[[], T],
     what: Hashable,
     memory: dict[Hashable, Any] = _memory,
     most: int = _MOST,
-) -> Any:
+) -> T:
     """Return what `read` gives of a file, read once in a process while the file stays the same.
 
     `what` tells apart what is read of one file. Raises what `read` raises, and `OSError` where there is no file.
@@ -36,13 +37,12 @@ def file_key(path: Path) -> Hashable:
     return str(path), status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def remembered_by(
-    key: Hashable, read: Callable[[], Any], memory: dict[Hashable, Any] = _memory, most: int = _MOST
-) -> Any:
+def remembered_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory, most: int = _MOST) -> T:
     """Return what `read` gives, read once in a process for each key. `memory` is emptied once it holds `most`."""
     with _lock:
         if key in memory:
-            return memory[key]
+            known: T = memory[key]
+            return known
     value = read()
     with _lock:
         if len(memory) >= most:

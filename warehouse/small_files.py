@@ -109,7 +109,7 @@ def _read_singly(
 def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Batch]]]:
     """Batches in order, and their tables, while the next ones are read."""
     readers = min(_MOST_READERS, len(os.sched_getaffinity(0)))
-    waiting: deque[tuple[list[Path], Future]] = deque()
+    waiting: deque[tuple[list[Path], Future[_Batch]]] = deque()
     with _connect() as connection, ThreadPoolExecutor(readers) as pool:
         for batch in _batches(paths):
             waiting.append((batch, pool.submit(_read_batch, connection, batch)))
@@ -129,9 +129,10 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
     batch = _Batch([], [], [])
     for path in paths:
         try:
-            key: Hashable = _verified_schema(path, known)
-            if key not in known:
-                known.append(key)
+            schema = _verified_schema(path, known)
+            key: Hashable = schema
+            if schema not in known:
+                known.append(schema)
         except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
             batch.damaged.append((path, error))
             continue

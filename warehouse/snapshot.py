@@ -17,13 +17,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.cli import command
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.json_file import read_json
 from conf.plain_text import first_line
@@ -34,21 +35,16 @@ from warehouse.damage import DamagedFile
 from warehouse.damage import report as report_damage
 from warehouse.disk_errors import disk_errors_named, is_disk_error
 from warehouse.file_check import file_problem
-from warehouse.folder import (
-    KINDS,
-    LISTING_SCHEMA,
-    TEMPORARY_SUFFIX,
-    DataFolder,
-    checked_name,
-    sync,
-    write_bytes,
-    write_parquet,
-)
+from warehouse.folder import DataFolder
 from warehouse.held_rows import run_ids_of
+from warehouse.layout import KINDS, LISTING_SCHEMA, TEMPORARY_SUFFIX, checked_name, sync, write_bytes, write_parquet
 from warehouse.merged import is_merged_name
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.settle import settled_listings
 from warehouse.views import VIEWS, view_statements
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 FORMAT = "gpufarm-snapshot"
 MANIFEST = "manifest.json"
@@ -173,7 +169,7 @@ def snapshot_names(folder: DataFolder) -> list[str]:
 
 
 def snapshots(folder: DataFolder) -> list[Snapshot]:
-    """A folder's snapshots, oldest first. Raises `UsageError` for a damaged manifest."""
+    """A folder's snapshots, oldest first. Raises `EnvironmentProblem` for a damaged manifest."""
     read = [read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
     return sorted(read, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
 
@@ -189,11 +185,11 @@ def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
 
 
 def checked_snapshot(folder: DataFolder, name: str) -> Snapshot:
-    """The snapshot, its files looked at as `Snapshot.problems` does without hashes; `UsageError` names the damaged."""
+    """Return the snapshot, its files checked without hashes. Raises `EnvironmentProblem` naming the damaged ones."""
     snapshot = find_snapshot(folder, name)
     problems = snapshot.problems(hashes=False)
     if problems:
-        raise UsageError(f"snapshot {name} of data={folder.root} is damaged: {'; '.join(problems)}")
+        raise EnvironmentProblem(f"snapshot {name} of data={folder.root} is damaged: {'; '.join(problems)}")
     return snapshot
 
 
@@ -309,11 +305,12 @@ def _view_rows(building: DataFolder) -> dict[str, int]:
             for statement in view_statements(building):
                 connection.execute(statement)
             counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
-            return dict(zip(VIEWS, connection.execute(f"SELECT {counts}").fetchone(), strict=True))
+            (row,) = connection.execute(f"SELECT {counts}").fetchall()
+            return dict(zip(VIEWS, row, strict=True))
         except duckdb.Error as error:
             if is_disk_error(error):
                 raise
-            raise UsageError(f"the folder's files cannot be read: {first_line(error)}") from error
+            raise EnvironmentProblem(f"the folder's files cannot be read: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -321,7 +318,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:
-        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
+        raise EnvironmentProblem(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _parquet_files(root: Path) -> list[Path]:
@@ -329,13 +326,13 @@ def _parquet_files(root: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> Snapshot:
-    """The snapshot that a manifest describes. Raises `UsageError` where it is damaged, or newer than this code."""
+    """Return the snapshot that a manifest describes. Raises `EnvironmentProblem` where it is damaged, or too new."""
     try:
         manifest = read_json(path)
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}")
         if manifest["schema_version"] > SCHEMA_VERSION:
-            raise UsageError(
+            raise EnvironmentProblem(
                 f"{path} has schema version {manifest['schema_version']}, this code knows up to {SCHEMA_VERSION}; "
                 "update the code"
             )
@@ -349,13 +346,13 @@ def read_manifest(path: Path) -> Snapshot:
             files=tuple(SnapshotFile(**file) for file in manifest["files"]),
             left_out=tuple(manifest.get("left_out", ())),
         )
-    except UsageError:
+    except CommandError:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from error
+        raise EnvironmentProblem(f"{path} is damaged: {error}") from error
 
 
-def entry(cfg) -> int:
+def entry(cfg: DictConfig) -> int:
     """Take a snapshot, list them, or verify some, as `cfg` says. 1 if one is damaged."""
     folder = DataFolder.resolve(cfg.data).open()
     if sum((cfg.name is not None, cfg.list, cfg.verify is not None)) > 1:

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from warehouse.folder import DataFolder, checked_name, write_parquet
+from warehouse.folder import DataFolder
+from warehouse.layout import checked_name, write_parquet
 from warehouse.schema import ENVIRONMENT, STALE_SCHEMA
 
 if TYPE_CHECKING:
     import duckdb
+
+    from warehouse.reader import WarehouseConnection
 
 
 _AS_THEY_ARE = ("run_id", "label", "device_name", "source", "shift", "said")
@@ -59,7 +62,7 @@ def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked
     return path
 
 
-def stale_now(connection: duckdb.DuckDBPyConnection, label: str) -> set[str]:
+def stale_now(connection: duckdb.DuckDBPyConnection | WarehouseConnection, label: str) -> set[str]:
     """run_ids of the rows whose `label` (a column of `runs`) is stale now.
 
     Now is the environment of the newest run that is ok on the same device with the same source; others may have ended

@@ -13,7 +13,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from warehouse.folder import KINDS, DataFolder, write_bytes
+from warehouse.layout import KINDS, FolderLayout, write_bytes
 from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import (
     ENVIRONMENT,
@@ -38,7 +38,7 @@ _SQL_TYPES = {
 }
 
 
-def refresh(folder: DataFolder) -> None:
+def refresh(folder: FolderLayout) -> None:
     """Write `warehouse.duckdb` anew unless it fits (it does not after the folder moved or the schema grew).
 
     Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
@@ -54,7 +54,7 @@ def refresh(folder: DataFolder) -> None:
         write_bytes(folder.warehouse, built.read_bytes())
 
 
-def view_statements(folder: DataFolder) -> list[str]:
+def view_statements(folder: FolderLayout) -> list[str]:
     """The SQL that makes the views of a folder, for any DuckDB client: they read the files by their paths."""
     snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
     # A folder from before there were marks has no file of them.
@@ -122,7 +122,7 @@ def _stale_view(marks: str) -> str:
             QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY mark.marked_at, mark.cycle) = 1"""
 
 
-def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
+def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str:
     """Every row of the files that count: merged files that are listed, others that no listing hides.
 
     DuckDB expands globs from left to right, the listings' before the data's, once a query. So a merged file that
@@ -170,7 +170,7 @@ def _columns(schema: pa.Schema, table: str) -> str:
     )
 
 
-def build(folder: DataFolder, path: Path) -> None:
+def build(folder: FolderLayout, path: Path) -> None:
     """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
     hold what DuckDB can read from but not write to (a question mark)."""
     with duckdb.connect(str(path)) as connection:
@@ -196,6 +196,7 @@ def _fingerprint_in(path: Path) -> str | None:
         return None
     try:
         with duckdb.connect(str(path), read_only=True) as connection:
-            return connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()[0]
+            row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
+            return None if row is None else str(row[0])
     except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made anew
         return None

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from warehouse.folder import DataFolder, checked_name, sync, write_parquet
+from warehouse.folder import DataFolder
+from warehouse.layout import checked_name, sync, write_parquet
 from warehouse.merged import is_merged_name, land_batch
 from warehouse.merged_index import MergedIndex
 from warehouse.run import Run
@@ -87,7 +88,7 @@ class RunWriter:
             raise ValueError(f"a batch is of one family, got {', '.join(sorted(map(str, families))) or 'no run'}")
         rows = [run_table({"telemetry_rows": 0, "schema_version": SCHEMA_VERSION, **run}) for run in runs]
         table = pa.concat_tables(rows).combine_chunks().sort_by("run_id")
-        return land_batch(self._folder, "runs", families.pop(), table)
+        return land_batch(self._folder, "runs", str(families.pop()), table)
 
     def write_job(self, job: Mapping[str, Any]) -> Path:
         """Write or replace a job's snapshot; `submitted_at` is a datetime or seconds since the epoch."""
@@ -182,7 +183,7 @@ def _one_row(values: Mapping[str, Any], schema: pa.Schema, what: str, found: lis
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _unknown(names, schema: pa.Schema) -> list[str]:
+def _unknown(names: Iterable[str], schema: pa.Schema) -> list[str]:
     unknown = [name for name in names if name not in schema.names]
     return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []
 

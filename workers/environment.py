@@ -35,7 +35,7 @@ def host_memory_mib() -> float:
     """What this process may use of the host's memory: all of it, or its control group's limit where that is less."""
     import psutil
 
-    total_mib = psutil.virtual_memory().total / 2**20
+    total_mib: float = psutil.virtual_memory().total / 2**20
     try:
         with open("/sys/fs/cgroup/memory.max") as limit:
             return min(total_mib, int(limit.read()) / 2**20)

@@ -68,8 +68,8 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
         by_sensor = split_by_sensor(samples)
         means = window_means(by_sensor, start_ns, end_ns, course.warmup_ns)
         for metric in MEANS:
-            chosen[metric] = next((s for s, mean in means.get(metric, {}).items() if mean.mean is not None), None)
-            columns[metric] = None if chosen[metric] is None else means[metric][chosen[metric]].mean
+            known = ((s, mean.mean) for s, mean in means.get(metric, {}).items() if mean.mean is not None)
+            chosen[metric], columns[metric] = next(known, (None, None))
         columns["energy_j"], power_w = _energy_and_power(by_sensor, start_ns, end_ns)
         if power_w is not None:
             columns["power_w"] = power_w
@@ -116,8 +116,8 @@ def window_means(
     that look back past the first step the window's later part is taken, a quarter of it at least.
     """
     wanted: dict[str, list[str]] = {metric: list(sensors) for metric, sensors in MEANS.items()}
-    for metric, (sensors, _, _) in CROSS_CHECKS.items():
-        wanted.setdefault(metric, []).extend(s for s in sensors if s not in wanted[metric])
+    for metric, (pair, _, _) in CROSS_CHECKS.items():
+        wanted.setdefault(metric, []).extend(s for s in pair if s not in wanted[metric])
     found: dict[str, dict[str, WindowMean]] = {}
     for metric, sensors in wanted.items():
         from_ns = min(spoken_from_ns(metric, start_ns, warmup_ns), (start_ns + 3 * end_ns) // 4)

@@ -219,9 +219,10 @@ class ReportReader:
             raise _Broken(f"nothing like this comes before {after!r}")
         earliest_ns = self._said.get(after, 0) if after is not None else 0 if self.virtual else self.since_ns
         latest_ns = _LATEST_VIRTUAL_NS if self.virtual else self._clock_ns()
-        if not earliest_ns <= _integer(key, t_ns) <= latest_ns:
+        time_ns = _integer(key, t_ns)
+        if not earliest_ns <= time_ns <= latest_ns:
             raise _Broken(f"{key} must lie between {earliest_ns} and {latest_ns}")
-        return t_ns
+        return time_ns
 
     def _kept(self, reading: Reading) -> Reading | None:
         self.readings += 1

@@ -78,6 +78,7 @@ class TrialServer:
         self._control = ours
         self._hello: dict[str, Any] | None = None
         self._pid: int | None = None
+        self._line: int | None
         line, self._line = os.pipe()  # its end tells the keeper that this process is gone
         with open(self._server_log_path, "wb") as log, theirs:
             python = environment.get(PYTHON_VARIABLE, sys.executable)
@@ -97,6 +98,7 @@ class TrialServer:
     def pid(self) -> int:
         """The server's process; waits for it to be ready."""
         self.hello()
+        assert self._pid is not None
         return self._pid
 
     def hello(self) -> dict[str, Any]:

@@ -82,10 +82,10 @@ class TrialSettings:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrialSettings:
         """What `to_mapping` gave, or a command's config. Raises `UsageError`."""
         values = dict(mapping)
-        parts = {"window": WindowSettings(**values.pop("window"))}
+        window = WindowSettings(**values.pop("window"))
         if "telemetry" in values:
-            parts["telemetry"] = TelemetrySettings(**values.pop("telemetry"))
-        return cls(**parts, **values)
+            values["telemetry"] = TelemetrySettings(**values["telemetry"])
+        return cls(window=window, **values)
 
 
 def _check(settings: Any, prefix: str, **floors: float) -> None:

@@ -74,7 +74,8 @@ class Server:
     def _turn(self) -> bool:
         """Wait for something and deal with it; False at the end."""
         outputs = [child.output for child in self._children.values() if child.output.open]
-        readable, _, _ = select.select([self._control, self._wake_read, self._kept, *outputs], [], [])
+        watched: list[Any] = [self._control, self._wake_read, self._kept, *outputs]
+        readable, _, _ = select.select(watched, [], [])
         for output in outputs:
             if output in readable:
                 output.drain()

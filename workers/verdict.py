@@ -85,8 +85,9 @@ def judge_run(samples: Samples, facts: RunFacts) -> Verdict:
         _judge_neighbours(judged, by_sensor.get("nvml", []))
         _judge_slowdowns(judged, by_sensor)
         if facts.window_ns is not None and facts.window_end_ns is not None:
-            _judge_labels(judged, by_sensor)
-            _cross_check(judged, by_sensor)
+            window = (facts.window_ns, facts.window_end_ns)
+            _judge_labels(judged, by_sensor, *window)
+            _cross_check(judged, by_sensor, *window)
     return judged.verdict()
 
 
@@ -165,10 +166,9 @@ def _judge_slowdowns(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> 
         judged.add(reason, f"in {amount:.0%} {where}", amount)
 
 
-def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> None:
+def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
     """How well each label's readings cover the window, and how much of them had to be left out."""
     facts = judged.facts
-    start_ns, end_ns = facts.window_ns, facts.window_end_ns
     metrics = judged.summary.setdefault("metrics", {})
     poor, coarse = [], []
     for metric, sensor in facts.label_sensors.items():
@@ -200,16 +200,16 @@ def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> Non
         judged.add("profiling_zero", f"{sensor}: in {amount:.0%} of the window", amount, untrusted=sensor in used)
 
 
-def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> None:
+def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
     """Compare what two sources say of one metric, where both have read it often enough."""
     facts = judged.facts
     checks = judged.summary.setdefault("checks", {})
-    start_ns, end_ns = facts.window_ns, facts.window_end_ns
     for metric, (sensors, absolute, relative) in CROSS_CHECKS.items():
-        means = [facts.means.get(metric, {}).get(sensor) for sensor in sensors]
-        if any(m is None or m.mean is None or m.readings < _MIN_READINGS or m.coverage < 0.5 for m in means):
+        first, second = (facts.means.get(metric, {}).get(sensor) for sensor in sensors)
+        if first is None or first.mean is None or second is None or second.mean is None:
             continue
-        first, second = means
+        if any(one.readings < _MIN_READINGS or one.coverage < 0.5 for one in (first, second)):
+            continue
         # Readings scatter: only a difference that chance does not explain is one.
         chance = 2 * (first.standard_error**2 + second.standard_error**2) ** 0.5
         allowed = max(absolute, relative * max(abs(first.mean), abs(second.mean))) + chance

@@ -26,7 +26,7 @@ from workers.reports import READINGS_KEPT, Failure, Reading, ReportReader, Resul
 from workers.safe_text import safe_text
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
-from workers.telemetry.base import SensorUnavailable, Target
+from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.patience import call_within
 from workers.telemetry.sampler import TelemetrySampler, make_sensors, to_table
@@ -88,7 +88,7 @@ class Worker:
         self.name = name
         self._choice = choice
         self._device = make_device(choice)
-        slots = self._device.slots()
+        slots = list(self._device.slots())
         if slot_key is not None:
             slots = [slot for slot in slots if slot_key in (slot.device_uuid, str(slot.index))]
         assert len(slots) == 1, f"slot {slot_key} of {slots}"
@@ -105,13 +105,16 @@ class Worker:
 
     def start(self) -> None:
         """Execute the trial server; does not wait for it."""
+        self._started()
+
+    def _started(self) -> TrialServer:
         if self._server is None:
             self._server = TrialServer(self._environment)
+        return self._server
 
     def ready(self) -> dict[str, Any]:
         """Wait until trials can be forked; the software environment. Raises `ServerLost`."""
-        self.start()
-        return self._server.hello()
+        return self._started().hello()
 
     @property
     def prepares(self) -> bool:
@@ -204,11 +207,11 @@ class Worker:
         if prepared is not None:
             spec, trial = prepared
             if spec == task:
-                self._server.tell(trial, "go")
+                self._started().tell(trial, "go")
                 observed.prepared = True
                 return trial
-            self._server.discard(trial)
-        return self._server.start(self._described(task), self._reader())
+            self._started().discard(trial)
+        return self._started().start(self._described(task), self._reader())
 
     def _reader(self) -> ReportReader:
         return ReportReader(since_ns=time.monotonic_ns(), virtual=not self._device.sampled)
@@ -220,7 +223,7 @@ class Worker:
         settings = task.settings
         if settings.prepare_ahead == "never" or (settings.prepare_ahead == "auto" and not self.prepares):
             return
-        self._prepared = task, self._server.start({**self._described(task), "ahead": True}, self._reader())
+        self._prepared = task, self._started().start({**self._described(task), "ahead": True}, self._reader())
 
     def _described(self, task: TaskSpec) -> dict[str, Any]:
         """What the trial's process is told."""
@@ -241,7 +244,7 @@ class Worker:
             with contextlib.suppress(SensorUnavailable):
                 before = call_within("nvml", _NVML_S, memory_before, self._nvml, self._slot.device_uuid)
                 observed.samples += [("nvml", sample) for sample in before]
-        trial = self._trial_of(task, observed)
+        server, trial = self._started(), self._trial_of(task, observed)
         sampler = self._sampler(settings, trial.pid, observed)
         follower = TargetFollower(settings.window, sampler.sensor_names, settings.telemetry.period_s)
         memory_limit_mib = settings.host_memory_limit_mib or host_memory_share_mib(self._workers)
@@ -256,14 +259,14 @@ class Worker:
             follower.add(sampler.new_samples())
             if not told and follower.steady(time.monotonic_ns()):
                 told = True
-                self._server.tell(trial, "steady")
+                server.tell(trial, "steady")
 
         try:
-            for event in self._server.events(trial, deadline_ns, _TICK_S):
+            for event in server.events(trial, deadline_ns, _TICK_S):
                 if event is None:
                     trial.kill_reason = trial.kill_reason or guard.exceeded()
-                    if next_guard is not None and next_guard.exceeded():
-                        self._server.discard(self._prepared[1])  # it is built anew, on the device, when it is its turn
+                    if self._prepared is not None and next_guard is not None and next_guard.exceeded():
+                        server.discard(self._prepared[1])  # it is built anew, on the device, when it is its turn
                         self._prepared = next_guard = None
                     follow()
                 elif isinstance(event, TrialExit):
@@ -284,7 +287,7 @@ class Worker:
                         follow()
                         observed.half_widths |= follower.half_widths()
                         sampler.wind_up(observed.window_end_ns)  # the last sample still sees the trial's memory
-                        self._server.tell(trial, "bye")
+                        server.tell(trial, "bye")
         finally:
             self._stop(sampler, observed)
             trial.channel.close()
@@ -293,11 +296,12 @@ class Worker:
                 observed.missing[source] = f"kept {READINGS_KEPT:,} of {trial.reader.readings:,} readings of the trial"
 
     def _sampler(self, settings: TrialSettings, pid: int, observed: Observed) -> TelemetrySampler:
-        sensors, observed.missing = [], {}
+        sensors: tuple[Sensor, ...] = ()
+        observed.missing = {}
         if self._device.sampled:
             sensors, observed.missing = make_sensors(settings.telemetry, self._slot.device_uuid)
         sampler = TelemetrySampler(sensors, settings.telemetry.period_s)
-        sampler.start(Target(self._slot.device_uuid, pid))
+        sampler.start(WatchTarget(self._slot.device_uuid, pid))
         return sampler
 
     def _stop(self, sampler: TelemetrySampler, observed: Observed) -> None:

@@ -25,7 +25,8 @@ from farm.submit import submit
 from farm.work import TimedStop, run_job
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, load_device, same_device
 from featurize.families import family_names
-from warehouse.folder import DataFolder, checked_name
+from warehouse.folder import DataFolder
+from warehouse.layout import checked_name
 from workers.devices import choose_device
 
 FORMATS = ("table", "json")

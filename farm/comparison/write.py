@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.outputs import checked_report as checked_page
 from conf.outputs import write_output
 from conf.reports.render import render_page
 from farm.comparison.page import comparison_page
 from farm.comparison.run import Result, comparisons_folder
 from farm.comparison.view import as_json
-from warehouse.folder import DataFolder, write_bytes
+from warehouse.folder import DataFolder
+from warehouse.layout import write_bytes
 
 
 def checked_report(report: str | None) -> Path | None:
@@ -42,5 +43,7 @@ def write_comparison(home: DataFolder, result: Result, report: str | None) -> Pa
         write_bytes(path.with_suffix(".json"), figures)
         write_bytes(path, page)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}; name another with report=") from error
+        raise EnvironmentProblem(
+            f"{path} cannot be written: {error.strerror or error}; name another with report="
+        ) from error
     return path

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from conf.plain_text import error_line
 from farm.growth.landing import land, snapshot_taken
 from farm.growth.machine import Machine, environment_now, job_figures, measured_s, submit_listed, tasks_run
@@ -140,7 +140,7 @@ class NightWork:
 
     def _failed(self, name: str, error: Exception) -> None:
         """Record the failure and report what there is; a step that fails three times ends the cycle."""
-        text = str(error) if isinstance(error, UsageError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
+        text = str(error) if isinstance(error, CommandError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
         self.cycle = self.journal.fail(self.cycle.name, name, text)
         self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
         sentence = f"{name} failed: {error_line(text)}"
@@ -148,7 +148,7 @@ class NightWork:
             with contextlib.suppress(Exception):  # the user gets the step's own error
                 self._report("failed", sentence)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
-            with contextlib.suppress(UsageError):  # as above; there may be no such job
+            with contextlib.suppress(CommandError):  # as above; there may be no such job
                 self.queue.cancel(self.cycle.job("grow"), time.time())
             self._end("failed", sentence)
 
@@ -228,7 +228,7 @@ class NightWork:
                     progress=functools.partial(self._tell_learning, target),
                 )  # fmt: skip
                 results.append(self._learnt(promotion))
-            except UsageError as error:
+            except CommandError as error:
                 results.append(self._no_result(target, "skipped", str(error)))
             except Exception:  # one estimator's mistake must cost neither the others nor the night
                 results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))

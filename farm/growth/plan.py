@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.json_file import read_json
 from farm.choosing.forecast import Forecaster
 from farm.choosing.known_runs import Known, known_runs, thinned
@@ -29,7 +29,8 @@ from farm.journal_payloads import ChoicePayload, RunPayload
 from farm.queue_values import device_key
 from featurize.own_code import trusting
 from featurize.trial import TrialConfig, config_from_mapping, config_hash
-from warehouse.folder import DataFolder, write_bytes
+from warehouse.folder import DataFolder
+from warehouse.layout import write_bytes
 
 _AHEAD = 1.5  # where only time is given: so many times the runs that are expected to fit into it
 _ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, and teach committees little
@@ -86,11 +87,11 @@ class Planned:
 def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()) -> list[Planned]:
     """What `Plan.write` wrote. It is data of the folder: it names code only that this command's `spaces` name."""
     if path is None:
-        raise UsageError(f"the journal of {folder.root} names no plan for this cycle")
+        raise EnvironmentProblem(f"the journal of {folder.root} names no plan for this cycle")
     try:
         entries = read_json(folder.root / path)
     except ValueError as error:
-        raise UsageError(f"{folder.root / path} is damaged: {error}") from error
+        raise EnvironmentProblem(f"{folder.root / path} is damaged: {error}") from error
     names = code_names(spaces)
     configs = [trusting(config_from_mapping(entry["config"]), names) for entry in entries]
     places = [tuple(entry["place"]) if entry["place"] else None for entry in entries]

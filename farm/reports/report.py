@@ -17,13 +17,14 @@ from typing import Any
 import duckdb
 
 import warehouse
-from conf.errors import UsageError
+from conf.errors import CommandError
 from conf.plain_text import error_line
 from farm.journal import STEPS, Cycle, plain
 from farm.reports.rows import Rows, read_rows
 from farm.reports.verdict import Said, only_simulated, say
-from warehouse.diff import NOW, Difference, diff
+from warehouse.diff import Difference, diff
 from warehouse.folder import DataFolder
+from warehouse.snapshot import NOW
 
 LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
 
@@ -162,7 +163,7 @@ def _told(notes: list[str], what: str):
     """Note what cannot be read, so that the report is written all the same."""
     try:
         yield
-    except (UsageError, duckdb.Error, OSError) as error:
+    except (CommandError, duckdb.Error, OSError) as error:
         notes.append(f"{what} could not be read: {error_line(str(error))[:500]}")
 
 

@@ -10,7 +10,8 @@ from conf.reports.render import render_page
 from farm.journal import Cycle
 from farm.reports.page import report_page
 from farm.reports.report import gather
-from warehouse.folder import DataFolder, checked_name, write_bytes
+from warehouse.folder import DataFolder
+from warehouse.layout import checked_name, write_bytes
 
 LATEST = "latest"
 

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 
 import warehouse
 from warehouse.checks import check
-from warehouse.folder import COMPRESSION, DataFolder
+from warehouse.folder import DataFolder
+from warehouse.layout import COMPRESSION
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.snapshot import take_snapshot
 

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 
 import warehouse
 from warehouse.compact import ROW_GROUP_ROWS
-from warehouse.folder import COMPRESSION, DataFolder
+from warehouse.folder import DataFolder
+from warehouse.layout import COMPRESSION
 from warehouse.merged import Listing, listing_file, new_merged_name
 from warehouse.schema import RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
 

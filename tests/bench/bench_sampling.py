@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from featurize.families import get_family
-from workers.telemetry.base import Target
+from workers.telemetry.base import WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.nvml import NvmlSensor
@@ -52,7 +52,7 @@ def run(pairs: int = 60) -> dict[str, float]:
 def core_share(sensors: list) -> float:
     """CPU seconds a second that this process, otherwise idle, spends on sampling."""
     sampler = TelemetrySampler(sensors, _PERIOD_S)
-    sampler.start(Target(_uuid(0), os.getpid()))
+    sampler.start(WatchTarget(_uuid(0), os.getpid()))
     time.sleep(1.0)  # what only the first readings do
     before_s, began_s = _cpu_s(), time.perf_counter()
     time.sleep(_SAMPLE_S)
@@ -77,7 +77,7 @@ def slowdown(url: str, pairs: int) -> dict[str, float]:
                 with contextlib.ExitStack() as held:
                     if watched:
                         sampler = TelemetrySampler(_sensors(url), _PERIOD_S)
-                        sampler.start(Target(_uuid(0), trial.pid))
+                        sampler.start(WatchTarget(_uuid(0), trial.pid))
                         held.callback(sampler.stop)
                         time.sleep(_PERIOD_S)
                     began_ns = time.monotonic_ns()

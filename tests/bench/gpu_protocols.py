@@ -24,7 +24,7 @@ from farm.settings import SubmitSettings
 from featurize.trial import TrialConfig, canonical_json
 from workers.devices import DeviceChoice, make_device
 from workers.settings import TrialSettings
-from workers.telemetry.base import Target
+from workers.telemetry.base import WatchTarget
 from workers.telemetry.sampler import TelemetrySampler, TelemetrySettings, make_sensors
 
 ADAPTIVE, FIXED, PUBLISHED = "adaptive", "fixed", "published"
@@ -136,7 +136,7 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
     began = time.monotonic()
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
-        sampler.start(Target(slot.device_uuid, child.pid))
+        sampler.start(WatchTarget(slot.device_uuid, child.pid))
         try:
             said, _ = child.communicate(timeout=plan.seconds + _LIMIT_S)
             status = "ok" if child.returncode == 0 else "failed"

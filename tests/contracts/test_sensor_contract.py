@@ -18,7 +18,7 @@ from dcgm_server import DcgmServer
 from recorded_nvml import A100_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
 
 from warehouse.schema import METRICS, SAMPLE_QUALITIES
-from workers.telemetry.base import Sample, Sensor, SensorUnavailable, Target
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.nvml import NvmlSensor
@@ -35,8 +35,8 @@ class Case:
     sensor: Sensor
     step: Callable[[], None] = lambda: None
     fail: Callable[[], None] | None = None
-    target: Target = field(default_factory=lambda: Target(A100_UUID, os.getpid()))
-    unknown: Target = field(default_factory=lambda: Target(UNKNOWN_UUID, os.getpid()))
+    target: WatchTarget = field(default_factory=lambda: WatchTarget(A100_UUID, os.getpid()))
+    unknown: WatchTarget = field(default_factory=lambda: WatchTarget(UNKNOWN_UUID, os.getpid()))
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def dcgm_case() -> Iterator[Case]:
 
 @contextlib.contextmanager
 def process_case() -> Iterator[Case]:
-    yield Case(ProcessSensor(), unknown=Target(None, 999_999_999))
+    yield Case(ProcessSensor(), unknown=WatchTarget(None, 999_999_999))
 
 
 CASES = {"nvml": nvml_case, "gpm": gpm_case, "dcgm": dcgm_case, "process": process_case}

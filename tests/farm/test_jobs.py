@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from farm.jobs import Added, Job, Queue, QueueError, Task, UnreadableTask, job_id_for
 from farm.queue_values import device_key, text_of_config, text_of_settings
 from featurize.families import get_family
@@ -464,13 +464,13 @@ def test_a_newer_queue_is_refused_by_name(path):
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UsageError, match=r"newer version .*99"):
+    with pytest.raises(EnvironmentProblem, match=r"newer version .*99"):
         Queue.open(path)
 
 
 def test_what_is_no_queue_is_refused(path):
     path.write_text("this is no database, and long enough to be told from an empty file" * 20)
-    with pytest.raises(UsageError, match="not a queue"):
+    with pytest.raises(EnvironmentProblem, match="not a queue"):
         Queue.open(path)
     path.unlink()
     with sqlite3.connect(path) as connection:
@@ -489,7 +489,7 @@ def test_a_queue_held_for_too_long_says_so(path):
     with Queue.open(path), Queue.open(path, busy_timeout_s=0.0) as second:
         holder = sqlite3.connect(path, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
-        with pytest.raises(UsageError, match="held by another process"):
+        with pytest.raises(EnvironmentProblem, match="held by another process"):
             submit(second)
         holder.execute("ROLLBACK")
         holder.close()

@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from farm.journal import Journal
 
 
@@ -82,7 +82,7 @@ def test_a_torn_last_line_was_never_written_and_the_next_writer_cuts_it_off(jour
 def test_a_line_that_is_none_of_ours_is_named(journal, line):
     journal.begin({}, "a")
     journal.path.write_bytes(journal.path.read_bytes() + line)
-    with pytest.raises(UsageError, match=r"journal\.jsonl:2 is damaged"):
+    with pytest.raises(EnvironmentProblem, match=r"journal\.jsonl:2 is damaged"):
         journal.cycles()
 
 

@@ -14,7 +14,7 @@ import farm.work
 import warehouse.compact
 import warehouse.ingest
 from conf.cli import run
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.identity import alive, identity
 from farm import status
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
@@ -190,7 +190,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_left_as_it_was
     target.write_text("mine")
     path = folder.locks / f"{name}.lock"
     path.symlink_to(target)
-    with pytest.raises(UsageError, match=f"{name}.lock is a symbolic link"), LOCKS[name](path):
+    with pytest.raises(EnvironmentProblem, match=f"{name}.lock is a symbolic link"), LOCKS[name](path):
         pass
     assert target.read_text() == "mine"
 
@@ -222,7 +222,7 @@ def test_a_lock_that_is_no_plain_file_is_refused_without_waiting(folder, runtime
             os.mknod(path, 0o020666, os.makedev(1, 3))
         except PermissionError:
             pytest.skip("only root can make a device")
-    with pytest.raises(UsageError, match="is not a plain file"), DispatcherLock(path):
+    with pytest.raises(EnvironmentProblem, match="is not a plain file"), DispatcherLock(path):
         pass
 
 
@@ -230,7 +230,7 @@ def test_a_lock_with_a_second_name_is_refused_and_the_other_file_left_as_it_was(
     target = tmp_path / "precious"
     target.write_text("mine")
     os.link(target, folder.dispatcher_lock)
-    with pytest.raises(UsageError, match="is a hard link"), DispatcherLock(folder.dispatcher_lock):
+    with pytest.raises(EnvironmentProblem, match="is a hard link"), DispatcherLock(folder.dispatcher_lock):
         pass
     assert target.read_text() == "mine"
 

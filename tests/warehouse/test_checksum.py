@@ -18,7 +18,7 @@ from warehouse.checksum import (
     write_sealed,
 )
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder import COMPRESSION
+from warehouse.layout import COMPRESSION
 from warehouse.listings import read_listings
 from warehouse.merged import Listing
 from warehouse.stale import Mark, write_marks

@@ -19,7 +19,8 @@ import warehouse
 from conf.cli import run
 from conf.errors import UsageError
 from warehouse.compact import CompactionSettings, compact, entry, is_open_somewhere
-from warehouse.folder import KINDS, DataFolder
+from warehouse.folder import DataFolder
+from warehouse.layout import KINDS
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock

@@ -15,7 +15,7 @@ from warehouse.believed import lost_merged_files
 from warehouse.checksum import write_sealed
 from warehouse.compact import CompactionSettings, compact
 from warehouse.counting import counting_files
-from warehouse.folder import COMPRESSION, KINDS
+from warehouse.layout import COMPRESSION, KINDS
 from warehouse.listings import read_listings
 from warehouse.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name
 from warehouse.schema import RUN_SCHEMA

@@ -13,12 +13,12 @@ from warehouse_rows import run_row
 
 import warehouse
 from conf import cli
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from warehouse import dataset
 from warehouse import export as export_command
 from warehouse import ingest as ingest_command
 from warehouse.compact import CompactionSettings, compact
-from warehouse.dataset import Part, find_parts, read_part, repository_folder, to_bytes
+from warehouse.dataset import DatasetPart, find_parts, read_part, repository_folder, to_bytes
 from warehouse.dataset_card import card
 from warehouse.export import ExportSettings, export, scrubbed, thin
 from warehouse.folder import DataFolder
@@ -289,7 +289,7 @@ def test_two_exports_into_one_folder_take_turns(filled, out):
     before, holder = files(out), os.open(out, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     try:
-        with pytest.raises(UsageError, match="another export is at work on out="):
+        with pytest.raises(EnvironmentProblem, match="another export is at work on out="):
             exported(filled, out)
     finally:
         os.close(holder)
@@ -325,7 +325,7 @@ def test_older_files_are_read_and_newer_ones_refused_before_anything_lands(fille
 
     rewritten(out / find_parts(out)[-1].path("runs"), newer)
     with pytest.raises(
-        UsageError, match=f"schema version {SCHEMA_VERSION + 1}, this code knows up to {SCHEMA_VERSION}"
+        EnvironmentProblem, match=f"schema version {SCHEMA_VERSION + 1}, this code knows up to {SCHEMA_VERSION}"
     ):
         loaded(out, tmp_path / "third")
     assert not (tmp_path / "third").exists()
@@ -336,22 +336,22 @@ def test_damaged_and_foreign_files_are_named(filled, out, tmp_path):
     path = out / find_parts(out)[0].path("runs")
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
-    with pytest.raises(UsageError, match=r"runs\.parquet cannot be read"):
+    with pytest.raises(EnvironmentProblem, match=r"runs\.parquet cannot be read"):
         loaded(out, tmp_path / "other")
     (out / "gpt").mkdir()
     path.write_bytes(whole)
     (out / "gpt" / path.name).write_bytes(whole)
-    with pytest.raises(UsageError, match="holds runs of cnn: it has been moved or renamed"):
+    with pytest.raises(EnvironmentProblem, match="holds runs of cnn: it has been moved or renamed"):
         loaded(out, tmp_path / "other")
 
 
 def test_rows_that_break_the_schema_are_refused(out, tmp_path):
-    part = Part("cnn", "X", "2026-03-04")
+    part = DatasetPart("cnn", "X", "2026-03-04")
     row = {**dict.fromkeys(RUN_SCHEMA.names), **gpu_run(0, smact=1.5)}
     table = pa.Table.from_pylist([row], schema=RUN_SCHEMA)
     (out / "cnn").mkdir(parents=True)
     (out / part.path("runs")).write_bytes(to_bytes(part, "runs", table))
-    with pytest.raises(UsageError, match=r"row 1: smact must be in \[0, 1\], got 1.5"):
+    with pytest.raises(EnvironmentProblem, match=r"row 1: smact must be in \[0, 1\], got 1.5"):
         loaded(out, tmp_path / "other")
 
 
@@ -394,7 +394,7 @@ def test_nothing_is_read_through_links_that_lead_out_of_a_data_set(filled, out, 
             os.mkfifo(path)
         else:
             path.symlink_to(elsewhere)
-    with pytest.raises(UsageError, match="leads out of the data set, or no plain file"):
+    with pytest.raises(EnvironmentProblem, match="leads out of the data set, or no plain file"):
         loaded(out, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -407,6 +407,6 @@ def test_a_data_set_whose_rows_name_paths_lands_nothing(filled, out, tmp_path):
         at = table.schema.get_field_index(name)
         changed = table.set_column(at, name, pa.array([value], pa.string()))
         pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
-        with pytest.raises(UsageError, match="row 1: "):
+        with pytest.raises(EnvironmentProblem, match="row 1: "):
             loaded(out, tmp_path / "other")
     assert not (tmp_path / "other").exists() and not list(tmp_path.rglob("*planted*"))

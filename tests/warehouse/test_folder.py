@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from conf.errors import UsageError
-from warehouse.folder import DataFolder, replacing
+from conf.errors import EnvironmentProblem, UsageError
+from warehouse.folder import DataFolder
+from warehouse.layout import replacing
 from warehouse.schema import SCHEMA_VERSION
 
 
@@ -47,7 +48,7 @@ def test_newer_schema_is_refused_naming_both_versions_and_nothing_is_written(fol
     folder.warehouse.unlink()
     before = contents(folder.root)
     for attempt in (folder.open, folder.create):
-        with pytest.raises(UsageError, match=rf"version {SCHEMA_VERSION + 7}.*up to {SCHEMA_VERSION}\b"):
+        with pytest.raises(EnvironmentProblem, match=rf"version {SCHEMA_VERSION + 7}.*up to {SCHEMA_VERSION}\b"):
             attempt()
     assert contents(folder.root) == before
 
@@ -62,14 +63,14 @@ def test_older_schema_is_brought_up_to_date(folder):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "schema_version": 1}'])
 def test_damaged_marker_is_named(folder, text):
     folder.format_marker.write_text(text)
-    with pytest.raises(UsageError, match=r"format\.json"):
+    with pytest.raises(UsageError if "other" in text else EnvironmentProblem, match=r"format\.json"):
         folder.open()
 
 
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    for name in ("file", "file/below"):
-        with pytest.raises(UsageError, match="file"):
+    for name, kind in (("file", UsageError), ("file/below", EnvironmentProblem)):
+        with pytest.raises(kind, match="file"):
             DataFolder.resolve(tmp_path / name).create()
     with pytest.raises(UsageError, match="is a file"):
         DataFolder.resolve(tmp_path / "file").open()
@@ -78,13 +79,13 @@ def test_a_file_in_the_way_is_named(tmp_path):
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(UsageError, match="cannot be made there: Permission denied"):
+    with pytest.raises(EnvironmentProblem, match="cannot be made there: Permission denied"):
         DataFolder.resolve(tmp_path / "data").create()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no folders, as /proc")
 def test_a_place_that_takes_no_folders_is_said_to_be_one():
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(EnvironmentProblem) as caught:
         DataFolder.resolve("/proc/x").create()
     assert str(caught.value) == "data=/proc/x: the folder cannot be made there; name another place with data=PATH"
 
@@ -95,7 +96,7 @@ def test_a_folder_that_is_full_is_named(folder, monkeypatch):
 
     folder.format_marker.unlink()
     monkeypatch.setattr("warehouse.folder.write_bytes", refuse)
-    with pytest.raises(UsageError, match="cannot be written: No space left"):
+    with pytest.raises(EnvironmentProblem, match="cannot be written: No space left"):
         folder.create()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import warehouse
 from conf.cli import run
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.identity import mapping_hash
 from featurize.families import cnn
 from featurize.layers import totals
@@ -351,7 +351,7 @@ def test_a_kill_leaves_whole_batches_and_a_repeat_adds_the_rest_once(place, take
 def test_a_second_ingest_at_the_same_time_is_refused(place, take):
     path = write(place / "some.csv", HEADER, ROWS)
     folder = DataFolder.resolve(place / "data").create()
-    with command._lock(folder), pytest.raises(UsageError, match="another ingest is at work"):
+    with command._lock(folder), pytest.raises(EnvironmentProblem, match="another ingest is at work"):
         take(path)
     assert take(path).files[0].new == 4
 

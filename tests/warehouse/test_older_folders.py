@@ -14,7 +14,7 @@ from warehouse_rows import run_row, samples
 import warehouse
 from warehouse import schema
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder import KINDS
+from warehouse.layout import KINDS
 from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock

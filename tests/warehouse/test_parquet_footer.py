@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from warehouse.folder import COMPRESSION
+from warehouse.layout import COMPRESSION
 from warehouse.parquet_footer import schema_bytes
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.sql_text import sql_text

@@ -16,7 +16,7 @@ from warehouse_rows import run_row, samples
 
 import warehouse
 from conf.cli import run
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from warehouse.columns import TABLES, described
 from warehouse.folder import DataFolder
 from warehouse.publish import PublishSettings, entry, publish
@@ -178,7 +178,7 @@ def test_a_publication_that_fails_leaves_nothing(filled, tmp_path):
     take_snapshot(filled, "s")
     for path in (filled.snapshots / "s" / "telemetry" / "family=cnn").glob("*3.parquet"):
         path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(UsageError, match=r"snapshot s .* is damaged"):
+    with pytest.raises(EnvironmentProblem, match=r"snapshot s .* is damaged"):
         publish(settings(filled, tmp_path / "set", snapshot="s"))
     assert not list(tmp_path.glob("*set*"))
 

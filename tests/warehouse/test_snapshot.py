@@ -16,7 +16,7 @@ from warehouse_rows import run_row, samples
 
 import warehouse
 from conf.cli import run
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from warehouse.checks import SEVERITIES, check
 from warehouse.compact import CompactionSettings, compact, compaction_lock
 from warehouse.diff import diff, named_arguments
@@ -111,11 +111,11 @@ def test_a_damaged_file_is_named(folder, same_size):
     content = bytearray(path.read_bytes())
     content[10] ^= 1
     path.write_bytes(content if same_size else content[:-1])
-    with pytest.raises(UsageError, match=rf"snapshot s .* is damaged: telemetry/family=cnn/{path.name} has"):
+    with pytest.raises(EnvironmentProblem, match=rf"snapshot s .* is damaged: telemetry/family=cnn/{path.name} has"):
         warehouse.connect(folder, snapshot="s")
     path.unlink()
     (root / "runs" / "family=cnn" / "extra.parquet").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"is gone; .*extra\.parquet is no file of the snapshot"):
+    with pytest.raises(EnvironmentProblem, match=r"is gone; .*extra\.parquet is no file of the snapshot"):
         warehouse.connect(folder, snapshot="s")
 
 
@@ -139,7 +139,7 @@ def test_a_damaged_manifest_is_named(folder):
     for text, said in (("{", "damaged"), ("[" * 100_000, "damaged"), ('{"format": "x"}', "damaged"),
                        (json.dumps(whole | {"schema_version": 999}), "update the code")):  # fmt: skip
         path.write_text(text)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(EnvironmentProblem, match=said):
             warehouse.connect(folder, snapshot="s")
 
 

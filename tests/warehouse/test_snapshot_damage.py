@@ -7,7 +7,7 @@ from warehouse_rows import run_row, samples
 
 import warehouse
 from conf.cli import run
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
 from warehouse.merged import Listing, listing_file
 from warehouse.snapshot import entry, find_snapshot, take_snapshot
@@ -59,7 +59,7 @@ def test_a_merged_file_that_is_gone_is_an_error(folder):
         compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
     (path,) = folder.partition("runs", "cnn").glob("*.parquet")
     path.unlink()
-    with pytest.raises(UsageError, match=r"is gone, though .* 3 rows are missing"):
+    with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 3 rows are missing"):
         take_snapshot(folder)
     assert list(folder.snapshots.iterdir()) == []
 

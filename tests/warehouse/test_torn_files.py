@@ -13,10 +13,10 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from warehouse.compact import CompactionSettings, compact
-from warehouse.folder import COMPRESSION, KINDS
 from warehouse.folder_files import FolderFiles, files_of
+from warehouse.layout import COMPRESSION, KINDS
 from warehouse.merged import Listing, listing_file, new_merged_name
 from warehouse.schema import RUN_SCHEMA
 from warehouse.writer import RunWriter
@@ -164,7 +164,7 @@ def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_nam
     listing = listing_file(folder, kind, merged.name)
     flip(listing)
     flip(merged)
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(EnvironmentProblem) as raised:
         ask(folder)
     assert all(text in str(raised.value) for text in (str(listing), str(merged), "farm.doctor repair=true"))
 
@@ -179,7 +179,7 @@ def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(fold
     merged.unlink()
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for act in (lambda: connection.execute(f"FROM {kind}").fetchall(), lambda: connection.sql(f"FROM {kind}").df()):
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(EnvironmentProblem) as raised:
                 act()
             assert str(merged) in str(raised.value) and str(listing_file(folder, kind, merged.name)) in str(
                 raised.value

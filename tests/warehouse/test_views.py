@@ -14,7 +14,8 @@ from warehouse_rows import run_row, samples
 
 import warehouse
 from conf.errors import UsageError
-from warehouse.folder import KINDS, DataFolder
+from warehouse.folder import DataFolder
+from warehouse.layout import KINDS
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.views import refresh
 from warehouse.writer import RunWriter

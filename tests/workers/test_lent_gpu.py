@@ -7,7 +7,7 @@ from recorded_nvml import A100_UUID, FakeGpmNvml
 
 from workers.labels import Course, label_run
 from workers.telemetry import gpu_processes
-from workers.telemetry.base import Sample, Target
+from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.nvml import NvmlSensor, memory_before
 
@@ -52,7 +52,7 @@ class Card:
         samples = [("nvml", sample) for sample in memory_before(self.nvml, A100_UUID, clock_ns=clock)]
         sensors = [NvmlSensor(self.nvml, clock_ns=clock), GpmSensor(self.nvml, clock_ns=clock)]
         for sensor in sensors:
-            sensor.watch(Target(A100_UUID, os.getpid()))
+            sensor.watch(WatchTarget(A100_UUID, os.getpid()))
         while self.now_ns < self.t0_ns + until_s * S:
             self.now_ns += S // 10
             self.show()

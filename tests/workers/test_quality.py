@@ -10,7 +10,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 from warehouse.schema import QUALITIES, RUN_SCHEMA, SAMPLE_QUALITIES
 from workers.labels import Course, counter_growth, label_run, peak_memory_mib
 from workers.quality import REASONS, judge
-from workers.telemetry.base import Sample, Target
+from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
 
 S = 1_000_000_000
@@ -310,7 +310,7 @@ def test_readings_of_a_recorded_gpu_are_judged():
     recorded = RecordedNvml(pids={"trial": os.getpid(), 999_999_999: os.getppid()})
     seconds = itertools.count(1)
     sensor = NvmlSensor(recorded, clock_ns=lambda: next(seconds) * S // 2)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     samples = []
     for _ in range(5):
         samples += [("nvml", sample) for sample in sensor.sample()]

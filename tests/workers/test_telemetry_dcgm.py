@@ -21,7 +21,7 @@ from recorded_nvml import (
 )
 
 from conf.errors import UsageError
-from workers.telemetry.base import SensorUnavailable, Target
+from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.dcgm_page import FIELDS, PageReader
 
@@ -57,7 +57,7 @@ def clock():
 def watched(server: DcgmServer, clock: Clock, uuid: str = A100_UUID, **options) -> DcgmSensor:
     """A sensor that watches since 0.5 s, so that its lag reaches no further back."""
     sensor = DcgmSensor(server.url, clock_ns=clock, **options)
-    sensor.watch(Target(uuid, os.getpid()))
+    sensor.watch(WatchTarget(uuid, os.getpid()))
     clock.pass_s(0.5)
     return sensor
 
@@ -180,7 +180,7 @@ def test_lag_is_an_argument_and_a_setting(server, clock):
 
 def test_what_is_of_the_time_before_the_trial_is_not_given(server, clock):
     sensor, energy = DcgmSensor(server.url, clock_ns=clock), Energy(server)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     clock.pass_s(0.3)
     energy.grow()
     assert sensor.sample() == []  # 0.3 s old: as old as the trial
@@ -237,7 +237,7 @@ def test_a_missed_update_does_not_lengthen_the_interval(server, clock):
 
 def test_unchanged_page_is_measured_after_the_default_interval_where_none_was_learned(server, clock):
     sensor = DcgmSensor(server.url, clock_ns=clock, interval_s=2)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     clock.pass_s(1.9)
     assert qualities(sensor.sample()) == ["repeated"]
     clock.pass_s(0.1)

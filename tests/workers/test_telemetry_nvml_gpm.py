@@ -20,7 +20,7 @@ from recorded_nvml import (
 )
 
 from workers.telemetry import gpu_processes
-from workers.telemetry.base import SensorUnavailable, Target
+from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.gpm import GpmSensor
 from workers.telemetry.gpu_processes import belongs_to
 from workers.telemetry.nvml import Nvml, NvmlSensor
@@ -42,7 +42,7 @@ def container(monkeypatch):
 
 def watched(nvml: RecordedNvml, uuid: str = A100_UUID, **options) -> NvmlSensor:
     sensor = NvmlSensor(nvml, **options)
-    sensor.watch(Target(uuid, os.getpid()))
+    sensor.watch(WatchTarget(uuid, os.getpid()))
     return sensor
 
 
@@ -160,10 +160,10 @@ def test_processes_of_the_farm_are_not_others():
     assert sensor.sample()[0].values["other_processes"] == 1
     sensor.ignore([os.getppid()])
     assert sensor.sample()[0].values["other_processes"] == 0
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     assert sensor.sample()[0].values["other_processes"] == 0
     known = NvmlSensor(nvml, known_pids=frozenset([os.getppid()]))
-    known.watch(Target(A100_UUID, os.getpid()))
+    known.watch(WatchTarget(A100_UUID, os.getpid()))
     assert known.sample()[0].values["other_processes"] == 0
 
 
@@ -339,7 +339,7 @@ class Clock:
 def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
     nvml, clock = FakeGpmNvml(), Clock()
     sensor = GpmSensor(nvml, clock_ns=clock)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     assert sensor.sample() == []  # one sample is no interval
     clock.pass_ms(99)
     assert sensor.sample() == [] and nvml.taken == 1  # too close: the older sample stays
@@ -369,7 +369,7 @@ def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
 def test_gpm_gives_a_reading_each_period_though_calls_come_some_milliseconds_late():
     clock = Clock()
     sensor = GpmSensor(FakeGpmNvml(), clock_ns=clock)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     start_ns, readings = clock.now_ns, 0
     for tick in range(20):
         clock.now_ns = start_ns + int(tick * sensor.period_s * 1e9) + (8_000_000 if tick % 2 else 1_000_000)
@@ -380,7 +380,7 @@ def test_gpm_gives_a_reading_each_period_though_calls_come_some_milliseconds_lat
 def test_gpm_sample_that_failed_is_unavailable_and_the_next_reading_spans_it():
     nvml, clock = FakeGpmNvml(), Clock()
     sensor = GpmSensor(nvml, clock_ns=clock)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     sensor.sample()
     start_ns = clock.now_ns
     clock.pass_ms(100)
@@ -397,7 +397,7 @@ def test_gpm_sample_that_failed_is_unavailable_and_the_next_reading_spans_it():
 def test_gpm_that_is_gone_or_never_comes_back_ends_the_sensor(code, times):
     nvml, clock = FakeGpmNvml(), Clock()
     sensor = GpmSensor(nvml, clock_ns=clock)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     nvml.failing = code
     for _ in range(times - 1):
         assert sensor.sample()[0].quality == "unavailable"
@@ -409,7 +409,7 @@ def test_gpm_that_is_gone_or_never_comes_back_ends_the_sensor(code, times):
 def test_gpm_of_a_mig_slice_samples_its_gpu_instance():
     nvml, clock = FakeGpmNvml(path=MIG_SESSION), Clock()
     sensor = GpmSensor(nvml, clock_ns=clock)
-    sensor.watch(Target(SMALL_SLICE_UUID, os.getpid()))
+    sensor.watch(WatchTarget(SMALL_SLICE_UUID, os.getpid()))
     sensor.sample()
     clock.pass_ms(100)
     (sample,) = sensor.sample()
@@ -422,7 +422,7 @@ def test_gpm_figure_that_is_no_percentage_is_absent(nonsense):
     nvml.percent[2] = nonsense
     nvml.returns[3] = 3  # this metric: not supported
     sensor = GpmSensor(nvml, clock_ns=clock)
-    sensor.watch(Target(A100_UUID, os.getpid()))
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     sensor.sample()
     clock.pass_ms(100)
     (sample,) = sensor.sample()
@@ -434,14 +434,14 @@ def test_gpm_figure_that_is_no_percentage_is_absent(nonsense):
 def test_gpm_on_an_older_gpu_says_what_it_needs():
     sensor = GpmSensor(FakeGpmNvml(supported=False))
     with pytest.raises(SensorUnavailable, match=r"needs Hopper or later, this is NVIDIA A100.*dcgm"):
-        sensor.watch(Target(A100_UUID, os.getpid()))
+        sensor.watch(WatchTarget(A100_UUID, os.getpid()))
 
 
 def test_gpm_buffers_are_freed_and_reused_from_trial_to_trial():
     nvml = FakeGpmNvml()
     sensor = GpmSensor(nvml)
     for _ in range(3):
-        sensor.watch(Target(A100_UUID, os.getpid()))
+        sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     assert nvml.allocated == 2
     sensor.close()
     assert nvml.allocated == 0 and nvml.initialised == 0
@@ -451,7 +451,7 @@ def test_profiling_of_a_slice_that_shares_its_gpu_instance_is_refused_and_its_me
     nvml = FakeGpmNvml(path=MIG_SESSION)
     nvml.slices[0][0]["nvmlDeviceGetAttributes"]["computeInstanceSliceCount"] = 1
     with pytest.raises(SensorUnavailable, match="shares with other compute instances"):
-        GpmSensor(nvml).watch(Target(SLICE_UUID, os.getpid()))
+        GpmSensor(nvml).watch(WatchTarget(SLICE_UUID, os.getpid()))
     assert "memory_used_mib" in watched(nvml, SLICE_UUID).sample()[0].values
 
 
@@ -464,4 +464,4 @@ def test_the_part_of_nvml_that_is_used_is_there():
 @pytest.mark.parametrize("sensor", [NvmlSensor, GpmSensor])
 def test_unknown_gpu_is_named(sensor):
     with pytest.raises(SensorUnavailable, match=UNKNOWN_UUID):
-        sensor(FakeGpmNvml()).watch(Target(UNKNOWN_UUID, os.getpid()))
+        sensor(FakeGpmNvml()).watch(WatchTarget(UNKNOWN_UUID, os.getpid()))

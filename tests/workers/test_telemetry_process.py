@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from workers.telemetry.base import SensorUnavailable, Target
+from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.process import ProcessSensor, ProcessTree
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
@@ -77,7 +77,7 @@ class Clock:
 def watched(pid: int) -> tuple[ProcessSensor, Clock]:
     clock = Clock()
     sensor = ProcessSensor(clock_ns=clock)
-    sensor.watch(Target(None, pid))
+    sensor.watch(WatchTarget(None, pid))
     return sensor, clock
 
 
@@ -143,4 +143,4 @@ def test_process_that_waits_to_be_reaped_gives_no_readings():
 
 def test_unknown_process_is_a_reason():
     with pytest.raises(SensorUnavailable, match="999999999"):
-        ProcessSensor().watch(Target(None, 999_999_999))
+        ProcessSensor().watch(WatchTarget(None, 999_999_999))

@@ -12,7 +12,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 
 from conf.errors import UsageError
 from warehouse.schema import METRICS, TELEMETRY_SCHEMA
-from workers.telemetry.base import Sample, SensorUnavailable, Target
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
 from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.process import ProcessSensor
@@ -24,10 +24,10 @@ from workers.telemetry.sampler import (
     to_table,
 )
 
-TARGET = Target(A100_UUID, os.getpid())
+TARGET = WatchTarget(A100_UUID, os.getpid())
 
 
-class Scripted:
+class Scripted(Sensor):
     """A sensor that does what it is told; `sampled` is set at its nth call."""
 
     metrics = ("gpu_util",)

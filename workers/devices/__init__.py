@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from workers.devices.base import Device, DeviceChoice, DeviceUnavailable, Slot
 
 __all__ = ["Device", "DeviceChoice", "DeviceUnavailable", "Slot", "choose_device", "make_device"]
@@ -23,19 +23,20 @@ _TABLE = {
 def make_device(choice: DeviceChoice) -> Device:
     """The backend that `choice` names; `auto` must have been resolved by `choose_device`."""
     module, _, name = _TABLE[choice.backend].partition(":")
-    return getattr(importlib.import_module(module), name)(choice)
+    device: Device = getattr(importlib.import_module(module), name)(choice)
+    return device
 
 
 def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:
     """Resolve `auto`: (`cuda` where there is a usable GPU, else `simulated`, and one line that says so and why).
 
-    Raises `UsageError` when the backend that was asked for cannot be used here.
+    Raises `EnvironmentProblem` when the backend that was asked for cannot be used here.
     """
     if choice.backend != "auto":
         try:
             return choice, f"device: {_describe(choice)}"
         except DeviceUnavailable as reason:
-            raise UsageError(
+            raise EnvironmentProblem(
                 f"device={choice.backend}: {reason}; device=auto takes simulated GPUs where there is none"
             ) from reason
     cuda = DeviceChoice(backend="cuda", memory_fraction=choice.memory_fraction)

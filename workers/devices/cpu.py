@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import platform
+from typing import TYPE_CHECKING
 
 from workers.devices.base import DeviceChoice, Link, Slot
+
+if TYPE_CHECKING:
+    from featurize.trial import TrialConfig
+    from workers.settings import TrialSettings
 
 
 class CpuDevice:
@@ -33,7 +38,7 @@ class CpuDevice:
     def environment(self, slot: Slot) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
-    def measure(self, config, slot: Slot, settings, seed: int, link: Link) -> None:
+    def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:
         import torch
 
         from workers.devices.training import measure_training

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from workers.devices.base import DeviceChoice, DeviceUnavailable, Link, Slot
+
+if TYPE_CHECKING:
+    import torch
+
+    from featurize.trial import TrialConfig
+    from workers.settings import TrialSettings
 
 
 class CudaDevice:
@@ -45,7 +53,7 @@ class CudaDevice:
         """By UUID: indices differ between NVML (PCI bus order) and CUDA (fastest first)."""
         return {"CUDA_VISIBLE_DEVICES": slot.device_uuid or "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def measure(self, config, slot: Slot, settings, seed: int, link: Link) -> None:
+    def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:
         import torch
 
         from workers.devices.training import measure_training
@@ -70,7 +78,7 @@ class CudaDevice:
 class CudaMeter:
     """Reads the caching allocator and waits for the stream (torch.cuda.memory_stats)."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         import torch
 
         self.device = device

@@ -246,14 +246,14 @@ def _exclude(
 
 def _main_model(gpus: Sequence[GpuInfo]) -> tuple[str, float] | None:
     """(name, memory of one in MiB) of the model that has most memory in all."""
-    by_name: dict[str, list[GpuInfo]] = defaultdict(list)
+    memory_mib: dict[str, list[float]] = defaultdict(list)
     for gpu in gpus:
         if gpu.memory_mib is not None and not _is_slice(gpu):
-            by_name[gpu.name].append(gpu)
-    if not by_name:
+            memory_mib[gpu.name].append(gpu.memory_mib)
+    if not memory_mib:
         return None
-    group = max(by_name.values(), key=lambda members: sum(gpu.memory_mib for gpu in members))
-    return group[0].name, max(gpu.memory_mib for gpu in group)
+    name = max(memory_mib, key=lambda name: sum(memory_mib[name]))
+    return name, max(memory_mib[name])
 
 
 def _is_slice(gpu: GpuInfo) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workers.devices.base import Link
 from workers.devices.window import MemoryWatch, measure_window, warm_up
@@ -53,9 +53,10 @@ def measure_training(
 
     family = get_family(config.family)
 
-    def make_batch():
+    def make_batch() -> tuple[Any, Any]:
         torch.manual_seed(seed)  # the same batch wherever the model was built
-        return family.batch(config, torch.device("cpu"))
+        inputs, targets = family.batch(config, torch.device("cpu"))
+        return inputs, targets
 
     model = batch = None
     if link.ahead:

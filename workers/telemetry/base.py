@@ -7,7 +7,9 @@ library or exporter is not there; after that `sample` returns what it has, witho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 
@@ -33,7 +35,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WatchTarget:
     """What is to be watched: the device by UUID (None: no GPU) and the trial's root process."""
 
     device_uuid: str | None
@@ -42,13 +44,19 @@ class Target:
 
 @runtime_checkable
 class Sensor(Protocol):
-    """A source of samples. Used from one thread at a time; `watch` is called before a trial's first `sample`."""
+    """A source of samples. Used from one thread at a time; `watch` is called before a trial's first `sample`.
+
+    Sensors inherit from it, and so have the defaults.
+    """
 
     name: str  # nvml | gpm | dcgm | process
     metrics: tuple[str, ...]
     period_s: float  # the fastest useful period; the sampler never asks more often
+    slow: bool = False  # whether a reading may wait for a network: the sampler gives it a thread of its own
+    lag_s: float = 0.0  # how old its readings are when they can be had
+    dropped: Mapping[str, str] = MappingProxyType({})  # metric -> why this device does not give it
 
-    def watch(self, target: Target) -> None:
+    def watch(self, target: WatchTarget) -> None:
         """Point the sensor at a device and process. Raises `SensorUnavailable`."""
         ...
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from conf.errors import UsageError
-from workers.telemetry.base import Sample, SensorUnavailable, Target
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm_page import FIELDS, PROFILING, WHOLE_GPU, PageReader
 from workers.telemetry.nvml import Nvml, as_text, find_gpu, initialise, open_nvml, refuse_shared
 
@@ -40,7 +40,7 @@ class ScrapeFailed(SensorUnavailable):
         self.reason = reason
 
 
-class DcgmSensor:
+class DcgmSensor(Sensor):
     """One GPU or MIG slice by UUID, from the exporter at `url`.
 
     The exporter serves values that it renews at its own interval (30 s by default, `-c 100` makes it 0.1 s), so scrapes
@@ -108,7 +108,7 @@ class DcgmSensor:
         """How often the exporter renews its values, in seconds; None before two changes were seen."""
         return self._interval_ns() / 1e9 if self._gaps_ns else None
 
-    def watch(self, target: Target) -> None:
+    def watch(self, target: WatchTarget) -> None:
         if self._closed:
             raise SensorUnavailable("the dcgm sensor was closed")
         if target.device_uuid is None:
@@ -163,7 +163,8 @@ class DcgmSensor:
             raise error
         if t_ns <= self._watched_ns:
             return []
-        return [Sample(t_ns, {}, "unavailable", (getattr(error, "reason", "exporter_error"),))]
+        reason = error.reason if isinstance(error, ScrapeFailed) else "exporter_error"
+        return [Sample(t_ns, {}, "unavailable", (reason,))]
 
     def _interval_ns(self) -> int:
         if not self._gaps_ns:
@@ -174,11 +175,12 @@ class DcgmSensor:
         return sum(single) // len(single)
 
     def _values(self, fields: dict[str, float]) -> dict[str, float]:
+        whole_gpu = self._reader is None or self._reader.instance_id is None
         values = {}
         for field, raw in fields.items():
             name, convert = FIELDS[field]
             value = convert(raw)
-            if value is not None and (self._reader.instance_id is None or name not in WHOLE_GPU):
+            if value is not None and (whole_gpu or name not in WHOLE_GPU):
                 values[name] = value
         return values
 
@@ -271,7 +273,7 @@ def _connection(url: str) -> http.client.HTTPConnection:
     # no proxy: the exporter is on this machine or next to it
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
     connection.response_class = _TimedResponse
     return connection
 

@@ -127,7 +127,7 @@ class PageReader:
             self.seen = True
             if meaning is _OF_A_SLICE:
                 self.sliced = True
-            elif meaning is not _UNREAD:
+            elif isinstance(meaning, str):
                 number = _number(tail)
                 if number is not None:
                     fields[meaning] = number

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from workers.telemetry.base import Sample, SensorUnavailable, Target
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.nvml import GONE, GpuHandles, Nvml, find_gpu, initialise, open_nvml, ratio, refuse_shared
 
 _MIN_INTERVAL_NS = 100_000_000  # NVIDIA: figures from two samples closer than 100 ms are not reliable
@@ -37,7 +37,7 @@ _METRICS = {
 }
 
 
-class GpmSensor:
+class GpmSensor(Sensor):
     """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call gives none.
 
     A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to give comes
@@ -48,7 +48,6 @@ class GpmSensor:
     name = "gpm"
     metrics = tuple(_METRICS.values())
     period_s = 0.11  # a little over the least interval: a call that comes early by a hair would give nothing
-    lag_s = 0.0
 
     def __init__(self, nvml: Nvml | Any | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -89,7 +88,7 @@ class GpmSensor:
         refuse_shared(found, uuid)
         return found
 
-    def watch(self, target: Target) -> None:
+    def watch(self, target: WatchTarget) -> None:
         if self._nvml is None:
             raise SensorUnavailable("the gpm sensor was closed")
         self._found = self._supported(target.device_uuid)
@@ -140,7 +139,8 @@ class GpmSensor:
 
     def _take(self) -> None:
         """Fill the newer buffer."""
-        found = self._found
+        if (found := self._found) is None:
+            raise SensorUnavailable("the gpm sensor watches nothing")
         if found.instance_id is None:
             self._nvml.nvmlGpmSampleGet(found.gpu, self._newer)
         else:

@@ -114,7 +114,7 @@ def _name(pid: int) -> str | None:
     import psutil
 
     try:
-        return psutil.Process(pid).name()
+        return str(psutil.Process(pid).name())
     except psutil.AccessDenied:
         return ""
     except (psutil.Error, ValueError, OverflowError):
@@ -122,4 +122,5 @@ def _name(pid: int) -> str | None:
 
 
 def _sum(charged: list[int | None]) -> int | None:
-    return None if None in charged else sum(charged)
+    known = [bytes_ for bytes_ in charged if bytes_ is not None]
+    return sum(known) if len(known) == len(charged) else None

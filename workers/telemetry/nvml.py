@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from workers.telemetry.base import Sample, SensorUnavailable, Target
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.gpu_processes import GpuProcesses
 
 _BYTES_PER_MIB = 1024**2
@@ -85,8 +85,9 @@ def open_nvml() -> Nvml:
         if error.name != "pynvml":
             raise
         raise SensorUnavailable("the package nvidia-ml-py is not installed") from error
-    initialise(pynvml)
-    return pynvml
+    nvml: Nvml = pynvml
+    initialise(nvml)
+    return nvml
 
 
 def initialise(nvml: Nvml) -> None:
@@ -133,7 +134,7 @@ def find_gpu(nvml: Nvml, uuid: str | None) -> GpuHandles:
         raise SensorUnavailable(f"NVML knows no GPU with UUID {uuid}: {error}") from error
 
 
-def refuse_shared(found: GpuHandles, uuid: str) -> None:
+def refuse_shared(found: GpuHandles, uuid: str | None) -> None:
     """Raises `SensorUnavailable` for a slice whose GPU instance, which profiling counts, others compute on too."""
     if found.shares_instance:
         raise SensorUnavailable(f"profiling is per MIG GPU instance, which {uuid} shares with other compute instances")
@@ -156,7 +157,7 @@ def ratio(value: float, full: float = 100.0) -> float | None:
     return min(share, 1.0)
 
 
-class NvmlSensor:
+class NvmlSensor(Sensor):
     """One GPU or MIG slice by UUID. A query that the device or driver lacks is asked once, then left out: `dropped`.
 
     `gpu_util` and `memory_util` are NVML's own averages over its last 1/6 to 1 s, `power_w` covers a part of the time
@@ -191,7 +192,7 @@ class NvmlSensor:
             nvml = open_nvml()
         else:
             initialise(nvml)
-        self._nvml: Nvml | None = nvml
+        self._opened: Nvml | None = nvml
         self._clock_ns = clock_ns
         self._device: Any = None  # the GPU or the MIG slice
         self._gpu: Any = None  # the GPU that it is part of
@@ -215,14 +216,18 @@ class NvmlSensor:
             raise
         return sensor
 
+    @property
+    def _nvml(self) -> Nvml:
+        if self._opened is None:
+            raise SensorUnavailable("the nvml sensor was closed")
+        return self._opened
+
     def ignore(self, pids: Iterable[int]) -> None:
         """Do not count these processes, nor those below them, as others; for this trial and those watched later."""
         self._known_pids = frozenset(pids)
         self._processes.ignore(self._known_pids)
 
-    def watch(self, target: Target) -> None:
-        if self._nvml is None:
-            raise SensorUnavailable("the nvml sensor was closed")
+    def watch(self, target: WatchTarget) -> None:
         found = find_gpu(self._nvml, target.device_uuid)
         self._device, self._gpu = found.device, found.gpu
         self._processes = GpuProcesses(target.pid, self._known_pids)
@@ -251,7 +256,7 @@ class NvmlSensor:
         }
 
     def sample(self) -> list[Sample]:
-        if self._nvml is None or self._device is None:
+        if self._opened is None or self._device is None:
             raise SensorUnavailable("the nvml sensor watches nothing")
         t_ns = self._clock_ns()
         self._slow = t_ns >= self._slow_due_ns
@@ -270,9 +275,9 @@ class NvmlSensor:
         code = getattr(error, "value", None)  # pynvml's version-mismatch error carries none
         if code in GONE:
             raise SensorUnavailable(_said(error)) from error
-        if code in _NEVER or code is None:
+        if code is None or code in _NEVER:
             del self._readers[metric]
-            self._drop(metric, _NEVER.get(code, str(error)))
+            self._drop(metric, str(error) if code is None else _NEVER[code])
 
     def _drop(self, metric: str, reason: str) -> None:
         """Say once why `metric`, and what comes of the same query, is not given."""
@@ -284,7 +289,7 @@ class NvmlSensor:
         self.dropped.update(dict.fromkeys((metric, *together.get(metric, ())), reason))
 
     def close(self) -> None:
-        nvml, self._nvml = self._nvml, None
+        nvml, self._opened = self._opened, None
         self._device = self._gpu = None
         if nvml is not None:
             try:

@@ -85,4 +85,5 @@ def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *a
     _idle.append(caller)
     if error is not None:
         raise error
-    return answer
+    value: Answer = answer
+    return value

@@ -13,7 +13,7 @@ import psutil
 
 from workers.containment import descendants_of, lists_children
 from workers.host_memory import TreeMemory
-from workers.telemetry.base import Sample, SensorUnavailable, Target
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 
 _BYTES_PER_MIB = 1024**2
 _MIN_CPU_INTERVAL_NS = 50_000_000  # the kernel counts CPU time in ticks of 10 ms: shorter spans say little
@@ -52,7 +52,7 @@ class ProcessTree:
         return list(known.values())
 
 
-class ProcessSensor:
+class ProcessSensor(Sensor):
     """CPU cores used since the last reading, and resident memory, of the trial's process tree.
 
     `rss_mib` of one process is its resident set; of several it is what they use together, pages that they share counted
@@ -75,11 +75,11 @@ class ProcessSensor:
     def create(cls, settings: Any, device_uuid: str | None) -> ProcessSensor:
         return cls()
 
-    def watch(self, target: Target) -> None:
+    def watch(self, target: WatchTarget) -> None:
         try:
             self._tree = ProcessTree(target.pid)
             self._cpu_ns = self._clock_ns()
-            self._cpu_s = self._read()[0]
+            self._cpu_s = self._read(self._tree)[0]
         except psutil.Error as error:
             raise SensorUnavailable(f"process {target.pid} cannot be watched: {error}") from error
 
@@ -88,7 +88,7 @@ class ProcessSensor:
             raise SensorUnavailable("the process sensor watches nothing")
         t_ns = self._clock_ns()
         try:
-            cpu_s, resident = self._read()
+            cpu_s, resident = self._read(self._tree)
         except psutil.Error:
             return []
         if not resident:
@@ -111,10 +111,10 @@ class ProcessSensor:
             return used
         return sum(max(0.0, now - self._cpu_s.get(key, 0.0)) for key, now in cpu_s.items())
 
-    def _read(self) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
+    def _read(self, tree: ProcessTree) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
         """(CPU seconds by process, resident bytes by process id)."""
         cpu_s, resident = {}, {}
-        for process in self._tree.processes():
+        for process in tree.processes():
             try:
                 with process.oneshot():
                     times = process.cpu_times()
@@ -122,7 +122,7 @@ class ProcessSensor:
                     key = (process.pid, process.create_time())
             except psutil.Error:
                 continue  # vanished since the tree was read
-            if memory == 0 and process.pid == self._tree.root:
+            if memory == 0 and process.pid == tree.root:
                 return {}, {}  # ended, waiting to be reaped
             cpu_s[key] = times.user + times.system + times.children_user + times.children_system
             resident[process.pid] = memory

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
-from workers.telemetry.base import Sample, Sensor, SensorUnavailable, Target
+from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.patience import call_within
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class TelemetrySampler:
         self._told = 0  # how many of the samples `new_samples` has given
         self.missing: dict[str, str] = {}
 
-    def start(self, target: Target) -> None:
+    def start(self, target: WatchTarget) -> None:
         """Point every sensor at the trial and begin. Sensors that cannot watch it are in `missing`."""
         assert not self._threads and not self._stopped, "a sampler serves one trial"
         for sensor in self._sensors:
@@ -112,8 +112,8 @@ class TelemetrySampler:
                 self._watching.append(sensor)
             except SensorUnavailable as reason:
                 self.missing[sensor.name] = str(reason)
-        together = [sensor for sensor in self._watching if not getattr(sensor, "slow", False)]
-        alone = [[sensor] for sensor in self._watching if getattr(sensor, "slow", False)]
+        together = [sensor for sensor in self._watching if not sensor.slow]
+        alone = [[sensor] for sensor in self._watching if sensor.slow]
         for group in filter(None, (together, *alone)):
             name = "telemetry-" + "-".join(sensor.name for sensor in group)
             thread = threading.Thread(target=self._run, args=(group,), name=name, daemon=True)
@@ -130,7 +130,7 @@ class TelemetrySampler:
         self.wind_up(until_ns)
         self._join(self._threads)
         for sensor in self._watching:
-            for metric, reason in getattr(sensor, "dropped", {}).copy().items():
+            for metric, reason in dict(sensor.dropped).items():
                 self.missing.setdefault(f"{sensor.name}.{metric}", reason)
         if not any(thread.is_alive() for thread in self._threads):
             for sensor in self._sensors:
@@ -186,9 +186,9 @@ class TelemetrySampler:
                 next_due = min(due[id(sensor)] for sensor in active)
                 self._stopping.wait(max(0.0, next_due - time.monotonic()))
         for sensor in active:
-            if getattr(sensor, "lag_s", 0.0) > 0:
+            if sensor.lag_s > 0:
                 self._read_on(sensor)
-            elif not getattr(sensor, "slow", False):
+            elif not sensor.slow:
                 self._take(sensor)
 
     def _read_on(self, sensor: Sensor) -> None:
@@ -256,7 +256,7 @@ def to_table(
     from warehouse.schema import METRICS, TELEMETRY_SCHEMA
 
     ordered = sorted(samples, key=lambda pair: pair[1].t_ns)
-    columns: dict[str, list] = {
+    columns: dict[str, list[Any]] = {
         "run_id": [run_id] * len(ordered),
         "t_ms": [(sample.t_ns - t0_ns) / 1e6 for _, sample in ordered],
         "sensor": [name for name, _ in ordered],

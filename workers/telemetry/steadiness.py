@@ -126,7 +126,8 @@ class _Series:
             self.knots.append((max(begun_ns, self.window_ns), 0.0))
         since_ns, integral = self.knots[-1]
         if self.is_counter:
-            grown = (value - previous) * (end_ns - since_ns) / (end_ns - previous_ns)
+            span_ns = end_ns - (since_ns if previous_ns is None else previous_ns)
+            grown = (value - previous) * (end_ns - since_ns) / span_ns
         else:
             grown = value * (end_ns - since_ns) / 1e9
         self.knots.append((end_ns, integral + grown))
@@ -292,7 +293,7 @@ class TargetFollower:
         patience_ns = _PATIENCE * interval_ns + _LAG_NS
         if series.last_ns is None:  # a slow exporter's first reading may come while the window has to last anyway
             patience_ns = max(patience_ns, int(self._window.min_seconds * 1e9))
-        return now_ns - max(series.last_ns or 0, self._window_ns) <= patience_ns
+        return now_ns - max(series.last_ns or 0, self._window_ns or 0) <= patience_ns
 
     def _interval(self, target: str) -> tuple[float, float, int] | None:
         """(mean, half-width, blocks) of a target; None while it has too few blocks."""
