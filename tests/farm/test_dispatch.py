@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from farm.dispatch import Dispatcher, lost_run, make_executor, reconcile, task_spec
 from farm.executors import Completion
 from farm.jobs import Job
@@ -357,6 +357,6 @@ def test_one_dispatcher_at_a_time(folder):
 def test_without_ray_the_message_names_the_way_without_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     executor = make_executor(DeviceChoice(backend="simulated"), ClusterSettings(kind="ray"))
-    with pytest.raises(UsageError, match="cluster=inline runs one worker without it"):
+    with pytest.raises(EnvironmentProblem, match="cluster=inline runs one worker without it"):
         executor.start()
     executor.close()

@@ -10,7 +10,7 @@ from test_dispatch import submit, work
 from test_lost_queue import submit_mixed
 
 from conf.cli import run
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from farm import doctor
 from farm.lock import DispatcherBusy, DispatcherLock
 from farm.repair import repair
@@ -202,9 +202,9 @@ def test_queries_that_fail_for_an_unreadable_listing_answer_after_a_repair(ran, 
     merged = one(ran, kind)
     listing_file(ran, kind, merged.name).write_bytes(b"torn")
     flip(merged)
-    with pytest.raises(UsageError, match="repair=true"):
+    with pytest.raises(EnvironmentProblem, match="repair=true"):
         counts(ran)
-    with pytest.raises(UsageError, match="repair=true"):
+    with pytest.raises(EnvironmentProblem, match="repair=true"):
         take_snapshot(ran)
     report = repair(ran)
     assert merged in report.moved and listing_file(ran, kind, merged.name) in report.moved

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conf import cli
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from learn import benchmark as benchmark_module
 from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
@@ -299,7 +299,7 @@ def test_json_that_cannot_be_written_after_all_is_a_mistake_of_the_users(tmp_pat
     path = write(tmp_path / "some.csv", [(1, 200, OK)])
     settings = BenchmarkSettings(published=str(path), estimators=("hundreds",), workers=0)
     gone = tmp_path / "gone" / "report.json"
-    with pytest.raises(UsageError, match=r"out=.*report\.json cannot be written: No such file or directory"):
+    with pytest.raises(EnvironmentProblem, match=r"out=.*report\.json cannot be written: No such file or directory"):
         write_json(str(gone), benchmark(settings), settings)
 
 
