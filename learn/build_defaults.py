@@ -257,6 +257,7 @@ def _distil_only(settings: BuildSettings, data: Path, folder: Path, progress) ->
     """Keep the models of `settings.models`. Raises `UsageError` for damaged ones and for those of other features."""
     from learn.artifacts import open_artifact, require_current
 
+    assert settings.models is not None  # this is for settings that name models
     kept = {target: require_current(open_artifact(settings.models / target)) for target in TARGETS}
     for target, artifact in kept.items():
         artifact.check()
@@ -289,7 +290,7 @@ def _distilled(settings: BuildSettings, data: Path, fitted, progress):
         cases, str(data), workers=settings.workers,
         progress=lambda d, n: progress("tracing the fast path's", d, n),
     )  # fmt: skip
-    cases = [case for case in cases if features_of(case).error is None]
+    cases = tuple(case for case in cases if features_of(case).error is None)
     taught = {}
     for target in ("memory", "smact", "smocc"):
         prediction = fitted[target].predict(cases)
@@ -311,13 +312,13 @@ def _without_input(records: Iterable[StepRecord]) -> dict[str, np.ndarray]:
 
 def entry(cfg) -> int:
     """The command: settings in, a progress bar, the folder's path out."""
-    from omegaconf import OmegaConf
     from rich.console import Console
     from rich.progress import TimeRemainingColumn
 
     from conf.bars import start_bar
+    from learn.commands.plain_settings import plain_settings
 
-    values = OmegaConf.to_container(cfg, resolve=True)
+    values = plain_settings(cfg)
     values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
     settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)

@@ -43,12 +43,18 @@ class Case:
             raise ValueError("a case has a trial config or a module's workload, and not both")
 
     @property
+    def _job(self) -> Workload | TrialConfig:
+        job = self.config if self.module is None else self.module
+        assert job is not None  # __post_init__ has seen to that
+        return job
+
+    @property
     def family(self) -> str:
         return MODULE if self.config is None else self.config.family
 
     @property
     def batch_size(self) -> int:
-        return (self.module or self.config).batch_size
+        return self._job.batch_size
 
     @cached_property
     def spec(self) -> DeviceSpec | None:
@@ -59,7 +65,8 @@ class Case:
     def workload(self) -> Workload:
         from learn.workload import of_config
 
-        return self.module or replace(of_config(self.config), training_loop=self.training_loop)
+        job = self._job
+        return replace(of_config(job), training_loop=self.training_loop) if isinstance(job, TrialConfig) else job
 
     @cached_property
     def key(self) -> str | None:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
 from learn.targets import BIN_WIDTHS_GB, Bins, get_target
 
 if TYPE_CHECKING:
     from learn.data import Rows
+    from learn.evaluation.evaluate import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ class Fit:
     """What a fit leaves: the artifact's folder, its `meta.json`, and the evaluation behind the figures."""
 
     path: Path
-    meta: dict
-    evaluation: object
+    meta: dict[str, Any]
+    evaluation: Evaluation
 
 
 def fit(
@@ -109,7 +110,7 @@ def fit(
         settings.data, settings.target, settings.family, settings.source, settings.device_name,
         snapshot=settings.snapshot, trust=settings.trust,
     )  # fmt: skip
-    needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
+    needs_trace = get_estimator(settings.estimator).needs_trace
     if needs_trace:
         prepare(rows.cases, settings.data, progress=partial(progress, "tracing jobs"))
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
@@ -158,7 +159,7 @@ def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
     notes = []
     if rows.censored.any():
         known = "they are fitted on as lower bounds"
-        if not getattr(get_estimator(estimator), "uses_out_of_memory", False):
+        if not get_estimator(estimator).uses_out_of_memory:
             known = "they are not fitted on, so estimates near the device's memory lean low"
         shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
         notes.append(

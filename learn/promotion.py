@@ -110,7 +110,7 @@ def refit(
             f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
             "to judge by"
         )
-    if getattr(get_estimator(estimator), "needs_trace", False):
+    if get_estimator(estimator).needs_trace:
         prepare(rows.cases, folder, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
     progress("fitting the candidate")
     try:

@@ -20,7 +20,7 @@ from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
-    from learn.artifacts import Artifact
+    from learn.artifacts import Artifact, Wanted
     from learn.traced import TracedStep
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
@@ -124,9 +124,13 @@ def answer(
     found = _Found()
     if loop is not None:
         job = replace(job, training_loop=loop == PIPELINE)
-    fitted = estimator is not None and estimator not in TRAINING_FREE
     case = _case(job, device)
-    if fitted and job.config is None and not getattr(get_estimator(estimator), "needs_trace", False):
+    if (
+        estimator is not None
+        and estimator not in TRAINING_FREE
+        and job.config is None
+        and not get_estimator(estimator).needs_trace
+    ):
         raise UsageError(f"estimator={estimator} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
     traced = failure = None
     try:
@@ -179,17 +183,18 @@ def _case(job: Workload, device: DeviceSpec) -> Case:
 
 def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> None:
     """Memory by a training-free method. `UsageError` with the method's reason."""
-    from learn.analytical.base import analyse
+    from learn.analytical.base import AnalyticalEstimator, analyse
     from learn.estimators import get_estimator
     from learn.traced import wants_values
 
     known = get_estimator(estimator)
-    said = analyse(known.method(), job, device)
-    if said.mib is None:
-        stuck = wants_values(said.reason) and f"estimator={estimator}" not in WITHOUT_TRACE
+    assert issubclass(known, AnalyticalEstimator), estimator
+    by_method = analyse(known.method(), job, device)
+    if by_method.mib is None:
+        stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
         advice = f"; {WITHOUT_TRACE}" if stuck else ""
-        raise UsageError(f"estimator={estimator} has no answer: {said.reason}{advice}")
-    found.values |= {"peak_memory_mib": said.mib, "breakdown": dict(said.parts)}
+        raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
+    found.values |= {"peak_memory_mib": by_method.mib, "breakdown": dict(by_method.parts)}
     found.by["memory"], found.loops["memory"] = estimator, loop_named(job.training_loop)
     found.notes.append(known.warning)
 
@@ -219,7 +224,8 @@ def _ask_fitted(
         folder.open()
     module = case.config is None
     family = None if module else case.family
-    wanted = {"estimator": estimator, "family": family, "device": case.described.name, "for_modules": module}
+    wanted: Wanted = {"estimator": estimator, "family": family, "device": case.device, "for_modules": module}
+    learnt: Wanted = {**wanted, "learnt": True}
     shipped = {target: default_artifact(target) for target in TARGETS}
     shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
     if estimator is not None and "memory" not in shipped:
@@ -229,7 +235,7 @@ def _ask_fitted(
     for target in TARGETS:
         own = None
         try:
-            own = find_latest(folder, target, learnt=True, **wanted)
+            own = find_latest(folder, target, **learnt)
         except StaleArtifact as error:
             if estimator is not None:
                 raise
@@ -273,7 +279,7 @@ def _of_loop(
     """Return the first of the two models that knows the loop, and which model was passed over for that."""
     if loop is None or target == "memory":
         return own or shipped, []
-    passed_over = []
+    passed_over: list[str] = []
     for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
         if artifact is None:
             continue
@@ -291,13 +297,13 @@ def _in_a_plain_loop(case: Case, lent: contextlib.ExitStack) -> Case:
     from learn.step_store import remembered
     from learn.traced import step_of
 
-    if case.training_loop:
+    if case.training_loop or case.spec is None:
         return case
     looped = replace(case, training_loop=True)
     if case.module is not None:
         looped = replace(looped, module=replace(case.module, training_loop=True))
     with contextlib.suppress(UsageError):  # then whoever asks for its record hears why
-        lent.enter_context(remembered(looped, step_of(looped.workload, looped.described)))
+        lent.enter_context(remembered(looped, step_of(looped.workload, case.spec)))
     return looped
 
 

@@ -79,7 +79,7 @@ def peak_said(done: Estimate) -> str:
     operator = done.peak_operator or "what the step begins with"
     where = f" of {done.peak_module}" if done.peak_module else ""
     when = {"setup": "before the first step", "optimizer": "in the optimizer's step"}
-    return f"{operator}{where}, {when.get(done.peak_phase, f'in the {done.peak_phase} pass')}"
+    return f"{operator}{where}, {when.get(str(done.peak_phase), f'in the {done.peak_phase} pass')}"
 
 
 def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:

@@ -63,12 +63,10 @@ def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
     """Whether the estimate's figure is the very one that the run was simulated with, so that agreeing says nothing."""
     column = get_target(target).column
     estimated, in_run = getattr(done, column), past.found[column]
-    return (
-        past.source == "simulated"
-        and done.answered_by.get(target) == "trace"
-        and None not in (estimated, in_run)
-        and math.isclose(estimated, in_run, rel_tol=1e-9)
-    )
+    if estimated is None or in_run is None:
+        return False
+    by_trace = past.source == "simulated" and done.answered_by.get(target) == "trace"
+    return by_trace and math.isclose(estimated, in_run, rel_tol=1e-9)
 
 
 def known_to(past: PastRun, done: Estimate, data: Any) -> list[str]:

@@ -75,7 +75,8 @@ def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
     live = [0] * len(BANDS)
     before = 0
     columns: list[Column] = []
-    count, best, best_parts, reserved, has_peak = 0, -1, (), 0, False
+    best_parts: tuple[int, ...] = ()
+    count, best, reserved, has_peak = 0, -1, 0, False
     for index, moment in enumerate(timeline):
         block = blocks[moment.block]
         change = moment.allocated - before

@@ -220,8 +220,8 @@ def _by_batch(plt, done: Benchmark, file: str):
             label=name, **style,
         )  # fmt: skip
     axes.axhline(0, color="0.4", linewidth=0.8)
-    steps = sorted({step for points in lines.values() for step in points})
-    axes.set_xticks(steps, [f"{2**step:,}" for step in steps])
+    doublings = sorted({step for points in lines.values() for step in points})
+    axes.set_xticks(doublings, [f"{2**step:,}" for step in doublings])
     ticks = np.linspace(-limit, limit, 5)
     axes.set_yticks(ticks, [_signed(done, t) + (" or more" if abs(t) == most else "") for t in ticks])
     axes.set_ylim(-1.06 * limit, 1.06 * limit)
@@ -262,7 +262,8 @@ def _reliable(plt, done: Benchmark, file: str):
     for own, style in zip(figures, _styles([f.estimator for f in figures]).values(), strict=True):
         shares = [own.reliability[f"{q:g}"] for q in RELIABILITY]
         axes.plot(RELIABILITY, shares, marker="o", markersize=3, linewidth=1.2, label=own.estimator, **style)
-        axes.plot([0.99], [own.bound.coverage], marker="*", markersize=9, color=style["color"])
+        if own.bound is not None:
+            axes.plot([0.99], [own.bound.coverage], marker="*", markersize=9, color=style["color"])
     percents = np.linspace(0, 1, 6)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(percents, [f"{share:.0%}" for share in percents])

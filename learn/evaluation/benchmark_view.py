@@ -18,6 +18,9 @@ from learn.evaluation.scores import NOT_INFORMATIVE
 from learn.targets import LEVELS, MIB_PER_GB
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
     from learn.evaluation.benchmark_result import Benchmark
     from learn.evaluation.benchmark_settings import BenchmarkSettings
 
@@ -35,7 +38,8 @@ class Progress:
 
         self._label, self._clock = label, clock
         self._console = Console(stderr=True, highlight=False)
-        self._bar = self._task = None
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
         self._began = self._said = clock()
 
     def __enter__(self) -> Progress:
@@ -51,7 +55,7 @@ class Progress:
 
     def update(self, done: int, of: int) -> None:
         """`done` of `of` steps are taken."""
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=of)
         elif done and (self._clock() - self._said >= _PLAIN_EVERY_S or done == of):
             self._said = self._clock()
@@ -243,6 +247,7 @@ def _print_worst(screen, done: Benchmark, n: int) -> None:
             table.add_column(name, justify="right")
         table.add_column("in doubt", overflow="fold")
         for row, error in rows:
+            assert row.estimate is not None  # it has an error
             estimate = row.estimate + (figures.constant or 0.0)
             said = f"{error:+.1%}" if done.relative else f"{error:+.4f}"
             table.add_row(row.name, row.group, f"{row.label:,.5g}", f"{estimate:,.5g}", said, row.doubt or "")

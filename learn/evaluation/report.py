@@ -96,8 +96,8 @@ def confusion_plot(path: Path, evaluation: Evaluation, meta: Mapping) -> None:
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
     bar.set_label("share of the row")
     metrics = evaluation.test
-    said = f"accuracy {metrics.accuracy:.0%}, macro F1 {metrics.macro_f1:.2f}"
-    _title(figure, evaluation, meta, metrics.n, NOT_INFORMATIVE if evaluation.own_labels else said)
+    figures = f"accuracy {metrics.accuracy:.0%}, macro F1 {metrics.macro_f1:.2f}"
+    _title(figure, evaluation, meta, metrics.n, NOT_INFORMATIVE if evaluation.own_labels else figures)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
