@@ -160,12 +160,12 @@ class Rows:
     @property
     def left_out(self) -> list[str]:
         """What could not be used of runs that have a label, a sentence each, for reports."""
-        said = []
+        notes = []
         if untrusted := self.counts.get("untrusted"):
-            said.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
+            notes.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
         if stale := self.counts.get("stale"):
-            said.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
-        return [*said, *self.remarks]
+            notes.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
+        return [*notes, *self.remarks]
 
     @property
     def ceiling_mib(self) -> float | None:
@@ -244,19 +244,19 @@ def load_rows(
     `conf/device` describes all of them, since estimators read the description; else `device_name=` has to choose.
     """
     wanted = get_target(target)
-    found = _read(data, wanted, snapshot)
+    runs = _read(data, wanted, snapshot)
     family = None if family in (None, "all") else str(family)
     if family is not None:
-        found = _choose(found, "family", family)
-    absurd = [str(row["run_id"]) for row in found if is_absurd(row, wanted.space == "ratio")]
+        runs = _choose(runs, "family", family)
+    absurd = [str(row["run_id"]) for row in runs if is_absurd(row, wanted.space == "ratio")]
     if absurd:
-        found = [row for row in found if not is_absurd(row, wanted.space == "ratio")]
-    counts = Counter(row["status"] for row in found)
-    unknown = sum(_is_censored(row, wanted) and row["device_memory_mib"] is None for row in found)
+        runs = [row for row in runs if not is_absurd(row, wanted.space == "ratio")]
+    counts = Counter(row["status"] for row in runs)
+    unknown = sum(_is_censored(row, wanted) and row["device_memory_mib"] is None for row in runs)
     if unknown:
         counts["oom on a device of unknown memory"] = unknown
         counts["oom"] -= unknown
-    usable = [row for row in found if _is_usable(row, wanted)]
+    usable = [row for row in runs if _is_usable(row, wanted)]
     untrusted = sum(row["quality"] == "untrusted" for row in usable)
     if untrusted:
         counts["untrusted"] = untrusted
@@ -275,7 +275,7 @@ def load_rows(
     counts |= {"absurd": len(absurd), "unreadable": read.unreadable.total(), "unknown code": read.refused}
     counts = Counter({reason: n for reason, n in counts.items() if n or reason == "oom"})
     if len(read.rows) < MIN_ROWS:
-        _refuse_too_few(wanted, family, found, len(read.rows), untrusted, stale, read.unreadable)
+        _refuse_too_few(wanted, family, runs, len(read.rows), untrusted, stale, read.unreadable)
     remarks = [f"{named(absurd)} left out: a label, a memory or a name that makes no sense"] if absurd else []
     return _pack(wanted, read, counts, (*remarks, *read.remarks))
 
@@ -309,8 +309,8 @@ def _read(
     finally:
         connection.close()
     names = [*columns, "label"]
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    for row in found:
+    runs = [dict(zip(names, row, strict=True)) for row in rows]
+    for row in runs:
         row["stale"] = row["run_id"] in stale
         row["device_name"] = row["device_name"] or "unknown"
         if row["device_memory_mib"] is None:
@@ -319,7 +319,7 @@ def _read(
         if row["device_memory_mib"] is not None and row["memory_fraction"] is not None:
             # The card played a smaller one: what did not fit needs at least that much.
             row["device_memory_mib"] *= row["memory_fraction"]
-    return found
+    return runs
 
 
 def _is_censored(row: Mapping[str, Any], target: Target) -> bool:
@@ -341,7 +341,7 @@ def _choose(rows: list[dict[str, Any]], key: str, wanted: str) -> list[dict[str,
     if key == "device_name" and not chosen:
         chosen = [row for row in rows if same_device(row["device_name"], wanted)]
     if rows and not chosen:
-        raise UsageError(f"no usable rows with {key}={wanted}; there are {_said(Counter(row[key] for row in rows))}")
+        raise UsageError(f"no usable rows with {key}={wanted}; there are {_listed(Counter(row[key] for row in rows))}")
     return chosen
 
 
@@ -355,7 +355,7 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
     if len(kinds) > 1:
         first = counts.most_common(1)[0][0]
         raise UsageError(
-            f"the rows come from several {key.replace('_', ' ')}s ({_said(counts)}), which are not mixed; "
+            f"the rows come from several {key.replace('_', ' ')}s ({_listed(counts)}), which are not mixed; "
             f"choose one, as in {key}={_quoted(first)}"
         )
     return rows
@@ -379,21 +379,21 @@ def _quoted(value: str) -> str:
     return value if all(c.isalnum() or c in "-_." for c in value) else f"\"'{value}'\""
 
 
-def _said(counts: Mapping[str, int]) -> str:
+def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _refuse_too_few(
     target: Target,
     family: str | None,
-    found: list[dict[str, Any]],
+    runs: list[dict[str, Any]],
     usable: int,
     untrusted: int,
     stale: int,
     unreadable: Counter[str],
 ) -> None:
-    statuses = _said(Counter(row["status"] for row in found)) or "none"
-    unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in found)
+    statuses = _listed(Counter(row["status"] for row in runs)) or "none"
+    unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
     text = (
         f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}; "
         f"runs{f' with family={family}' if family else ''}: {statuses}"

@@ -40,26 +40,26 @@ class FitSettings:
         from featurize.own_code import parse_trust
         from learn.estimators import ESTIMATORS
 
-        found = []
+        problems = []
         try:
             object.__setattr__(self, "trust", parse_trust(self.trust))
         except UsageError as error:
-            found.append(str(error))
+            problems.append(str(error))
         try:
             target = get_target(self.target)
         except UsageError as error:
-            found.append(str(error))
+            problems.append(str(error))
         else:
             if self.bin_gb is not None and not target.is_memory:
-                found.append(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
+                problems.append(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
         if self.estimator not in ESTIMATORS:
-            found.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
+            problems.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
         if self.bin_gb is not None and self.bin_gb not in BIN_WIDTHS_GB:
-            found.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
+            problems.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
-            found.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
+        if problems:
+            raise UsageError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
     if doubted := int((rows.doubt != "").sum()):
         notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")
     if "simulated" in rows.count("source"):
-        said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
-        notes.append(said + "nothing about real GPUs")
+        origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
+        notes.append(origin + "nothing about real GPUs")
         if estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
             notes.append("the trace made these very labels, so that errors here are near zero by construction")
     return notes + rows.left_out
