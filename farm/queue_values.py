@@ -14,7 +14,7 @@ from conf.errors import UsageError
 from conf.plain_text import shown
 from farm.job_records import Task, UnreadableTask
 from featurize.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
-from warehouse.folder import checked_name
+from warehouse.layout import checked_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 

@@ -22,7 +22,7 @@ import psutil
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.plain_text import error_line
-from conf.ray_session import own_session_environment
+from conf.ray_session import own_session_environment, putting_last
 from farm.executors import Completion
 from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
@@ -116,19 +116,12 @@ class PinnedWorker:
 
 
 def _actor_class() -> type:
-    """Return the class of the actors.
-
-    Ray puts the driver's working folder first on a worker's path, where a `workers.py` of the user's would hide our
-    package. A class that a function defines reaches the worker by value, so that it is there before any import of ours.
-    """
+    """Return the class of the actors: one that is sent by value, and mends the path before any import of ours."""
+    put_last = putting_last(working_folder())
 
     class RayWorker:
-        def __init__(self, working_folder: str | None, *arguments: Any) -> None:
-            import sys
-
-            if working_folder is not None:
-                others = [path for path in sys.path if path not in ("", working_folder)]
-                sys.path[:] = [*others, working_folder]
+        def __init__(self, *arguments: Any) -> None:
+            put_last()
             from farm.ray_executor import PinnedWorker
 
             self._pinned = PinnedWorker(*arguments)
@@ -286,7 +279,7 @@ class RayExecutor:
         )
         for index, key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            actor = bound.remote(working_folder(), self._choice.to_mapping(), key, self._environment, len(keys))
+            actor = bound.remote(self._choice.to_mapping(), key, self._environment, len(keys))
             self._seats[name] = _Seat(actor, node)
             self._unstarted.append(name)
         return len(keys)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from conf.errors import UsageError
 from conf.identity import version_of
@@ -198,7 +198,18 @@ def open_artifact(path: Path) -> Artifact:
     return Artifact(path, meta)
 
 
-def find_latest(data, target: str, **wanted: str | bool | None) -> Artifact | None:
+class Wanted(TypedDict, total=False):
+    """What `newest` chooses by."""
+
+    estimator: str | None
+    family: str | None
+    device: str | None
+    source: str | None
+    learnt: bool
+    for_modules: bool
+
+
+def find_latest(data, target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
     """`newest`, of whose arguments `wanted` is, or None; `StaleArtifact` where that version's features are not those
     of this code."""
     found = newest(data, target, **wanted)
@@ -241,7 +252,7 @@ def newest(
     return None
 
 
-def load_latest(data, target: str, **wanted: str | bool | None) -> Artifact:
+def load_latest(data, target: str, **wanted: Unpack[Wanted]) -> Artifact:
     """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
@@ -297,7 +308,7 @@ def environment() -> dict[str, str | None]:
 
 
 def _reads_modules(artifact: Artifact) -> bool:
-    reads = getattr(get_estimator(artifact.meta["estimator"]), "needs_trace", False)
+    reads = get_estimator(artifact.meta["estimator"]).needs_trace
     return reads and "simulated" not in artifact.meta["rows"]["source"]
 
 

@@ -224,11 +224,10 @@ def _counted(
 
 def entry(cfg) -> int:
     """The command: settings in, tables out, and the files that are asked for."""
-    from omegaconf import OmegaConf
-
+    from learn.commands.plain_settings import plain_settings
     from learn.evaluation.benchmark_view import Progress, print_benchmark, write_json
 
-    settings = BenchmarkSettings(**OmegaConf.to_container(cfg, resolve=True))
+    settings = BenchmarkSettings(**plain_settings(cfg))
     with Progress(f"benchmark of {settings.target}") as progress:
         done = benchmark(settings, progress=progress.update)
     print_benchmark(done, by=settings.by, worst=settings.worst)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from conf.cli import command
 from conf.errors import UsageError
@@ -340,15 +340,13 @@ def _without_input(records: Iterable[StepRecord]) -> dict[str, np.ndarray]:
 
 def entry(cfg) -> int:
     """The command: settings in, a progress bar, the folder's path out."""
-    from omegaconf import OmegaConf
     from rich.console import Console
     from rich.progress import TimeRemainingColumn
 
     from conf.bars import start_bar
+    from learn.commands.plain_settings import plain_settings
 
-    container = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(container, dict), "a command's settings are a mapping"
-    values: dict[str, Any] = {str(key): value for key, value in container.items()}
+    values = plain_settings(cfg)
     values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
     settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)

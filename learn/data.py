@@ -6,11 +6,14 @@ Start reading at `load_rows`. What can't be used is counted with its reason, nev
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,25 +24,48 @@ from learn.cases import Case
 from learn.row_checks import ReadConfigs, is_absurd, named, read_configs
 from learn.targets import Target, get_target
 
+if TYPE_CHECKING:
+    from warehouse.folder import DataFolder
+
 MIN_ROWS = 30
 MIN_GROUPS = 10
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Labelled training jobs, sorted by run_id; every array has length n.
+@dataclass(frozen=True, kw_only=True)
+class LabelledRow:
+    """One training job with its label.
 
-    label      float, in the target's unit. Where `censored`, what is known is "at least this much".
-    censored   bool: out-of-memory on the device. Their label is `device_memory_mib`; classifiers count them as members
-               of the top bin, or of no less than their label's where they had a share of the device only; regressors
-               without a use for "at least" leave them out (`exact`).
+    label      in the target's unit. Where `censored`, what is known is "at least this much".
+    censored   out of memory on the device. The label is `device_memory_mib`; classifiers count such a row as a member
+               of the top bin, or of no less than its label's where it had a share of the device only; regressors
+               without a use for "at least" leave it out (`Rows.exact`).
     device_memory_mib
                of the device, or the share of it that the trial was allowed (`runs.memory_fraction`); card_mib: of the
-               whole device.
+               whole device. NaN where nobody knows.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
     module     what a row is told apart by in reports and left out by as a whole: family and topology, or a library's
                own name for a kind of model.
-    doubt      why a label may be wrong, as the rows beside it have it; empty for none. Nothing is fitted on such rows.
+    doubt      why the label may be wrong, as the rows beside it have it; empty for none. Such rows are not fitted on.
+    """
+
+    run_id: str
+    case: Case
+    label: float
+    censored: bool = False
+    family: str
+    source: str
+    device: str
+    device_memory_mib: float
+    card_mib: float
+    group: str
+    module: str
+    doubt: str = ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Labelled training jobs, sorted by run_id. Each field of `LabelledRow` is also a column: an array of length n.
+
     counts     rows of the selection by status; beside them `unreadable` (config that is none, or of unknown family or
                fields), `absurd` (a label that is no figure), `unknown code` (see `remarks`; these are not left out),
                `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong) and `stale` (the
@@ -49,47 +75,72 @@ class Rows:
     """
 
     target: Target
-    run_ids: np.ndarray
-    cases: tuple[Case, ...]
-    label: np.ndarray
-    censored: np.ndarray
-    family: np.ndarray
-    source: np.ndarray
-    device: np.ndarray
-    device_memory_mib: np.ndarray
-    card_mib: np.ndarray
-    group: np.ndarray
-    module: np.ndarray
-    doubt: np.ndarray
+    records: tuple[LabelledRow, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.cases)
+        return len(self.records)
 
-    def subset(self, index: np.ndarray) -> Rows:
-        """The rows at integer positions or under a bool mask, in that order."""
+    def subset(self, index: np.ndarray | Sequence[int]) -> Rows:
+        """Return the rows at integer positions or under a bool mask, in that order."""
         index = np.asarray(index)
-        if index.dtype == bool:
-            index = np.flatnonzero(index)
-        index = index.astype(int)
-        return Rows(
-            self.target,
-            self.run_ids[index],
-            tuple(self.cases[i] for i in index),
-            self.label[index],
-            self.censored[index],
-            self.family[index],
-            self.source[index],
-            self.device[index],
-            self.device_memory_mib[index],
-            self.card_mib[index],
-            self.group[index],
-            self.module[index],
-            self.doubt[index],
-            self.counts,
-            self.remarks,
-        )
+        positions = np.flatnonzero(index) if index.dtype == bool else index.astype(int)
+        return replace(self, records=tuple(self.records[i] for i in positions.tolist()))
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        return tuple(row.case for row in self.records)
+
+    @cached_property
+    def run_ids(self) -> np.ndarray:
+        return self._column([row.run_id for row in self.records], object)
+
+    @cached_property
+    def label(self) -> np.ndarray:
+        return self._column([row.label for row in self.records], float)
+
+    @cached_property
+    def censored(self) -> np.ndarray:
+        return self._column([row.censored for row in self.records], bool)
+
+    @cached_property
+    def family(self) -> np.ndarray:
+        return self._column([row.family for row in self.records], object)
+
+    @cached_property
+    def source(self) -> np.ndarray:
+        return self._column([row.source for row in self.records], object)
+
+    @cached_property
+    def device(self) -> np.ndarray:
+        return self._column([row.device for row in self.records], object)
+
+    @cached_property
+    def device_memory_mib(self) -> np.ndarray:
+        return self._column([row.device_memory_mib for row in self.records], float)
+
+    @cached_property
+    def card_mib(self) -> np.ndarray:
+        return self._column([row.card_mib for row in self.records], float)
+
+    @cached_property
+    def group(self) -> np.ndarray:
+        return self._column([row.group for row in self.records], object)
+
+    @cached_property
+    def module(self) -> np.ndarray:
+        return self._column([row.module for row in self.records], object)
+
+    @cached_property
+    def doubt(self) -> np.ndarray:
+        return self._column([row.doubt for row in self.records], object)
+
+    @staticmethod
+    def _column(values: list[Any], kind: type) -> np.ndarray:
+        column: np.ndarray = np.array(values, dtype=kind)
+        column.flags.writeable = False  # every caller gets the same array
+        return column
 
     @property
     def configs(self) -> tuple[TrialConfig | None, ...]:
@@ -109,12 +160,12 @@ class Rows:
     @property
     def left_out(self) -> list[str]:
         """What could not be used of runs that have a label, a sentence each, for reports."""
-        said = []
+        notes = []
         if untrusted := self.counts.get("untrusted"):
-            said.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
+            notes.append(f"{untrusted} rows have untrusted labels (runs.quality_reasons says why); they are left out")
         if stale := self.counts.get("stale"):
-            said.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
-        return [*said, *self.remarks]
+            notes.append(f"{stale} rows have labels that moved with their device's environment; they are left out")
+        return [*notes, *self.remarks]
 
     @property
     def ceiling_mib(self) -> float | None:
@@ -147,29 +198,31 @@ def make_rows(
 ) -> Rows:
     """Rows from configs and labels that are at hand, without a warehouse; all of one source and device."""
     from featurize.features import group_key
-    from learn.cases import of_configs
 
     n = len(configs)
-    return Rows(
-        target=get_target(target) if isinstance(target, str) else target,
-        run_ids=np.asarray(run_ids if run_ids is not None else [f"row-{i:06d}" for i in range(n)], dtype=object),
-        cases=of_configs(configs, device, training_loop=training_loop),
-        label=np.asarray(label, dtype=float).reshape(n),
-        censored=np.asarray(censored if censored is not None else [False] * n, dtype=bool).reshape(n),
-        family=np.asarray([config.family for config in configs], dtype=object),
-        source=np.full(n, source, dtype=object),
-        device=np.full(n, device, dtype=object),
-        device_memory_mib=np.full(n, device_memory_mib, dtype=float),
-        card_mib=np.full(n, device_memory_mib, dtype=float),
-        group=np.asarray([group_key(config) for config in configs], dtype=object),
-        module=np.asarray([module_of(config) for config in configs], dtype=object),
-        doubt=np.full(n, "", dtype=object),
-        counts={"ok": n},
-    )
+    names = [f"row-{i:06d}" for i in range(n)] if run_ids is None else run_ids
+    bounds = [False] * n if censored is None else censored
+    records = [
+        LabelledRow(
+            run_id=name,
+            case=Case(config, device, training_loop),
+            label=float(value),
+            censored=bool(bound),
+            family=config.family,
+            source=source,
+            device=device,
+            device_memory_mib=device_memory_mib,
+            card_mib=device_memory_mib,
+            group=group_key(config),
+            module=module_of(config),
+        )
+        for name, config, value, bound in zip(names, configs, label, bounds, strict=True)
+    ]
+    return Rows(get_target(target) if isinstance(target, str) else target, tuple(records), {"ok": n})
 
 
 def load_rows(
-    data,
+    data: str | os.PathLike[str] | DataFolder | None,
     target: str,
     family: str | None = None,
     source: str | Sequence[str] | None = None,
@@ -191,19 +244,19 @@ def load_rows(
     `conf/device` describes all of them, since estimators read the description; else `device_name=` has to choose.
     """
     wanted = get_target(target)
-    found = _read(data, wanted, snapshot)
+    runs = _read(data, wanted, snapshot)
     family = None if family in (None, "all") else str(family)
     if family is not None:
-        found = _choose(found, "family", family)
-    absurd = [str(row["run_id"]) for row in found if is_absurd(row, wanted.space == "ratio")]
+        runs = _choose(runs, "family", family)
+    absurd = [str(row["run_id"]) for row in runs if is_absurd(row, wanted.space == "ratio")]
     if absurd:
-        found = [row for row in found if not is_absurd(row, wanted.space == "ratio")]
-    counts = Counter(row["status"] for row in found)
-    unknown = sum(_is_censored(row, wanted) and row["device_memory_mib"] is None for row in found)
+        runs = [row for row in runs if not is_absurd(row, wanted.space == "ratio")]
+    counts = Counter(row["status"] for row in runs)
+    unknown = sum(_is_censored(row, wanted) and row["device_memory_mib"] is None for row in runs)
     if unknown:
         counts["oom on a device of unknown memory"] = unknown
         counts["oom"] -= unknown
-    usable = [row for row in found if _is_usable(row, wanted)]
+    usable = [row for row in runs if _is_usable(row, wanted)]
     untrusted = sum(row["quality"] == "untrusted" for row in usable)
     if untrusted:
         counts["untrusted"] = untrusted
@@ -222,12 +275,14 @@ def load_rows(
     counts |= {"absurd": len(absurd), "unreadable": read.unreadable.total(), "unknown code": read.refused}
     counts = Counter({reason: n for reason, n in counts.items() if n or reason == "oom"})
     if len(read.rows) < MIN_ROWS:
-        _refuse_too_few(wanted, family, found, len(read.rows), untrusted, stale, read.unreadable)
+        _refuse_too_few(wanted, family, runs, len(read.rows), untrusted, stale, read.unreadable)
     remarks = [f"{named(absurd)} left out: a label, a memory or a name that makes no sense"] if absurd else []
     return _pack(wanted, read, counts, (*remarks, *read.remarks))
 
 
-def _read(data, target: Target, snapshot: str | None) -> list[dict]:
+def _read(
+    data: str | os.PathLike[str] | DataFolder | None, target: Target, snapshot: str | None
+) -> list[dict[str, Any]]:
     import warehouse
     from warehouse.stale import stale_now
 
@@ -254,8 +309,8 @@ def _read(data, target: Target, snapshot: str | None) -> list[dict]:
     finally:
         connection.close()
     names = [*columns, "label"]
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    for row in found:
+    runs = [dict(zip(names, row, strict=True)) for row in rows]
+    for row in runs:
         row["stale"] = row["run_id"] in stale
         row["device_name"] = row["device_name"] or "unknown"
         if row["device_memory_mib"] is None:
@@ -264,14 +319,14 @@ def _read(data, target: Target, snapshot: str | None) -> list[dict]:
         if row["device_memory_mib"] is not None and row["memory_fraction"] is not None:
             # The card played a smaller one: what did not fit needs at least that much.
             row["device_memory_mib"] *= row["memory_fraction"]
-    return found
+    return runs
 
 
-def _is_censored(row: dict, target: Target) -> bool:
+def _is_censored(row: Mapping[str, Any], target: Target) -> bool:
     return target.is_memory and row["status"] == "oom" and row["oom_kind"] == "device"
 
 
-def _is_usable(row: dict, target: Target) -> bool:
+def _is_usable(row: Mapping[str, Any], target: Target) -> bool:
     if _is_censored(row, target):
         return bool(row["device_memory_mib"])
     label = row["label"]
@@ -281,16 +336,16 @@ def _is_usable(row: dict, target: Target) -> bool:
     return row["status"] == "ok" and label is not None and (label > 0 or zero_is_a_figure)
 
 
-def _choose(rows: list[dict], key: str, wanted: str) -> list[dict]:
+def _choose(rows: list[dict[str, Any]], key: str, wanted: str) -> list[dict[str, Any]]:
     chosen = [row for row in rows if row[key] == wanted]
     if key == "device_name" and not chosen:
         chosen = [row for row in rows if same_device(row["device_name"], wanted)]
     if rows and not chosen:
-        raise UsageError(f"no usable rows with {key}={wanted}; there are {_said(Counter(row[key] for row in rows))}")
+        raise UsageError(f"no usable rows with {key}={wanted}; there are {_listed(Counter(row[key] for row in rows))}")
     return chosen
 
 
-def _one_of_a_kind(rows: list[dict], key: str, wanted: str | None) -> list[dict]:
+def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> list[dict[str, Any]]:
     if wanted is not None:
         return _choose(rows, key, wanted)
     counts = Counter(row[key] for row in rows)
@@ -300,7 +355,7 @@ def _one_of_a_kind(rows: list[dict], key: str, wanted: str | None) -> list[dict]
     if len(kinds) > 1:
         first = counts.most_common(1)[0][0]
         raise UsageError(
-            f"the rows come from several {key.replace('_', ' ')}s ({_said(counts)}), which are not mixed; "
+            f"the rows come from several {key.replace('_', ' ')}s ({_listed(counts)}), which are not mixed; "
             f"choose one, as in {key}={_quoted(first)}"
         )
     return rows
@@ -324,15 +379,21 @@ def _quoted(value: str) -> str:
     return value if all(c.isalnum() or c in "-_." for c in value) else f"\"'{value}'\""
 
 
-def _said(counts: Mapping) -> str:
+def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _refuse_too_few(
-    target: Target, family: str | None, found: list[dict], usable: int, untrusted: int, stale: int, unreadable: Counter
+    target: Target,
+    family: str | None,
+    runs: list[dict[str, Any]],
+    usable: int,
+    untrusted: int,
+    stale: int,
+    unreadable: Counter[str],
 ) -> None:
-    statuses = _said(Counter(row["status"] for row in found)) or "none"
-    unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in found)
+    statuses = _listed(Counter(row["status"] for row in runs)) or "none"
+    unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
     text = (
         f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}; "
         f"runs{f' with family={family}' if family else ''}: {statuses}"
@@ -349,35 +410,38 @@ def _refuse_too_few(
     raise UsageError(f"{text}; run more, as in: python -m farm.submit +arch={name} n=100, or give data=FOLDER")
 
 
-def _pack(target: Target, read: ReadConfigs, counts: Counter, remarks: tuple[str, ...]) -> Rows:
-    configs, kept = read.configs, read.rows
-    censored = np.array([_is_censored(row, target) for row in kept], dtype=bool)
-    label = [row["device_memory_mib"] if bound else row["label"] for row, bound in zip(kept, censored, strict=True)]
-    return Rows(
-        target=target,
-        run_ids=np.array([row["run_id"] for row in kept], dtype=object),
-        cases=tuple(_case(config, row) for config, row in zip(configs, kept, strict=True)),
-        label=np.array(label, dtype=float),
+def _pack(target: Target, read: ReadConfigs, counts: Mapping[str, int], remarks: tuple[str, ...]) -> Rows:
+    records = [
+        _labelled(target, row, config, group, module)
+        for row, config, group, module in zip(read.rows, read.configs, read.groups, read.modules, strict=True)
+    ]
+    return Rows(target, tuple(records), dict(sorted(counts.items())), remarks)
+
+
+def _labelled(target: Target, row: Mapping[str, Any], config: TrialConfig, group: str, module: str) -> LabelledRow:
+    censored = _is_censored(row, target)
+    return LabelledRow(
+        run_id=row["run_id"],
+        case=_case(config, row),
+        label=float(row["device_memory_mib"] if censored else row["label"]),
         censored=censored,
-        family=np.array([config.family for config in configs], dtype=object),
-        source=np.array([row["source"] for row in kept], dtype=object),
-        device=np.array([row["device_name"] for row in kept], dtype=object),
-        device_memory_mib=np.array([row["device_memory_mib"] or np.nan for row in kept], dtype=float),
-        card_mib=np.array([row["card_mib"] or np.nan for row in kept], dtype=float),
-        group=np.array(read.groups, dtype=object),
-        module=np.array(read.modules, dtype=object),
-        doubt=np.array([_doubt(row) for row in kept], dtype=object),
-        counts=dict(sorted(counts.items())),
-        remarks=remarks,
+        family=config.family,
+        source=row["source"],
+        device=row["device_name"],
+        device_memory_mib=float(row["device_memory_mib"] or math.nan),
+        card_mib=float(row["card_mib"] or math.nan),
+        group=group,
+        module=module,
+        doubt=_doubt(row),
     )
 
 
-def _case(config: TrialConfig, row: dict) -> Case:
+def _case(config: TrialConfig, row: Mapping[str, Any]) -> Case:
     # Other people's runs are of the usual loop; the farm's keep one batch on the device.
     return Case(config, row["device_name"], row["source"] == "imported", row["torch_version"])
 
 
-def _doubt(row: dict) -> str:
+def _doubt(row: Mapping[str, Any]) -> str:
     return (row["error"] or "in doubt") if row["error_type"] == "doubt" else ""
 
 
@@ -386,7 +450,7 @@ def module_of(config: TrialConfig) -> str:
     family where it has no topologies."""
     family = _family(config.family)
     if hasattr(family, "kind"):
-        return family.kind(config)
+        return str(family.kind(config))
     topology = getattr(config, "topology", None)
     return f"{config.family}/{topology}" if topology else config.family
 

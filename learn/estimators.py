@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from conf.errors import UsageError, unknown_name
 from learn.cases import Case
 from learn.data import Rows
 from learn.step_store import StepStore
-from learn.targets import get_target
+from learn.targets import Target, get_target
 
 ESTIMATORS: dict[str, str] = {
     "deepspeed": "learn.analytical.deepspeed:DeepSpeedEstimator",
@@ -79,16 +79,19 @@ class Prediction(Protocol):
 
 @runtime_checkable
 class Estimator(Protocol):
-    """Learns one target. Everything random is drawn from `seed`; predicting is pure.
+    """Learns one target. Everything random is drawn from `seed`; predicting is pure. Implementations inherit from it.
 
-    targets      the targets that it can be fitted to; None: any
-
-    A class may also have `needs_trace`: it reads records of a `StepStore`, which `StepStore.prepare` computes
-    in parallel; and `uses_out_of_memory`: rows that ran out of memory are fitted on as lower bounds. Else False.
+    targets             the targets that it can be fitted to; None: any
+    needs_trace         it reads records of a `StepStore`, which `StepStore.prepare` computes in parallel
+    uses_out_of_memory  rows that ran out of memory are fitted on as lower bounds
     """
 
     name: ClassVar[str]
-    targets: ClassVar[tuple[str, ...] | None]
+    targets: ClassVar[tuple[str, ...] | None] = None
+    needs_trace: ClassVar[bool] = False
+    uses_out_of_memory: ClassVar[bool] = False
+
+    def __init__(self, seed: int = 0) -> None: ...
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Learn from the rows, whose steps' records are taken from `steps` (None: a store of this call's own). Nothing
@@ -110,12 +113,13 @@ class Estimator(Protocol):
         ...
 
 
-def get_estimator(name: str) -> type:
-    """The estimator's class, imported now. An unknown name raises `UsageError` listing the known."""
+def get_estimator(name: str) -> type[Estimator]:
+    """Return the estimator's class, imported now. An unknown name raises `UsageError` listing the known."""
     if name not in ESTIMATORS:
         raise unknown_name("estimator", name, ESTIMATORS)
     module, _, attribute = ESTIMATORS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    estimator: type[Estimator] = getattr(importlib.import_module(module), attribute)
+    return estimator
 
 
 def require_target(estimator: type[Estimator], target: str) -> None:
@@ -130,13 +134,26 @@ def make_estimator(name: str, seed: int = 0) -> Estimator:
     return get_estimator(name)(seed=seed)
 
 
-def write_state(folder: Path, estimator: Estimator, state: Mapping) -> None:
+class Seeded(Protocol):
+    """An estimator with a seed, which knows its target once it is fitted or loaded."""
+
+    name: ClassVar[str]
+    seed: int
+    target: Target
+
+    def __init__(self, seed: int = 0) -> None: ...
+
+
+SeededT = TypeVar("SeededT", bound=Seeded)
+
+
+def write_state(folder: Path, estimator: Seeded, state: Mapping[str, Any]) -> None:
     """`estimator.json` of a fitted estimator: who it is, its target and seed, and what else `load` needs."""
     about = {"estimator": estimator.name, "target": estimator.target.name, "seed": estimator.seed}
     (folder / "estimator.json").write_text(json.dumps({**about, **state}, indent=1))
 
 
-def open_state(cls: type, folder: Path) -> tuple[Any, dict]:
+def open_state(cls: type[SeededT], folder: Path) -> tuple[SeededT, dict[str, Any]]:
     """An unfitted estimator of the target and seed that `write_state` wrote, and all that it wrote."""
     state = json.loads((folder / "estimator.json").read_text())
     loaded = cls(state["seed"])
@@ -154,7 +171,7 @@ def to_space(values: np.ndarray, space: str) -> np.ndarray:
 def from_space(values: np.ndarray, space: str) -> np.ndarray:
     """Inverse of `to_space`; ratios are clipped to [0, 1]."""
     values = np.asarray(values, dtype=float)
-    return np.exp(values) if space == "log" else np.clip(values, 0.0, 1.0)
+    return np.asarray(np.exp(values) if space == "log" else np.clip(values, 0.0, 1.0))
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
 from learn.targets import BIN_WIDTHS_GB, Bins, get_target
 
 if TYPE_CHECKING:
     from learn.data import Rows
+    from learn.evaluation.evaluate import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +40,26 @@ class FitSettings:
         from featurize.own_code import parse_trust
         from learn.estimators import ESTIMATORS
 
-        found = []
+        problems = []
         try:
             object.__setattr__(self, "trust", parse_trust(self.trust))
         except UsageError as error:
-            found.append(str(error))
+            problems.append(str(error))
         try:
             target = get_target(self.target)
         except UsageError as error:
-            found.append(str(error))
+            problems.append(str(error))
         else:
             if self.bin_gb is not None and not target.is_memory:
-                found.append(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
+                problems.append(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
         if self.estimator not in ESTIMATORS:
-            found.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
+            problems.append(str(unknown_name("estimator", self.estimator, ESTIMATORS)))
         if self.bin_gb is not None and self.bin_gb not in BIN_WIDTHS_GB:
-            found.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
+            problems.append(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {self.bin_gb!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
-            found.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append(f"seed must be an integer from 0 to {2**31 - 1}, got {self.seed!r}")
+        if problems:
+            raise UsageError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Fit:
     """What a fit leaves: the artifact's folder, its `meta.json`, and the evaluation behind the figures."""
 
     path: Path
-    meta: dict
-    evaluation: object
+    meta: dict[str, Any]
+    evaluation: Evaluation
 
 
 def fit(
@@ -109,7 +110,7 @@ def fit(
         settings.data, settings.target, settings.family, settings.source, settings.device_name,
         snapshot=settings.snapshot, trust=settings.trust,
     )  # fmt: skip
-    needs_trace = getattr(get_estimator(settings.estimator), "needs_trace", False)
+    needs_trace = get_estimator(settings.estimator).needs_trace
     traced = StepStore(settings.data)
     if needs_trace:
         traced.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
@@ -160,7 +161,7 @@ def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
     notes = []
     if rows.censored.any():
         known = "they are fitted on as lower bounds"
-        if not getattr(get_estimator(estimator), "uses_out_of_memory", False):
+        if not get_estimator(estimator).uses_out_of_memory:
             known = "they are not fitted on, so estimates near the device's memory lean low"
         shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
         notes.append(
@@ -171,8 +172,8 @@ def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
     if doubted := int((rows.doubt != "").sum()):
         notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")
     if "simulated" in rows.count("source"):
-        said = "the labels are of simulated devices: the figures say how well their model is reproduced, "
-        notes.append(said + "nothing about real GPUs")
+        origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
+        notes.append(origin + "nothing about real GPUs")
         if estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
             notes.append("the trace made these very labels, so that errors here are near zero by construction")
     return notes + rows.left_out

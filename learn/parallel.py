@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from conf.errors import EnvironmentProblem
-from conf.ray_session import own_session_environment
+from conf.ray_session import own_session_environment, putting_last
+from gpufarm.own_packages import working_folder
 
 
 def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> Iterator[tuple[int, Any]]:
@@ -48,13 +49,22 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
             ) from error
         _give_back(terminated)
     try:
-        remote = ray.remote(num_cpus=1, max_retries=2)(function)
+        put_last = putting_last(working_folder())
+
+        def call(references: list[Any]) -> Any:  # in a list, so that Ray unpickles what they stand for in here
+            put_last()
+            import ray
+
+            asked, part = ray.get(references[0])
+            return asked(part)
+
+        remote = ray.remote(num_cpus=1, max_retries=2)(call)
         waiting = list(enumerate(parts))[::-1]
         running: dict = {}
         while waiting or running:
             while waiting and len(running) < 2 * workers:
                 index, part = waiting.pop()
-                running[remote.remote(part)] = index
+                running[remote.remote([ray.put((function, part))])] = index
             done, _ = ray.wait(list(running), num_returns=1)
             for reference in done:
                 yield running.pop(reference), ray.get(reference)

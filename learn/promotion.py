@@ -112,7 +112,7 @@ def refit(
             "to judge by"
         )
     steps = StepStore(folder)
-    if getattr(get_estimator(estimator), "needs_trace", False):
+    if get_estimator(estimator).needs_trace:
         steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
     progress("fitting the candidate")
     try:

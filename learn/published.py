@@ -51,7 +51,7 @@ def timm_workload(row: PublishedRow) -> Workload:
     from featurize.families import timm
 
     timm.defaults(row.model)
-    return replace(of_config(config_of(row)), name=row.model, training_loop=True)
+    return replace(of_config(config_of(row)), name=row.model or row.name, training_loop=True)
 
 
 def known_workload(name: str, batch_size: int) -> Workload:

@@ -72,12 +72,12 @@ class Bins:
     by_family: dict[str, tuple[float, ...]]
     rule: str  # in words, for reports
 
-    def edges_of(self, families: Sequence[str]) -> np.ndarray:
+    def edges_of(self, families: Sequence[str] | np.ndarray) -> np.ndarray:
         """Inner edges by row, (n, classes - 1)."""
         rows = [self.by_family.get(family, self.edges) for family in families]
         return np.asarray(rows, dtype=float).reshape(len(rows), len(self.labels) - 1)
 
-    def classify(self, values: np.ndarray, families: Sequence[str]) -> np.ndarray:
+    def classify(self, values: np.ndarray | Sequence[float], families: Sequence[str] | np.ndarray) -> np.ndarray:
         """Class index of each value, (n,) int."""
         return (np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1)
 
@@ -90,7 +90,7 @@ class Bins:
         }
 
 
-def default_bin_gb(families: Sequence[str]) -> int:
+def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
     """The published width: 1 GB where every row is an MLP, else 8 GB."""
     return 1 if set(families) == {"mlp"} else 8
 
@@ -134,7 +134,7 @@ def tercile_bins(labels: np.ndarray, target: Target) -> Bins:
 def make_bins(
     target: Target,
     labels: np.ndarray,
-    families: Sequence[str],
+    families: Sequence[str] | np.ndarray,
     *,
     bin_gb: int | None = None,
     ceiling_mib: float | None = None,

@@ -16,7 +16,7 @@ ALLOWED = {
     "warehouse": {"conf"},
     "featurize": {"conf"},
     "workers": {"conf", "featurize", "warehouse.schema", "warehouse.run"},
-    "learn": {"conf", "featurize", "warehouse"},
+    "learn": {"conf", "featurize", "warehouse", "gpufarm.own_packages"},
     "farm": {"conf", "featurize", "warehouse", "workers", "learn", "gpufarm.own_packages"},
 }
 TORCH_FREE = ("farm", "warehouse", "conf", "gpufarm")

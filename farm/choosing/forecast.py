@@ -16,7 +16,10 @@ from conf.errors import UsageError
 from featurize.trial import TrialConfig
 
 if TYPE_CHECKING:
+    import os
+
     from featurize.device_spec import DeviceSpec
+    from warehouse.folder import DataFolder
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")
 WAYS = ("fast", "trace", "plan")  # how a config's figures were found, the better ones first
@@ -61,7 +64,7 @@ class Forecaster:
     """
 
     device: DeviceSpec
-    data: object = None
+    data: DataFolder | str | os.PathLike[str] | None = None
     training_loop: bool = False
     trace_at_most: int = 0
     workers: int | None = None

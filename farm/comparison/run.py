@@ -76,13 +76,14 @@ class CompareSettings:
     @classmethod
     def from_config(cls, cfg) -> CompareSettings:
         """Raises `UsageError` naming the key."""
-        from omegaconf import OmegaConf
+        from omegaconf import DictConfig, OmegaConf
 
         submission, family = None, None
         if "arch" in cfg:
             family = str(cfg.arch.family)
             if cfg.n is not None:
                 whole = OmegaConf.merge({"batch_sizes": None, "priority": 0, "detach": False, "yes": False}, cfg)
+                assert isinstance(whole, DictConfig)  # as both that are merged are mappings
                 submission = SubmitSettings.from_config(whole)
         return cls(
             before=str(cfg.before), after=str(cfg.after), data=cfg.data, family=family, submission=submission,

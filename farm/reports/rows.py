@@ -18,6 +18,7 @@ from conf.reports.page_text import short
 from featurize.device_spec import same_device
 from featurize.families import family_names
 from learn.targets import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from warehouse.reader import WarehouseConnection
 from warehouse.sql_text import sql_text
 
 FAILED = ("crashed", "timeout", "invalid")
@@ -124,7 +125,7 @@ class Rows:
 
 
 def read_rows(
-    connection: duckdb.DuckDBPyConnection,
+    connection: WarehouseConnection,
     since: datetime.datetime,
     device_name: str | None = None,
     source: str | None = None,
@@ -143,7 +144,7 @@ def read_rows(
         return _read(connection, counted, tonight, device_name, source)
 
 
-def _columns(connection: duckdb.DuckDBPyConnection, tonight: str):
+def _columns(connection: WarehouseConnection, tonight: str):
     """The columns that are counted by, of every run, as Arrow: the files are read once, and no error text with them."""
     return connection.sql(
         f"""SELECT family, device_name, source, status, {_USABLE} AS usable, {tonight} AS tonight, batch_size,
@@ -153,7 +154,7 @@ def _columns(connection: duckdb.DuckDBPyConnection, tonight: str):
 
 
 def _read(
-    connection: duckdb.DuckDBPyConnection,
+    connection: WarehouseConnection,
     counted: duckdb.DuckDBPyConnection,
     tonight: str,
     device_name: str | None,

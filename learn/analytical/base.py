@@ -19,7 +19,7 @@ from conf.extras import advice_for
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import ResidualPrediction, require_rows, require_target, to_space
+from learn.estimators import Estimator, ResidualPrediction, require_rows, require_target, to_space
 from learn.step_store import StepStore
 from learn.targets import Target, get_target
 from learn.workload import Workload
@@ -80,7 +80,7 @@ def described(case: Case) -> DeviceSpec:
     return case.spec
 
 
-class TrainingFreeEstimator:
+class TrainingFreeEstimator(Estimator):
     """Behind the Estimator Protocol, what learns nothing but the target. A point for the case's own device, no bound.
 
     A subclass sets `name`, `targets` and `warning`, and answers one case by `figure`.

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
 from featurize.own_code import config_of_user, parse_trust
-from featurize.trial import config_from_mapping
+from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
+from learn.commands.plain_settings import plain_settings
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.model_names import load_factory
 from learn.estimation.past_run import known_to, load_run
@@ -31,13 +32,11 @@ PATHS = ("configs", "report", "data")  # of the command's keys
 
 def entry(cfg: DictConfig) -> int:
     """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
-    from omegaconf import OmegaConf
-
     from featurize.device_spec import device_from_mapping, device_names
     from learn.cases import name_of
     from learn.estimation.estimate_view import print_json, print_table
 
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)
+    values = plain_settings(cfg)
     values |= {key: str(values[key]) for key in PATHS if values[key] is not None}  # a file may be called 5
     given = [key for key in ("model", "config", "run", "configs") if values[key] is not None]
     if len(given) != 1:
@@ -63,25 +62,25 @@ def entry(cfg: DictConfig) -> int:
     if values["configs"] is not None:
         return _print_many(values["configs"], settings, values["format"])
     past = None
+    config: TrialConfig | None = None
     if values["run"] is not None:
         past = load_run(values["data"], values["run"], settings["trust"])
-        title, subject = f"run {past.run_id}", past.config
+        title, config = f"run {past.run_id}", past.config
         if chosen is None and past.device is not None:
             settings["device"] = past.device
         if settings["method"] == "full":
             settings["loop"] = settings["loop"] or past.loop  # so that like is compared with like
     elif values["config"] is not None:
-        subject = config_of_user(_mapping(values["config"]))
-        title = f"{name_of(subject)}, batch {subject.batch_size}"
+        config = config_of_user(_mapping(values["config"]))
+        title = f"{name_of(config)}, batch {config.batch_size}"
     else:
-        title, subject = values["model"], None
+        title = values["model"]
         settings["input_dtype"] = values["input_dtype"]
     if values["arguments"] is not None and values["model"] is None:
         raise UsageError("arguments are for model=; a trial config of the family zoo has its own")
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
-        if subject is None:
-            subject = load_factory(values["model"], values["arguments"])
-        done = estimate(subject, values["input"], name=title, **settings)
+        job = load_factory(values["model"], values["arguments"]) if config is None else config
+        done = estimate(job, values["input"], name=title, **settings)
     if past is not None:
         done = replace(done, warnings=(*done.warnings, *known_to(past, done, values["data"])))
     (print_json if values["format"] == "json" else print_table)(title, done, past)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
+from learn.commands.plain_settings import plain_settings
 from learn.fitting import FitSettings, fit
 
 if TYPE_CHECKING:
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
 
 def entry(cfg: DictConfig) -> int:
     """Fit with the settings, and print the figures and the artifact's path. Returns the exit code."""
-    from omegaconf import OmegaConf
     from rich.console import Console
     from rich.table import Table
 
-    settings = FitSettings(**OmegaConf.to_container(cfg, resolve=True))
+    settings = FitSettings(**plain_settings(cfg))
     screen = Console()
     with StepBar(settings.target) as bar:
         done = fit(settings, progress=bar.update)

@@ -22,7 +22,7 @@ from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
-    from learn.artifacts import Artifact
+    from learn.artifacts import Artifact, Wanted
     from learn.step_store import StepStore
     from learn.traced import TracedStep
 
@@ -92,7 +92,7 @@ class Estimate:
 
 
 @dataclass
-class _Found:
+class _Gathered:
     """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it, `loops` target -> of which
     loop. `absent`: targets without a fitted model, in the folder `searched`."""
 
@@ -123,12 +123,16 @@ def answer(
     from learn.step_store import StepStore
     from learn.traced import CannotTrace, step_of
 
-    found, steps = _Found(), StepStore(data)
+    gathered, steps = _Gathered(), StepStore(data)
     if loop is not None:
         job = replace(job, training_loop=loop == PIPELINE)
-    fitted = estimator is not None and estimator not in TRAINING_FREE
     case = _case(job, device)
-    if fitted and job.config is None and not getattr(get_estimator(estimator), "needs_trace", False):
+    if (
+        estimator is not None
+        and estimator not in TRAINING_FREE
+        and job.config is None
+        and not get_estimator(estimator).needs_trace
+    ):
         raise UsageError(f"estimator={estimator} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
     traced = failure = None
     try:
@@ -137,17 +141,17 @@ def answer(
         failure = error
         _recall(case, steps)
     if estimator in TRAINING_FREE and estimator != "trace":
-        _ask(found, job, device, estimator)
+        _ask(gathered, job, device, estimator)
     elif estimator != "trace":
         with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
             in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent))
-            _ask_fitted(found, case, steps, in_a_plain_loop, estimator, data, loop)
+            _ask_fitted(gathered, case, steps, in_a_plain_loop, estimator, data, loop)
     if failure is not None and estimator in (None, "trace"):
-        _ask_stored(found, case, steps)
-    if failure is not None and "peak_memory_mib" not in found.values:
+        _ask_stored(gathered, case, steps)
+    if failure is not None and "peak_memory_mib" not in gathered.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         raise UsageError(f"{failure}{advice}") from failure
-    return _assembled(found, job, device, traced, failure, allocator, loop), traced
+    return _assembled(gathered, job, device, traced, failure, allocator, loop), traced
 
 
 def _recall(case: Case, steps: StepStore) -> None:
@@ -156,7 +160,7 @@ def _recall(case: Case, steps: StepStore) -> None:
         steps.recall([case, replace(case, training_loop=True)])
 
 
-def _ask_stored(found: _Found, case: Case, steps: StepStore) -> None:
+def _ask_stored(gathered: _Gathered, case: Case, steps: StepStore) -> None:
     """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
     from learn.targets import get_target
 
@@ -164,10 +168,10 @@ def _ask_stored(found: _Found, case: Case, steps: StepStore) -> None:
         return
     for target in TARGETS:
         column = get_target(target).column
-        if column not in found.values:
-            found.values[column], found.by[target] = features[_STORED[target]], "trace"
-            found.loops[target] = loop_named(case.training_loop)
-    found.notes.append("figures of the trace are those stored in the data folder, since it cannot be repeated here")
+        if column not in gathered.values:
+            gathered.values[column], gathered.by[target] = features[_STORED[target]], "trace"
+            gathered.loops[target] = loop_named(case.training_loop)
+    gathered.notes.append("figures of the trace are those stored in the data folder, since it cannot be repeated here")
 
 
 def _case(job: Workload, device: DeviceSpec) -> Case:
@@ -176,25 +180,26 @@ def _case(job: Workload, device: DeviceSpec) -> Case:
     return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
 
-def _ask(found: _Found, job: Workload, device: DeviceSpec, estimator: str) -> None:
+def _ask(gathered: _Gathered, job: Workload, device: DeviceSpec, estimator: str) -> None:
     """Memory by a training-free method. `UsageError` with the method's reason."""
-    from learn.analytical.base import analyse
+    from learn.analytical.base import AnalyticalEstimator, analyse
     from learn.estimators import get_estimator
     from learn.traced import wants_values
 
     known = get_estimator(estimator)
-    said = analyse(known.method(), job, device)
-    if said.mib is None:
-        stuck = wants_values(said.reason) and f"estimator={estimator}" not in WITHOUT_TRACE
+    assert issubclass(known, AnalyticalEstimator), estimator
+    by_method = analyse(known.method(), job, device)
+    if by_method.mib is None:
+        stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
         advice = f"; {WITHOUT_TRACE}" if stuck else ""
-        raise UsageError(f"estimator={estimator} has no answer: {said.reason}{advice}")
-    found.values |= {"peak_memory_mib": said.mib, "breakdown": dict(said.parts)}
-    found.by["memory"], found.loops["memory"] = estimator, loop_named(job.training_loop)
-    found.notes.append(known.warning)
+        raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
+    gathered.values |= {"peak_memory_mib": by_method.mib, "breakdown": dict(by_method.parts)}
+    gathered.by["memory"], gathered.loops["memory"] = estimator, loop_named(job.training_loop)
+    gathered.notes.append(known.warning)
 
 
 def _ask_fitted(
-    found: _Found,
+    gathered: _Gathered,
     case: Case,
     steps: StepStore,
     in_a_plain_loop: Callable[[], Case],
@@ -219,17 +224,18 @@ def _ask_fitted(
         folder.open()
     module = case.config is None
     family = None if module else case.family
-    wanted = {"estimator": estimator, "family": family, "device": case.described.name, "for_modules": module}
+    wanted: Wanted = {"estimator": estimator, "family": family, "device": case.device, "for_modules": module}
+    learnt: Wanted = {**wanted, "learnt": True}
     shipped = {target: default_artifact(target) for target in TARGETS}
     shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
     if estimator is not None and "memory" not in shipped:
         load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-    found.searched = str(folder.models)
+    gathered.searched = str(folder.models)
     notes = []
     for target in TARGETS:
         own = None
         try:
-            own = find_latest(folder, target, learnt=True, **wanted)
+            own = find_latest(folder, target, **learnt)
         except StaleArtifact as error:
             if estimator is not None:
                 raise
@@ -237,7 +243,7 @@ def _ask_fitted(
         artifact, note = _of_loop(target, own, shipped.get(target), loop)
         notes += note
         if artifact is None:
-            found.absent.append(target)
+            gathered.absent.append(target)
             continue
         default = artifact is not own
         sources = artifact.meta["rows"]["source"]
@@ -246,15 +252,15 @@ def _ask_fitted(
         if prediction.refusals:
             if target == "memory" and estimator is not None:
                 raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
-            found.absent.append(target)
+            gathered.absent.append(target)
             continue
         name = artifact.meta["estimator"]
-        found.values[get_target(target).column] = float(prediction.point[0])
-        found.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
-        found.loops[target] = loop_named(asked.training_loop)
+        gathered.values[get_target(target).column] = float(prediction.point[0])
+        gathered.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
+        gathered.loops[target] = loop_named(asked.training_loop)
         if target == "memory":
             upper = prediction.upper(LEVEL)
-            found.values["upper_mib"] = None if upper is None else float(upper[0])
+            gathered.values["upper_mib"] = None if upper is None else float(upper[0])
         notes += [f"{target}: {text}" for text in prediction.warnings]
         notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
         of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
@@ -264,7 +270,7 @@ def _ask_fitted(
                 f"{target}: the model that comes with the project was fitted with features "
                 f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
             )
-    found.notes += _merged(notes)
+    gathered.notes += _merged(notes)
 
 
 def _of_loop(
@@ -273,7 +279,7 @@ def _of_loop(
     """Return the first of the two models that knows the loop, and which model was passed over for that."""
     if loop is None or target == "memory":
         return own or shipped, []
-    passed_over = []
+    passed_over: list[str] = []
     for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
         if artifact is None:
             continue
@@ -290,13 +296,13 @@ def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack) -
     """The case in such a loop, its record at hand while `lent` is open."""
     from learn.traced import step_of
 
-    if case.training_loop:
+    if case.training_loop or case.spec is None:
         return case
     looped = replace(case, training_loop=True)
     if case.module is not None:
         looped = replace(looped, module=replace(case.module, training_loop=True))
     with contextlib.suppress(UsageError):  # then whoever asks for its record hears why
-        lent.enter_context(steps.lent(looped, step_of(looped.workload, looped.described)))
+        lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec)))
     return looped
 
 
@@ -311,7 +317,7 @@ def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | N
 
 
 def _assembled(
-    found: _Found,
+    gathered: _Gathered,
     job: Workload,
     device: DeviceSpec,
     traced: TracedStep | None,
@@ -319,18 +325,18 @@ def _assembled(
     allocator: AllocatorSettings | None,
     loop: str | None,
 ) -> Estimate:
-    """What was found, and the trace's figures for the rest."""
+    """Return what was gathered, and the trace's figures for the rest."""
     from learn.analytical.trace import NO_BOUND
     from learn.targets import get_target
 
-    values, by, notes = found.values, found.by, []
+    values, by, notes = gathered.values, gathered.by, []
     if traced is not None:
         step = _priced(traced, job, device, loop)
         for target in TARGETS:
             column = get_target(target).column
             if column not in values:
                 values[column], by[target] = getattr(step, column), "trace"
-                found.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
+                gathered.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
         memory = traced.memory
         largest = list(memory.peak_modules.items())[:TOP_MODULES]
         values |= {
@@ -363,14 +369,14 @@ def _assembled(
         notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
     if allocator is not None and not by_trace:
         notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
-    if found.absent:
+    if gathered.absent:
         instead = ": answered by the trace" if traced is not None else ""
         family = "modules" if job.config is None else job.config.family
         notes.append(
-            f"no fitted model for {family} on {device.name} in {found.searched} for "
-            f"{', '.join(found.absent)}{instead} (python -m learn.fit target={found.absent[0]} fits one)"
+            f"no fitted model for {family} on {device.name} in {gathered.searched} for "
+            f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
         )
-    notes += _of_two_loops(found.loops)
+    notes += _of_two_loops(gathered.loops)
     named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
@@ -380,10 +386,10 @@ def _assembled(
         device_memory_mib=device.memory_mib,
         **{**known, "breakdown": {}, "activations": {}, **values},
         device=device.name,
-        warnings=tuple([*notes, *found.notes]),
+        warnings=tuple([*notes, *gathered.notes]),
         estimator=" + ".join(named),
         answered_by=by,
-        loops=found.loops,
+        loops=gathered.loops,
         seconds=0.0,
     )
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.errors import UsageError, unknown_name
@@ -119,10 +120,11 @@ def estimate(
         allocator = AllocatorSettings.parse(allocator)
     elif allocator is not None and not isinstance(allocator, AllocatorSettings):
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
+    page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
 
-        report = checked_path(report)
+        page = checked_path(Path(report))
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
     if isinstance(model, TrialConfig):
@@ -136,11 +138,11 @@ def estimate(
         )
     with naming_the_extra(), _as_a_training_script():
         done, traced = answer(
-            job, device, estimator=estimator, data=data, allocator=allocator, timeline=report is not None, loop=loop
+            job, device, estimator=estimator, data=data, allocator=allocator, timeline=page is not None, loop=loop
         )
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
-    if report is not None:
-        write_step_report(report, job, device, done, traced, allocator)
+    if page is not None:
+        write_step_report(page, job, device, done, traced, allocator)
     return done
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     names = attribute.split(".")
     try:
         module = mending(lambda: importlib.import_module(module_name))
-        named = mending(lambda: functools.reduce(lambda owner, part: getattr(owner, part, None), [module, *names]))
+        named = mending(lambda: functools.reduce(_attribute, names, module))
     except ImportError as error:
         near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
         raise UsageError(f"model={text}: cannot import {module_name}: {error}{near}") from error
@@ -61,11 +62,15 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     return functools.wraps(named, updated=())(lambda: mending(named))
 
 
+def _attribute(owner: object, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
 def _configured(text: str, arguments: Mapping[str, Any] | str | None) -> Callable[[], nn.Module]:
     """Return a factory of the model as the family `zoo` makes it. Raises `UsageError` for arguments that are none."""
     from featurize.families import zoo
     from featurize.own_code import CodeName
 
-    given = {} if arguments is None else arguments
-    config = zoo.Config(model=CodeName(text), inputs="float32[1]", arguments=given, batch_size=1)
+    as_text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments or {}))
+    config = zoo.Config(model=CodeName(text), inputs="float32[1]", arguments=as_text, batch_size=1)
     return lambda: zoo.build(config)

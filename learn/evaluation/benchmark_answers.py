@@ -58,11 +58,15 @@ class Learned:
 
 def needs_trace(name: str) -> bool:
     """Whether the estimator reads the features of traced steps, which are then prepared first."""
-    return getattr(get_estimator(name), "needs_trace", False)
+    return get_estimator(name).needs_trace
 
 
 def ask_free(
-    selection: Selection, index: Sequence[int], names: Sequence[str], settings: BenchmarkSettings, tally: Tally
+    selection: Selection,
+    index: Sequence[int] | np.ndarray,
+    names: Sequence[str],
+    settings: BenchmarkSettings,
+    tally: Tally,
 ) -> dict[str, dict[int, Given]]:
     """estimator -> row -> answer, of estimators that learn nothing."""
     from learn.estimators import ESTIMATORS
@@ -70,7 +74,7 @@ def ask_free(
     from learn.traced import describe_device
 
     specs: dict[str, DeviceSpec] = {}
-    jobs = []
+    jobs: list[Job] = []
     for i in index:
         device = str(selection.rows.device[i])
         spec = specs.setdefault(device, specs.get(device) or describe_device(device))
@@ -131,7 +135,8 @@ def _ask(
     try:
         prediction = fitted.predict(rows.cases, steps)
     except UsageError:  # at one of them: who is asked one by one refuses that one only
-        given, warnings = [], {}
+        given: list[Given] = []
+        warnings: dict[str, None] = {}
         for i in range(len(rows)):
             one = rows.subset([i])
             try:

@@ -168,10 +168,10 @@ def figures_of(
         },
         bound=_bound([row for row in bounded if row.label is not None or row.card is not None], space),
         reliability=_reliability(sure),
-        fit_right=_right(answered, [row.estimate + shift for row in answered]),
-        fit_right_raw=_right(answered, [row.estimate for row in answered]),
-        fit_right_oom=_right(oom, [row.estimate + shift for row in oom]),
-        fit_right_bound=_right(bounded, [row.upper for row in bounded]),
+        fit_right=_right(answered, shift),
+        fit_right_raw=_right(answered),
+        fit_right_oom=_right(oom, shift),
+        fit_right_bound=_right_by_bound(bounded),
         median_seconds=median(seconds) if median_seconds is None else median_seconds,
         fit_seconds=fit_seconds,
         fits=fits,
@@ -249,7 +249,8 @@ def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None)
     """`shift` None: the classes as told; else those of the estimates with it added."""
     if not rows:
         return None
-    said = bins.classify([row.estimate + (shift or 0.0) for row in rows], [row.family for row in rows])
+    estimates = [np.nan if row.estimate is None else row.estimate + (shift or 0.0) for row in rows]
+    said = bins.classify(estimates, [row.family for row in rows])
     if shift is None:
         said = np.array([row.classes.get(name, k) for row, k in zip(rows, said.tolist(), strict=True)])
     true = class_labels(rows, bins)
@@ -258,9 +259,19 @@ def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None)
     return class_scores(np.where(oom, np.maximum(true, said), true), said, bins.labels)
 
 
-def _right(rows: Sequence[Scored], needs: Sequence[float]) -> float | None:
-    told = [(need > row.card) == (row.label is None) for row, need in zip(rows, needs, strict=True) if row.card]
-    return float(np.mean(told)) if told else None
+def _right(rows: Sequence[Scored], shift: float = 0.0) -> float | None:
+    """Share of rows whose estimate, with the shift added, says rightly whether the job fits the card."""
+    right = [
+        (row.estimate + shift > row.card) == (row.label is None)
+        for row in rows
+        if row.card and row.estimate is not None
+    ]
+    return float(np.mean(right)) if right else None
+
+
+def _right_by_bound(rows: Sequence[Scored]) -> float | None:
+    right = [(row.upper > row.card) == (row.label is None) for row in rows if row.card and row.upper is not None]
+    return float(np.mean(right)) if right else None
 
 
 def _reliability(rows: Sequence[Scored]) -> dict[str, float]:

@@ -220,8 +220,8 @@ def _by_batch(plt, done: Benchmark, file: str):
             label=name, **style,
         )  # fmt: skip
     axes.axhline(0, color="0.4", linewidth=0.8)
-    powers = sorted({step for points in lines.values() for step in points})
-    axes.set_xticks(powers, [f"{2**power:,}" for power in powers])
+    doublings = sorted({step for points in lines.values() for step in points})
+    axes.set_xticks(doublings, [f"{2**step:,}" for step in doublings])
     ticks = np.linspace(-limit, limit, 5)
     axes.set_yticks(ticks, [_signed(done, t) + (" or more" if abs(t) == most else "") for t in ticks])
     axes.set_ylim(-1.06 * limit, 1.06 * limit)

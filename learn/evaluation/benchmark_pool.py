@@ -127,6 +127,7 @@ def _spread(
             ready = set(wait([worker.pipe for worker in busy], timeout=1.0))
             for worker in busy:
                 job, taken = worker.job, time.monotonic() - worker.began
+                assert job is not None  # the worker is busy
                 if worker.pipe in ready:
                     try:
                         found = worker.pipe.recv()

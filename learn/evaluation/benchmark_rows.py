@@ -14,7 +14,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from learn.cases import Case
-from learn.data import Rows
+from learn.data import LabelledRow, Rows
 from learn.evaluation.benchmark_figures import sample
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.targets import Bins, Target, get_target, make_bins, memory_bins
@@ -114,6 +114,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> Selection:
 
     target = get_target(settings.target)
     spec = describe_device(settings.device_name or DEVICE_NAME)
+    assert settings.published is not None  # else the benchmark is of the warehouse's runs
     found = read_published(settings.published, settings.files or ())
     notes = [f"{path.name} has no known header and is left out" for path in found.others]
     asked_of = {file.path.stem for file in found.files}
@@ -230,27 +231,29 @@ def _family(row: PublishedRow) -> str:
 
 
 def _pack(rows: Sequence[PublishedRow], cases: Sequence[Case], target: Target, spec: DeviceSpec) -> Rows:
-    oom = [target.is_memory and row.status == "oom" for row in rows]
-    if target.is_memory:
-        label = [spec.memory_mib if out else row.memory_mib for row, out in zip(rows, oom, strict=True)]
-    else:
-        label = [row.utilization[target.column] for row in rows]
-    n = len(rows)
-    return Rows(
-        target=target,
-        run_ids=np.array([row.name for row in rows], dtype=object),
-        cases=tuple(cases),
-        label=np.array(label, dtype=float),
-        censored=np.array(oom, dtype=bool),
-        family=np.array([row.family or case.family for row, case in zip(rows, cases, strict=True)], dtype=object),
-        source=np.full(n, "imported", dtype=object),
-        device=np.full(n, spec.name, dtype=object),
-        device_memory_mib=np.full(n, spec.memory_mib, dtype=float),
-        card_mib=np.full(n, spec.memory_mib, dtype=float),
-        group=np.array([_group(row, case) for row, case in zip(rows, cases, strict=True)], dtype=object),
-        module=np.array([row.module for row in rows], dtype=object),
-        doubt=np.array([row.doubt or "" for row in rows], dtype=object),
-        counts=dict(sorted(Counter(row.status for row in rows).items())),
+    records = [_labelled(row, case, target, spec) for row, case in zip(rows, cases, strict=True)]
+    return Rows(target, tuple(records), dict(sorted(Counter(row.status for row in rows).items())))
+
+
+def _labelled(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
+    out_of_memory = target.is_memory and row.status == "oom"
+    label = row.memory_mib if target.is_memory else row.utilization[target.column]
+    if out_of_memory:
+        label = spec.memory_mib
+    assert label is not None  # `_usable` has left the others out
+    return LabelledRow(
+        run_id=row.name,
+        case=case,
+        label=label,
+        censored=out_of_memory,
+        family=row.family or case.family,
+        source="imported",
+        device=spec.name,
+        device_memory_mib=spec.memory_mib,
+        card_mib=spec.memory_mib,
+        group=_group(row, case),
+        module=row.module,
+        doubt=row.doubt or "",
     )
 
 

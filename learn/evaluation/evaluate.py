@@ -217,6 +217,7 @@ def answered(fitted: Estimator, rows: Rows, steps: StepStore | None = None) -> t
 def score(rows: Rows, bins: Bins, point: np.ndarray, upper: np.ndarray | None, predicted: np.ndarray) -> Metrics:
     """The figures of one split; see `Metrics`. `point`, `upper`: (n,) in the target's unit; `predicted`: (n,) int."""
     classes = class_scores(judged_classes(rows, bins, predicted), predicted, bins.labels)
+    assert classes is not None  # a split has rows
     exact = ~rows.censored
     label, guess = rows.label[exact], point[exact]
     usable = has_relative(label, rows.target.space)

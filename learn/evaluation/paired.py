@@ -51,26 +51,26 @@ def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, 
     exact = ~rows.censored
     difference = (errors(rows, candidate) - errors(rows, current))[exact]
     _, highest = limits(difference, rows.group[exact], seed)
-    allowed = max(ALLOWED_SHARE * theirs["mean_abs_error"], ALLOWED_AT_LEAST[rows.target.space])
+    their_error, our_error = (float(errors(rows, one)[exact].mean()) for one in (current, candidate))
+    allowed = max(ALLOWED_SHARE * their_error, ALLOWED_AT_LEAST[rows.target.space])
     larger = highest > allowed
 
     said = (
-        f"the new one's mean error is {ours['mean_abs_error']:.4f}, the current one's {theirs['mean_abs_error']:.4f} "
+        f"the new one's mean error is {our_error:.4f}, the current one's {their_error:.4f} "
         f"({in_words(rows.target.space)}): with 95 % confidence at "
         f"{f'most {highest:.4f} more' if highest > 0 else f'least {-highest:.4f} less'}, and {allowed:.4f} more "
         "is allowed"
     )
-    if larger and ours["mean_abs_error"] <= theirs["mean_abs_error"]:
+    if larger and our_error <= their_error:
         said += "; these rows are too few to tell"
 
     over = False
-    if ours["above_bound"] is not None and theirs["above_bound"] is not None:
-        more = above(rows, candidate).astype(float) - above(rows, current)
-        lowest, _ = limits(more, rows.group, seed)
-        over = lowest > 0 and ours["above_bound"] > 1 - LEVEL
-        said += (
-            f"; {ours['above_bound']:.1%} of labels are above its bound, {theirs['above_bound']:.1%} above the other's"
-        )
+    above_ours, above_theirs = above(rows, candidate), above(rows, current)
+    if above_ours is not None and above_theirs is not None:
+        lowest, _ = limits(above_ours.astype(float) - above_theirs, rows.group, seed)
+        our_share, their_share = float(above_ours.mean()), float(above_theirs.mean())
+        over = lowest > 0 and our_share > 1 - LEVEL
+        said += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"
         if over:
             said += f": significantly more, and more than the {1 - LEVEL:.0%} that the bound promises"
     return Comparison(larger or over, said, theirs, ours)

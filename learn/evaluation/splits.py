@@ -66,6 +66,7 @@ def parts_of(
         _require_groups(own, 10, "split=holdout")
         named.append(("held out", known[hold_out(own, strata[known], seed)[1]]))
     else:
+        assert by is not None  # leave_one_out is refused without
         keys = keys_of(own, by)
         names = sorted(set(keys))
         if len(names) < 2:

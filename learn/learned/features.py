@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Number
 
 import numpy as np
 
@@ -87,8 +86,8 @@ class FeatureTable:
             for j, name in enumerate(self.columns):
                 value = features.get(name)
                 if name in codes:
-                    table[i, j] = codes[name].get(value, np.nan)
-                elif isinstance(value, Number):
+                    table[i, j] = codes[name].get(str(value), np.nan) if isinstance(value, str) else np.nan
+                elif isinstance(value, int | float | np.number):
                     table[i, j] = float(value)
         return table
 

@@ -21,7 +21,16 @@ import numpy as np
 from conf.errors import UsageError
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, ResidualPrediction, open_state, require_rows, to_space, too_few_for, write_state
+from learn.estimators import (
+    LEVEL,
+    Estimator,
+    ResidualPrediction,
+    open_state,
+    require_rows,
+    to_space,
+    too_few_for,
+    write_state,
+)
 from learn.learned.tabular import group_folds
 from learn.step_record import StepRecord
 from learn.step_store import StepStore
@@ -53,7 +62,7 @@ class Scaling:
     scalars: np.ndarray
 
 
-class GNNEstimator:
+class GNNEstimator(Estimator):
     """Learns any target from the operator graph, of configs and modules alike. A fifth of the groups is held out (a
     third of few): it tells which of the last epochs is kept, and its errors are the distribution and the bound.
 
@@ -66,10 +75,10 @@ class GNNEstimator:
     targets: ClassVar[tuple[str, ...] | None] = None
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
+    target: Target  # once it is fitted or loaded
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
-        self.target: Target | None = None
         self._scaling: Scaling | None = None
         self._shape: dict[str, Any] = {}  # arguments of GraphNet
         self._weights: dict[str, np.ndarray] = {}
@@ -139,13 +148,11 @@ class GNNEstimator:
 
     def save(self, folder: Path) -> None:
         folder = Path(folder)
-        scaling = self._scaling
-        np.savez_compressed(
-            folder / "gnn.npz",
-            node_scaling=scaling.nodes,
-            scalar_scaling=scaling.scalars,
-            **{f"net/{name}": array for name, array in self._weights.items()},
-        )
+        if (scaling := self._scaling) is None:
+            raise RuntimeError("fit or load the estimator before saving it")
+        arrays = {"node_scaling": scaling.nodes, "scalar_scaling": scaling.scalars}
+        weights = {f"net/{name}": array for name, array in self._weights.items()}
+        np.savez_compressed(folder / "gnn.npz", **arrays, **weights)
         state = {
             "shape": self._shape,
             "node_columns": list(scaling.node_columns),
@@ -171,9 +178,9 @@ class GNNEstimator:
         from learn.learned.torch_fit import quiet_torch, steady, with_arrays
 
         with quiet_torch(0):
-            if self._net is None:
-                self._net = with_arrays(GraphNet(**self._shape), self._weights)
-            return steady(answers(self._net, graphs))
+            net = self._net or with_arrays(GraphNet(**self._shape), self._weights)
+            self._net = net
+            return steady(answers(net, graphs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from featurize.features import KINDS
 from featurize.trial import ACTIVATIONS, TrialConfig
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, open_state, require_rows, require_target, too_few_for, write_state
+from learn.estimators import LEVEL, Estimator, open_state, require_rows, require_target, too_few_for, write_state
 from learn.learned.binned import BinnedPrediction, cumulative
 from learn.learned.features import config_features
 from learn.learned.tabular import group_folds
@@ -68,22 +68,21 @@ class Ensemble:
     scores: np.ndarray
 
 
-class GPUMemNetEstimator:
+class GPUMemNetEstimator(Estimator):
     """What both have in common. A family that was not fitted, and what is no trial config, is refused by row.
 
     Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
     low: it is no bound from rows that fitting never looked at.
     """
 
-    name: ClassVar[str]
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
     uses_out_of_memory: ClassVar[bool] = True
+    target: Target  # once it is fitted or loaded
     members: ClassVar[int]
     reads_sequence: ClassVar[bool]
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
-        self.target: Target | None = None
         self._ensembles: dict[str, Ensemble] = {}
         self._nets: dict[str, list] = {}
 
@@ -102,7 +101,7 @@ class GPUMemNetEstimator:
         rows = rows.trusted
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target, self._ensembles, self._nets = rows.target, {}, {}
-        problem = None
+        problem = UsageError(f"target={rows.target.name}: there are no rows to fit on")
         for family in sorted(set(map(str, rows.family))):
             try:
                 self._ensembles[family] = self._fit_family(family, rows.subset(rows.family == family))
@@ -122,10 +121,11 @@ class GPUMemNetEstimator:
         edges = bin_edges(rows)
         classes, or_above = classes_of(rows, edges)
 
-        raw = scalars_of(rows.configs)
+        configs = _configs(rows)
+        raw = scalars_of(configs)
         mean, scale = raw.mean(axis=0), raw.std(axis=0)
         scale = np.where(scale > 1e-9, scale, 1.0)
-        inputs = self._inputs(rows.configs, mean, scale)
+        inputs = self._inputs(configs, mean, scale)
         fold = group_folds(rows.group, FOLDS, self.seed)
         weights, score = [], np.full(len(rows), np.nan)
         for member in range(min(self.members, fold.max() + 1)):
@@ -136,7 +136,7 @@ class GPUMemNetEstimator:
                 weights.append(arrays_of(net))
             own = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
             held = rows.subset(held_out)
-            mass = self._probabilities(own, [self._ready(own, member, weights[-1])], held.configs)
+            mass = self._probabilities(own, [self._ready(own, member, weights[-1])], _configs(held))
             bins = np.broadcast_to(edges, (len(held), len(edges)))
             score[held_out] = cumulative(bins, mass, held.label[:, None])[:, 0]
         scores = np.sort(score[~rows.censored & ~np.isnan(score)])
@@ -163,7 +163,8 @@ class GPUMemNetEstimator:
             index = np.flatnonzero(kind == k)
             if not index.size:
                 continue
-            found = self._probabilities(one, self._nets_of(family), [cases[i].config for i in index])
+            configs = [config for i in index.tolist() if (config := cases[i].config) is not None]
+            found = self._probabilities(one, self._nets_of(family), configs)
             edges[index] = np.pad(one.edges, (0, most - len(one.edges)), mode="edge")
             mass[index] = np.pad(found, ((0, 0), (0, most - 1 - found.shape[1])))
             if warning := too_few_for(LEVEL, len(one.scores)):
@@ -226,7 +227,7 @@ class GPUMemNetEstimator:
 
         inputs = self._inputs(configs, one.mean, one.scale, np.float64)
         with quiet_torch(0):
-            mass = steady(sum(probabilities(net, inputs) for net in nets) / len(nets))
+            mass = steady(np.sum([probabilities(net, inputs) for net in nets], axis=0) / len(nets))
         return mass / mass.sum(axis=1, keepdims=True)
 
     def _inputs(self, configs, mean: np.ndarray, scale: np.ndarray, dtype=np.float32) -> Inputs:
@@ -318,12 +319,18 @@ def classes_of(rows: Rows, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return classes, rows.censored & (classes < top)
 
 
+def _configs(rows: Rows) -> list[TrialConfig]:
+    """Return the trial configs of rows that have one each."""
+    return [config for config in rows.configs if config is not None]
+
+
 def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
     """(n, s) logarithms of counts and sizes, and the activation function's sine and cosine."""
     table = np.empty((len(configs), len(_COUNTS) + len(_SIZES) + 2))
     for i, config in enumerate(configs):
         features = config_features(config)
-        table[i, :-2] = [math.log1p(features[name]) for name in (*_COUNTS, *_SIZES)]
+        counts = np.array([features[name] for name in (*_COUNTS, *_SIZES)], dtype=float)
+        table[i, :-2] = [math.log1p(count) for count in counts.tolist()]
         activation = getattr(config, "activation", None)
         angle = ACTIVATIONS.index(activation) * math.pi / len(ACTIVATIONS) if activation in ACTIVATIONS else None
         table[i, -2:] = (0.0, 0.0) if angle is None else (math.sin(angle), math.cos(angle))

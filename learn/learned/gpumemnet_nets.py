@@ -29,8 +29,11 @@ class Inputs:
     def at(self, index: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of those positions as tensors, tokens cut to the longest of them."""
         longest = int(self.length_N[index].max(initial=0))
-        arrays = self.scalars_NS[index], self.tokens_NLT[index, :longest], self.length_N[index]
-        return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+        return _tensor(self.scalars_NS[index]), _tensor(self.tokens_NLT[index, :longest]), _tensor(self.length_N[index])
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from conf.errors import UsageError
 from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, conformal_score, open_state, to_space, too_few_for, write_state
+from learn.estimators import LEVEL, Estimator, conformal_score, open_state, to_space, too_few_for, write_state
 from learn.learned.familiarity import Familiarity, torch_release
 from learn.learned.hybrid_boosting import Boosted, Settings
 from learn.learned.scaled_prediction import ScaledPrediction
@@ -47,7 +47,7 @@ _TORCH = "env_torch"  # a case's, not its record's
 _STRETCHED_AT_MOST = 4.0
 
 
-class HybridEstimator:
+class HybridEstimator(Estimator):
     """The trace's figure times a learned factor (ratios: plus a learned term); gradient-boosted trees learn it.
 
     Memory only ever grows with the trace's own: the factor is learned from what a network is, whatever its batch size,
@@ -64,18 +64,18 @@ class HybridEstimator:
     targets: ClassVar[tuple[str, ...] | None] = None
     needs_trace: ClassVar[bool] = True
     uses_out_of_memory: ClassVar[bool] = True
+    target: Target  # with the next two, once it is fitted or loaded
+    _scale: Boosted
+    _familiarity: Familiarity
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
-        self.target: Target | None = None
         self._columns: tuple[str, ...] = ()
         self._correction: Boosted | None = None
-        self._scale: Boosted | None = None
         self._kinds: dict[str, int] = {}
         self._scores: list[np.ndarray] = []
         self._held_out_rows = 0
         self._floor = 0.0
-        self._familiarity: Familiarity | None = None
         self._knots = np.empty(0)
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
@@ -246,6 +246,8 @@ class HybridEstimator:
     # ---- on disk
 
     def save(self, folder: Path) -> None:
+        if self._correction is None:
+            raise RuntimeError("fit or load the estimator before saving it")
         folder = Path(folder)
         self._correction.save(folder, "correction")
         self._scale.save(folder, "scale")

@@ -8,14 +8,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
 from conf.errors import UsageError
 from learn.cases import Case
 from learn.data import Rows
-from learn.estimators import LEVEL, ResidualPrediction, open_state, require_rows, to_space, too_few_for, write_state
+from learn.estimators import (
+    LEVEL,
+    Estimator,
+    ResidualPrediction,
+    open_state,
+    require_rows,
+    to_space,
+    too_few_for,
+    write_state,
+)
 from learn.learned.features import FeatureTable, why_not
 from learn.step_store import StepStore
 from learn.targets import Target
@@ -23,20 +32,18 @@ from learn.targets import Target
 FOLDS = 5
 
 
-class TabularEstimator(ABC):
+class TabularEstimator(Estimator, ABC):
     """One model for the point; the residuals of grouped 5-fold models inside the training rows for the rest.
 
     Errors are taken in the target's space: relative (natural logarithm) for memory, time and power, absolute for
     ratios. The result does not depend on the rows' order, nor on the number of cores. Modules are refused by row.
     """
 
-    name: ClassVar[str]
-    targets: ClassVar[tuple[str, ...] | None] = None
+    target: Target  # with the table, once it is fitted or loaded
+    _table: FeatureTable
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
-        self.target: Target | None = None
-        self._table: FeatureTable | None = None
         self._model: Any = None
         self._residuals = np.empty(0)
 

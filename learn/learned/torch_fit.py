@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+
+NetT = TypeVar("NetT", bound=nn.Module)
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy().copy() for name, tensor in net.state_dict().items()}
 
 
-def with_arrays(net: nn.Module, arrays: Mapping[str, np.ndarray]) -> nn.Module:
+def with_arrays(net: NetT, arrays: Mapping[str, np.ndarray]) -> NetT:
     """The net with those weights, in float64 and for predicting: what it says of a case then depends on its neighbours
     in the batch by rounding at 1e-15 only, which `steady` takes away."""
     net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})

@@ -36,10 +36,10 @@ class SavedBooster:
     def predict(self, table: np.ndarray, num_threads: int = 1) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64."""
         if "lightgbm" in sys.modules or self._trees is None or table.shape[1] != self._trees.features:
-            return self._booster.predict(table, num_threads=num_threads)
+            return np.asarray(self._booster.predict(table, num_threads=num_threads))
         cells = SavedBooster._cells + len(table) * len(self._trees.root_T)
         if cells > _CELLS:
-            return self._booster.predict(table, num_threads=num_threads)
+            return np.asarray(self._booster.predict(table, num_threads=num_threads))
         SavedBooster._cells = cells
         return self._trees.predict(table)
 
@@ -97,8 +97,8 @@ class TreeModel:
             raise UnknownTreeModel("a few trees are much larger than the others")
 
         def table(name: str, kind: type) -> np.ndarray:
-            rows = [np.array(tree.get(name, "").split(), dtype=kind) for tree in parsed]
-            padded = np.zeros((len(rows), max(1, *(len(row) for row in rows))), dtype=kind)
+            rows: list[np.ndarray] = [np.array(tree.get(name, "").split(), dtype=kind) for tree in parsed]
+            padded: np.ndarray = np.zeros((len(rows), max(1, *(len(row) for row in rows))), dtype=kind)
             for padded_row, row in zip(padded, rows, strict=True):
                 padded_row[: len(row)] = row
             return padded

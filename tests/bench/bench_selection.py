@@ -60,9 +60,11 @@ class Labelled:
     def of(self, target: str, places: np.ndarray) -> Rows:
         """Those of the rows that have the target's label."""
         places = places[np.isfinite(self.labels[target][places])]
-        rows = self.rows.subset(places)
-        nothing = np.zeros(len(places), dtype=bool)
-        return replace(rows, target=get_target(target), label=self.labels[target][places], censored=nothing)
+        records = [
+            replace(self.rows.records[place], label=float(self.labels[target][place]), censored=False)
+            for place in places.tolist()
+        ]
+        return replace(self.rows, target=get_target(target), records=tuple(records))
 
 
 class Looked:

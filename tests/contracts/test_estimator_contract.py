@@ -17,9 +17,7 @@ from learn.targets import TARGETS
 N = 40
 STEPS = StepStore()  # of the cases that the tests share
 # They have a use for "at least this much": as members of the top bin, or as errors on one side.
-USE_OUT_OF_MEMORY_ROWS = [
-    name for name in sorted(ESTIMATORS) if getattr(get_estimator(name), "uses_out_of_memory", False)
-]
+USE_OUT_OF_MEMORY_ROWS = [name for name in sorted(ESTIMATORS) if get_estimator(name).uses_out_of_memory]
 
 
 def make(target, n=N, first=0):
@@ -216,7 +214,7 @@ def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monke
     asked, compute = [], step_store.compute
     monkeypatch.setattr(step_store, "compute", lambda case: asked.append(case) or compute(case))
     fitted.predict(rows.cases[:1])
-    assert bool(asked) == getattr(get_estimator(name), "needs_trace", False)
+    assert bool(asked) == get_estimator(name).needs_trace
 
 
 def test_empty_data_is_refused(name, rows):

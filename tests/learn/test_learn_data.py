@@ -1,11 +1,13 @@
 """Which rows of a real warehouse are learnt from, and which mistakes are said how."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from learn_rows import labels_of, make_configs, write_runs
 
 from conf.errors import UsageError
-from learn.data import load_rows
+from learn.data import LabelledRow, load_rows, make_rows
 from learn.evaluation.evaluate import classes_of, judged_classes
 from learn.targets import memory_bins
 
@@ -197,3 +199,20 @@ def test_rows_in_doubt_are_told_apart_and_not_trusted(data):
     assert len(rows) == 35 and len(rows.trusted) == 29 and (rows.trusted.doubt == "").all()
     assert rows.trusted.run_ids.tolist() == [run for run in rows.run_ids if not doubt[run]]
     assert rows.subset(rows.doubt != "").fingerprint() != rows.fingerprint() != rows.trusted.fingerprint()
+
+
+def test_rows_are_records_whose_fields_are_columns_as_well():
+    configs = make_configs(12)
+    label = np.arange(12.0)
+    rows = make_rows("memory", configs, label, censored=[i % 5 == 0 for i in range(12)], device="A100-SXM4-40GB")
+    for field in dataclasses.fields(LabelledRow):
+        column = (
+            rows.cases if field.name == "case" else getattr(rows, {"run_id": "run_ids"}.get(field.name, field.name))
+        )
+        assert list(column) == [getattr(row, field.name) for row in rows.records]
+    some = rows.subset([7, 2])
+    assert some.records == (rows.records[7], rows.records[2]) and some.label.tolist() == [7.0, 2.0]
+    assert rows.subset(label > 9).records == rows.records[10:]
+    assert rows.exact.records == tuple(row for row in rows.records if not row.censored)
+    with pytest.raises(ValueError, match="read-only"):
+        rows.label[0] = 1.0

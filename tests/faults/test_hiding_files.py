@@ -1,0 +1,50 @@
+"""Trials on Ray from a folder of the user's whose files are named like our packages."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def gpufarm(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "gpufarm", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_ray_workers_and_trial_servers_import_our_packages_and_the_users_model(tmp_path):
+    folder = tmp_path / "a'; echo foo"
+    for name in ("conf/__init__.py", "farm/__init__.py", "learn.py", "workers.py", "featurize.py", "warehouse.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("raise RuntimeError('a file of the user has run')\n")
+    (folder / "nets.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(4, 4)\n")
+    model = ("+arch=zoo", "n=3", "arch.space.model=nets:build", "arch.space.inputs='float32[4]'")
+    assert "(ok 3)" in gpufarm(folder, "submit", *model, "device=simulated", "data=data")
+
+
+def test_a_function_over_parts_runs_on_ray_from_such_a_folder(tmp_path):
+    (tmp_path / "learn.py").write_text("raise RuntimeError('a file of the user has run')\n")
+    code = (
+        "from gpufarm.own_packages import put_working_folder_last as put_last; put_last()\n"
+        "from learn.parallel import ray_map\n"
+        "from learn.targets import get_target\n"
+        "print(sorted((i, target.name) for i, target in ray_map(get_target, ['memory', 'smact'], 2)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.stdout == "[(0, 'memory'), (1, 'smact')]\n", done.stderr
