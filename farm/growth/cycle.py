@@ -128,13 +128,14 @@ class NightWork:
         began = time.monotonic()
         try:
             payload = work()
+            mapping = plain(payload.to_mapping())
         except (Left, KeyboardInterrupt):
             raise
         except Exception as error:
             self._failed(name, error)
             raise
         seconds = round(time.monotonic() - began, 3)
-        self.cycle = self.journal.done(self.cycle.name, name, plain({**payload.to_mapping(), "seconds": seconds}))
+        self.cycle = self.journal.done(self.cycle.name, name, {**mapping, "seconds": seconds})
         self.service.events.emit("step_done", cycle=self.cycle.name, step=name, seconds=seconds)
         return payload
 
