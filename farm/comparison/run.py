@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
 from conf.identity import mapping_hash
 from farm.comparison.operators import Operators, compare_operators, traced
 from farm.comparison.pairs import Comparison, RunSet, compare_runs
@@ -144,7 +144,7 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
         problems = [str(error) for one in asked if (error := one.exception()) is not None]
     if problems:
         errors = [one.exception() for one in asked if one.exception() is not None]
-        if not all(isinstance(error, UsageError) for error in errors):
+        if not all(isinstance(error, CommandError) for error in errors):
             raise errors[0]
         raise UsageError("; ".join(problems))
     before, after = (one.result() for one in asked)
