@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
 from conf.identity import mapping_hash
 from farm.comparison.operators import Operators, compare_operators, traced
 from farm.comparison.pairs import Comparison, RunSet, compare_runs
@@ -143,9 +143,8 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
         asked = [pool.submit(side_of, key, getattr(settings, key), code) for key in ("before", "after")]
         errors = [error for one in asked if (error := one.exception()) is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, UsageError)), None) or UsageError(
-            "; ".join(map(str, errors))
-        )
+        other = next((error for error in errors if not isinstance(error, CommandError)), None)
+        raise other or UsageError("; ".join(map(str, errors)))
     before, after = (one.result() for one in asked)
     same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
     if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):

@@ -291,7 +291,7 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     )
 
 
-def _failures(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
+def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
     """The most frequent kinds of tonight's failures, and how many kinds there are."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
     # A traceback says what happened in its last line that is not indented, anything else in its first.
@@ -323,7 +323,7 @@ def _failures(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tupl
     return groups, found[0][-1] if found else 0
 
 
-def _doubts(connection: duckdb.DuckDBPyConnection, tonight: str) -> tuple[tuple[Doubt, ...], int]:
+def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt, ...], int]:
     """Attempts after which a task ran again are among them."""
     found = connection.execute(
         f"""WITH doubted AS (
