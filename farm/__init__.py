@@ -10,4 +10,4 @@ import sys
 from pathlib import Path
 
 if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
-    runpy.run_path(str(Path(__file__).parents[1] / "gpufarm" / "own_packages.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[1] / "conf" / "own_packages.py"), run_name="__main__")

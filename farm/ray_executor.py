@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from conf.errors import EnvironmentProblem, UsageError
+from conf.own_packages import SAFE_PATH, working_folder
 from conf.plain_text import error_line
 from conf.ray_session import own_session_environment, putting_last
 from farm.executors import Completion
@@ -28,7 +29,6 @@ from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
 from farm.ray_nodes import NodeWatch, RayNode
 from farm.sweep import end_processes
-from gpufarm.own_packages import SAFE_PATH, working_folder
 from workers.devices import DeviceChoice, make_device
 from workers.worker import RunResult, TaskSpec, Worker
 

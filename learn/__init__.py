@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
-    runpy.run_path(str(Path(__file__).parents[1] / "gpufarm" / "own_packages.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[1] / "conf" / "own_packages.py"), run_name="__main__")
 
 from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings

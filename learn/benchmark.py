@@ -23,7 +23,7 @@ from learn.targets import Bins, get_target
 if TYPE_CHECKING:
     from learn.evaluation.benchmark_answers import Learned, Tally
     from learn.evaluation.benchmark_figures import Figures, Given, Scored
-    from learn.evaluation.benchmark_rows import Selection
+    from learn.evaluation.benchmark_rows import RowSelection
     from learn.evaluation.splits import Part
     from warehouse.folder import DataFolder
 
@@ -83,7 +83,7 @@ def benchmark(
     )
 
 
-def _parts(settings: BenchmarkSettings, selection: Selection, bins: Mapping) -> tuple[Part, ...]:
+def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping) -> tuple[Part, ...]:
     from learn.evaluation.evaluate import classes_of
     from learn.evaluation.splits import parts_of
     from learn.targets import make_bins
@@ -104,7 +104,7 @@ def _parts(settings: BenchmarkSettings, selection: Selection, bins: Mapping) -> 
     )  # fmt: skip
 
 
-def _prepared(steps: StepStore, settings: BenchmarkSettings, selection: Selection, tally: Tally) -> list[str]:
+def _prepared(steps: StepStore, settings: BenchmarkSettings, selection: RowSelection, tally: Tally) -> list[str]:
     """The features of traced steps, computed or read before anything is fitted; says where they are kept."""
     before = tally.done, tally.of
 
@@ -132,7 +132,7 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
     return DataFolder.resolve(Path(cache).expanduser() / "gpufarm")
 
 
-def _published_estimates(selection: Selection, index: np.ndarray) -> dict[str, dict[int, Given]]:
+def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, dict[int, Given]]:
     """Other people's estimates of these very rows, where a file holds them."""
     from learn.evaluation.benchmark_figures import Given
 
@@ -176,7 +176,7 @@ def _alike(warnings: Sequence[str]) -> list[str]:
 
 def _counted(
     settings: BenchmarkSettings,
-    selection: Selection,
+    selection: RowSelection,
     index: np.ndarray,
     bins: Mapping[str, Mapping[str, Bins]],
     answers: Mapping[str, Mapping[int, Given]],

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from conf.errors import EnvironmentProblem
+from conf.own_packages import working_folder
 from conf.ray_session import own_session_environment, putting_last
-from gpufarm.own_packages import working_folder
 
 
 def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> Iterator[tuple[int, Any]]:

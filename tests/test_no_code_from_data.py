@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("conf", "gpufarm", "warehouse", "featurize", "workers", "learn", "farm", "infra")
+ROOMS = ("conf", "warehouse", "featurize", "workers", "learn", "farm", "infra")
 # Modules whose loading runs what a file says; the standard library's shelve and dbm are pickles, too.
 PICKLES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 RUN = {"eval", "exec", "compile", "__import__"}
@@ -14,10 +14,11 @@ IMPORTS = {"import_module", "__import__", "find_loader", "run_module", "run_path
 
 # Who may import by a name, and why the name is no data. Each entry is one function of one file.
 LOADERS = {
-    ("farm/__init__.py", ""): "a literal: gpufarm/own_packages.py, before another package is imported",
-    ("learn/__init__.py", ""): "a literal: gpufarm/own_packages.py, before another package is imported",
-    ("warehouse/__init__.py", ""): "a literal: gpufarm/own_packages.py, before another package is imported",
-    ("gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
+    ("farm/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
+    ("learn/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
+    ("warehouse/__init__.py", ""): "a literal: conf/own_packages.py, before another package is imported",
+    ("infra/gpufarm/__main__.py", "main"): "names of the table COMMANDS; others raise first",
+    ("infra/gpufarm/__main__.py", "_own_packages"): "a literal: conf/own_packages.py, before conf can be imported",
     ("learn/estimators.py", "get_estimator"): "names of the table ESTIMATORS; others raise first",
     ("learn/evaluation/benchmark_pool.py", "_answer"): "a job of this process's own, its name from ESTIMATORS",
     ("learn/estimation/model_names.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",

@@ -20,7 +20,7 @@ __all__ = ["connect"]
 if sys.argv[:1] == [
     "-m"
 ]:  # `python -m warehouse.query` puts the working folder first on the path: before any other import
-    runpy.run_path(str(Path(__file__).parents[1] / "gpufarm" / "own_packages.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[1] / "conf" / "own_packages.py"), run_name="__main__")
 
 
 def connect(

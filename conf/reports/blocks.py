@@ -35,7 +35,7 @@ class Swatch:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a `Stack`. `share` is its width, from 0 to 1."""
+    """One part of a `ShareBar`. `share` is its width, from 0 to 1."""
 
     css: str
     share: float
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stack:
+class ShareBar:
     """A horizontal bar of coloured parts, also as a table cell. `share` is the bar's width, from 0 to 1."""
 
     kind: ClassVar[str] = "stack"
@@ -52,11 +52,11 @@ class Stack:
     tall: bool = False
 
 
-Cell: TypeAlias = str | int | float | Code | Swatch | Stack | None
+Cell: TypeAlias = str | int | float | Code | Swatch | ShareBar | None
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """One column of a table."""
 
     name: str
@@ -76,7 +76,7 @@ class Table:
     """A table with a header row; every row has one cell for each column."""
 
     kind: ClassVar[str] = "table"
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     rows: tuple[Row, ...]
 
 
@@ -260,7 +260,7 @@ class SideBySide:
 
 Block: TypeAlias = (
     Bullets | Chart | Charts | Drawn | Facts | Fold | Heading | Lead | Legend | Note | Outcome | Pictures
-    | Preformatted | SideBySide | Stack | Table | Tiles | Tree
+    | Preformatted | SideBySide | ShareBar | Table | Tiles | Tree
 )  # fmt: skip
 
 
@@ -307,7 +307,7 @@ def table(
         marked: indexes of rows that stand out.
     """
     columns = tuple(
-        Column(name.removeprefix("*"), "text" if name.startswith("*") else "word" if k < words else "figure")
+        TableColumn(name.removeprefix("*"), "text" if name.startswith("*") else "word" if k < words else "figure")
         for k, name in enumerate(heads)
     )
     return Table(columns, tuple(Row(tuple(cells), "moved" if k in marked else "") for k, cells in enumerate(rows)))

@@ -22,7 +22,7 @@ from warehouse.folder import DataFolder
 from workers.server_client import PYTHON_VARIABLE
 
 # What a trial in an environment imports of this project.
-_PACKAGES = ("conf", "farm", "featurize", "gpufarm", "learn", "warehouse", "workers")
+_PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
 _PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
 # What a trial server imports, and what a comparison records of the environment. The newest file of torch tells a build
 # that was made again under the same version.

@@ -24,7 +24,7 @@ from conf.reports.blocks import (
     Part,
     Preformatted,
     Section,
-    Stack,
+    ShareBar,
     Tile,
     Tiles,
     linked,
@@ -222,14 +222,14 @@ def _rows(report: Report) -> Section | None:
     )
 
 
-def _stack(counts: Mapping[str, int], shown: Sequence[str], share: float) -> Stack:
+def _stack(counts: Mapping[str, int], shown: Sequence[str], share: float) -> ShareBar:
     total = max(sum(counts[status] for status in shown), 1)
     parts = tuple(
         Part(_STATUS_CSS[status], counts[status] / total, f"{status} {counts[status]:,}")
         for status in shown
         if counts[status]
     )
-    return Stack(parts, max(share, 0.01))
+    return ShareBar(parts, max(share, 0.01))
 
 
 def _plus(count: int) -> str:

@@ -27,8 +27,8 @@ from conf.reports.blocks import (
     Part,
     Row,
     Section,
+    ShareBar,
     SideBySide,
-    Stack,
     Swatch,
     Table,
     Tile,
@@ -187,7 +187,7 @@ def _breakdown(done: Estimate) -> Section | None:
         rows.append(Row((Swatch(css, name), f"{mib:,.1f}", f"{mib / total:.1%}")))
     columns = table(("part", "MiB", "share"), ()).columns
     blocks: list[Block] = [
-        Stack(tuple(parts), tall=True),
+        ShareBar(tuple(parts), tall=True),
         Table(columns, (*rows, Row(("in all", f"{total:,.1f}", ""), "sum"))),
     ]
     if "fragmentation" in done.breakdown:

@@ -19,7 +19,7 @@ from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, Prediction, get_estimator, make_estimator
 from learn.evaluation.benchmark_figures import RELIABILITY, Given
-from learn.evaluation.benchmark_rows import Selection
+from learn.evaluation.benchmark_rows import RowSelection
 from learn.evaluation.benchmark_settings import BenchmarkSettings
 from learn.evaluation.scores import median
 from learn.evaluation.splits import Part
@@ -62,7 +62,7 @@ def needs_trace(name: str) -> bool:
 
 
 def ask_free(
-    selection: Selection,
+    selection: RowSelection,
     index: Sequence[int] | np.ndarray,
     names: Sequence[str],
     settings: BenchmarkSettings,
@@ -96,7 +96,7 @@ def ask_free(
 
 
 def ask_learned(
-    name: str, selection: Selection, parts: Sequence[Part], bins: Mapping[str, Mapping[str, Bins]], seed: int,
+    name: str, selection: RowSelection, parts: Sequence[Part], bins: Mapping[str, Mapping[str, Bins]], seed: int,
     tally: Tally, steps: StepStore,
 ) -> Learned:  # fmt: skip
     """Fit on the inside of each part and ask the rows outside. A part that it cannot be fitted to is refused whole."""

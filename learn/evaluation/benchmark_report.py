@@ -13,7 +13,6 @@ from conf.outputs import write_output
 from conf.reports.blocks import (
     Block,
     Bullets,
-    Column,
     ColumnKind,
     Heading,
     Lead,
@@ -24,6 +23,7 @@ from conf.reports.blocks import (
     Row,
     Section,
     Table,
+    TableColumn,
 )
 from conf.reports.render import render_page
 from learn.evaluation.benchmark_plots import plots_of
@@ -76,7 +76,7 @@ def _table(table: TableText) -> tuple[Block, ...]:
         previous = line[0]
         marks = ("first" if first else "", "others" if grouped and line[1].endswith(_OTHERS) else "")
         rows.append(Row(tuple(shown), " ".join(filter(None, marks))))
-    columns = tuple(Column(name, _kind(name)) for name in names)
+    columns = tuple(TableColumn(name, _kind(name)) for name in names)
     return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))
 
 

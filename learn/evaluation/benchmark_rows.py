@@ -1,6 +1,6 @@
 """Which rows a benchmark is about: of the warehouse's runs, or of published files, as labelled `Rows`.
 
-Start reading at `Selection`, then `of_published` and `of_runs`.
+Start reading at `RowSelection`, then `of_published` and `of_runs`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OURS_GB = 1  # width of our own memory classes
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSelection:
     """Everything that is asked or fitted on; each array has one entry a row.
 
     file       what figures are told apart by: the published file, the warehouse's family
@@ -73,7 +73,7 @@ def _card(rows: Rows) -> float | None:
 # ---- the warehouse
 
 
-def of_runs(settings: BenchmarkSettings) -> Selection:
+def of_runs(settings: BenchmarkSettings) -> RowSelection:
     """The usable runs, sampled. Raises `UsageError` as `learn.data.load_rows` does."""
     from learn.data import load_rows
 
@@ -95,7 +95,7 @@ def of_runs(settings: BenchmarkSettings) -> Selection:
         notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
     n = len(rows)
     everything = np.ones(n, dtype=bool)
-    return Selection(
+    return RowSelection(
         rows, rows.family, rows.run_ids, everything, everything, rows.cases, ({},) * n, tuple(notes)
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def of_runs(settings: BenchmarkSettings) -> Selection:
 # ---- published files
 
 
-def of_published(settings: BenchmarkSettings, *, learned: bool) -> Selection:
+def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
     """The rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
 
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
@@ -151,7 +151,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> Selection:
             f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
             "those of models of the same names"
         )
-    return Selection(
+    return RowSelection(
         _pack([row for _, row in rows], cases, target, spec),
         np.array([file.path.stem for file, _ in rows], dtype=object),
         np.array([_named(row) for _, row in rows], dtype=object),

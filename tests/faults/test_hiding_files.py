@@ -16,7 +16,7 @@ def gpufarm(folder, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "gpufarm", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'infra'}"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -38,7 +38,7 @@ def test_ray_workers_and_trial_servers_import_our_packages_and_the_users_model(t
 def test_a_function_over_parts_runs_on_ray_from_such_a_folder(tmp_path):
     (tmp_path / "learn.py").write_text("raise RuntimeError('a file of the user has run')\n")
     code = (
-        "from gpufarm.own_packages import put_working_folder_last as put_last; put_last()\n"
+        "from conf.own_packages import put_working_folder_last as put_last; put_last()\n"
         "from learn.parallel import ray_map\n"
         "from learn.targets import get_target\n"
         "print(sorted((i, target.name) for i, target in ray_map(get_target, ['memory', 'smact'], 2)))\n"

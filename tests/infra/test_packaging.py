@@ -12,11 +12,13 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_is_listed_and_says_that_it_is_typed():
-    folders = {path.parent for room in ("conf", "farm", "featurize", "gpufarm", "learn", "warehouse", "workers")
+    folders = {path.parent for room in ("conf", "farm", "featurize", "learn", "warehouse", "workers")
                for path in (ROOT / room).rglob("__init__.py")}  # fmt: skip
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == packages
-    assert all((ROOT / name / "py.typed").exists() for name in packages if "." not in name)
+    built = PYPROJECT["tool"]["setuptools"]
+    assert set(built["packages"]) == {*packages, "gpufarm"}
+    at = {name: ROOT / built["package-dir"].get(name, name) for name in (*packages, "gpufarm") if "." not in name}
+    assert all((folder / "py.typed").exists() and (folder / "__init__.py").exists() for folder in at.values())
     assert PYPROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from conf import own_packages
 from conf.commands import COMMANDS, summary
 from conf.keys import description
-from gpufarm import own_packages
 from gpufarm.__main__ import main
 from infra.generate_docs import command_modules
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "infra")])  # of a checkout that is not installed
 HOSTILE = "a'; echo foo"
 
 
@@ -28,7 +29,7 @@ def python(*arguments, cwd, code=0, **environment):
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": PATHS, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -94,7 +95,6 @@ def test_the_help_of_a_command_says_both_spellings(name):
         ("workers.py", "farm.submit"),
         ("learn/__init__.py", "farm.grow"),
         ("farm/__init__.py", "warehouse.query"),
-        ("gpufarm.py", "farm.status"),
     ],
 )
 def test_python_m_names_the_file_that_hides_a_package_of_ours_and_runs_nothing_of_it(tmp_path, name, module):
@@ -127,13 +127,12 @@ def test_gpufarm_runs_trials_from_a_folder_full_of_such_files_and_finds_the_user
     """Also where the folder is in PYTHONPATH: the trial's own process has to find our packages, and the model."""
     folder = tmp_path / HOSTILE
     for name in own_packages.PACKAGES:
-        if name != "gpufarm":
-            shadow(folder, f"{name}/__init__.py" if name in ("conf", "learn") else f"{name}.py")
+        shadow(folder, f"{name}/__init__.py" if name in ("conf", "learn") else f"{name}.py")
     (folder / "nets.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(4, 4)\n")
     done = python(
         "-m", "gpufarm", "submit", "+arch=zoo", "n=1", "arch.space.model=nets:build",
         "arch.space.inputs='float32[4]'", "device=simulated", "cluster=inline", "data=data",
-        cwd=folder, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)]), XDG_STATE_HOME=str(tmp_path / "state"),
+        cwd=folder, PYTHONPATH=os.pathsep.join([PATHS, str(folder)]), XDG_STATE_HOME=str(tmp_path / "state"),
     )  # fmt: skip
     assert "(ok 1)" in done.stdout
 

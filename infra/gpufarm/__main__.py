@@ -1,18 +1,19 @@
 """`gpufarm NAME ...`: each command of the project under one name, as `python -m PACKAGE.NAME ...` runs it.
 
-Start reading at `main`. Unlike `python -m`, it searches the working folder last (`gpufarm.own_packages`).
+Start reading at `main`. Unlike `python -m`, it searches the working folder last (`conf.own_packages`).
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
-
-from gpufarm.own_packages import put_working_folder_last, require_own_packages
 
 EXIT_USAGE = 2
 
@@ -28,8 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: Always, with the command's exit code: 2 for an unknown command.
     """
-    put_working_folder_last()
-    require_own_packages()
+    own_packages = _own_packages()
+    own_packages.put_working_folder_last()
+    own_packages.require_own_packages()
     from conf.commands import COMMANDS
     from conf.extras import missing_from
 
@@ -45,6 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit_with_error(problem)
     sys.argv = [sys.argv[0], *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _own_packages() -> ModuleType:
+    """Return `conf.own_packages`, found by its path: until it has run, `conf` may be a file of the user's."""
+    here = Path(__file__).resolve()
+    paths = [here.parents[up] / "conf" / "own_packages.py" for up in (1, 2)]  # installed, and in a checkout's infra/
+    spec = importlib.util.spec_from_file_location("own_packages", next(path for path in paths if path.is_file()))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _listing() -> str:

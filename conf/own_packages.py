@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-PACKAGES = ("conf", "farm", "featurize", "gpufarm", "learn", "warehouse", "workers")
+PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
 ROOT = Path(__file__).parent.parent
 SAFE_PATH = "PYTHONSAFEPATH"  # Python's variable: `-m` does not put the working folder first
 _OF_COMMANDS = ("farm", "learn", "warehouse")
