@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from conf.cli import run
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.outputs import OWN_FILES, OWN_FOLDERS, checked_output, output_file, write_output
 from warehouse.folder import DataFolder
 
@@ -74,7 +74,7 @@ def test_a_device_takes_the_bytes_and_stays_a_device(place):
     write_output("/dev/null", b"x")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     if os.path.exists("/dev/full"):
-        with pytest.raises(UsageError, match="No space left on device"):
+        with pytest.raises(EnvironmentProblem, match="No space left on device"):
             write_output("/dev/full", b"x")
 
 
