@@ -36,7 +36,8 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "farm.compare before=": "needs two environments or folders to compare; tests/farm/test_compare.py runs it",
     "warehouse.export ": "needs runs with telemetry; tests/warehouse/test_dataset.py runs it",
 }
-MENTIONED = ("learn.fit", "warehouse.query", "warehouse.export", "warehouse.diff")  # without arguments, in a sentence
+# In a sentence these may stand without arguments.
+MENTIONED = ("farm.submit", "learn.estimate", "learn.fit", "warehouse.query", "warehouse.export", "warehouse.diff")
 NETS = """
 from torch import nn
 
