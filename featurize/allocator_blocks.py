@@ -1,6 +1,6 @@
 """What the allocator simulator is made of: pieces of segments, pools of free pieces, addresses, and its snapshots.
 
-Start reading at `Pool`; `Segment` and `Block` are what a snapshot shows.
+Start reading at `Pool`; `Segment` and `PoolBlock` are what a snapshot shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ADDRESS_SHIFT = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PoolBlock:
     """Bytes. `requested` is 0 where nothing lives; `state` is `active_allocated` or `inactive`, PyTorch's names."""
 
     address: int
@@ -35,7 +35,7 @@ class Segment:
     pool: str
     stream: int
     expandable: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[PoolBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +159,12 @@ def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, 
     for head in pieces:
         if head.before is not None and head.before.free is not None:
             continue
-        blocks: list[Block] = []
+        blocks: list[PoolBlock] = []
         piece: Piece | None = head
         while piece is not None and piece.free is not None:
             live = piece.free is False
             state = "active_allocated" if live else "inactive"
-            blocks.append(Block(piece.address, piece.size, piece.requested if live else 0, state))
+            blocks.append(PoolBlock(piece.address, piece.size, piece.requested if live else 0, state))
             piece = piece.behind
         size = sum(block.size for block in blocks)
         pool = "small" if head.pool.small else "large"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from featurize.allocator import CachingAllocator, OutOfMemory
-from featurize.allocator_blocks import AddressSpace, Block, Segment, SegmentEvent
+from featurize.allocator_blocks import AddressSpace, PoolBlock, Segment, SegmentEvent
 from featurize.allocator_settings import AllocatorSettings
 
 TAKEN = ("segment_alloc", "segment_map")
@@ -128,7 +128,7 @@ def recorded_segments(snapshot: Iterable[Mapping[str, Any]]) -> tuple[Segment, .
         for block in segment["blocks"]:
             live = block["state"] == "active_allocated"
             size, requested = int(block["size"]), int(block.get("requested_size", 0)) if live else 0
-            blocks.append(Block(address, size, requested, str(block["state"])))
+            blocks.append(PoolBlock(address, size, requested, str(block["state"])))
             address += size
         segments.append(
             Segment(

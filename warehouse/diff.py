@@ -52,7 +52,7 @@ class RunCount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelShift:
+class LabelDifference:
     """How a label of the same configurations in the same environment differs where they were measured again.
 
     Shifts are of medians: relative to the median before, for ratios (`smact`, ...) the difference.
@@ -90,7 +90,7 @@ class Difference:
     removed: tuple[RunCount, ...]
     changed: tuple[RunCount, ...]  # same run_id, other content
     changed_columns: Mapping[str, int]  # column -> runs in which it changed
-    shifts: tuple[LabelShift, ...]
+    shifts: tuple[LabelDifference, ...]
     tolerance: float
     schema: tuple[SchemaChange, ...]
 
@@ -175,7 +175,7 @@ def _changed_columns(
     return dict(counts.most_common())
 
 
-def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[LabelShift]:
+def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[LabelDifference]:
     """Runs of `after` that are new or changed, against those of `before` with the same key."""
     matched = " AND ".join(f"old.{name} IS NOT DISTINCT FROM new.{name}" for name in _KEY)
     keys = ", ".join(_KEY)
@@ -196,7 +196,7 @@ def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[Lab
             FROM shifts WHERE shift IS NOT NULL GROUP BY ALL ORDER BY ALL"""
         ).fetchall()
         for family, device, count, typical, largest, beyond, examples in found:
-            yield LabelShift(
+            yield LabelDifference(
                 label=label, family=family, device_name=device, configurations=count, median_shift=typical,
                 largest_shift=largest, beyond=beyond, examples=tuple(examples),
             )  # fmt: skip

@@ -18,7 +18,7 @@ from workers.reports import (
     Failure,
     Reading,
     Report,
-    Result,
+    TrialResult,
     WarmupBegun,
     WindowBegun,
 )
@@ -66,7 +66,7 @@ def take(report: Report, observed: Observed) -> None:
             observed.window_ns = t_ns
         case Reading(sensor, t_ns, values):
             observed.samples.append((sensor, Sample(t_ns, values)))
-        case Result():
+        case TrialResult():
             observed.finished = True
             observed.window_end_ns = report.window_end_ns
             observed.half_widths |= report.half_widths

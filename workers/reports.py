@@ -59,7 +59,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrialResult:
     window_end_ns: int
     window_ended: str
     values: dict[str, float]
@@ -83,7 +83,7 @@ class BrokenReport:
     reason: str
 
 
-Report = Built | DeviceOpened | WarmupBegun | WindowBegun | Reading | Result | Failure | BrokenReport
+Report = Built | DeviceOpened | WarmupBegun | WindowBegun | Reading | TrialResult | Failure | BrokenReport
 
 
 class _Broken(ValueError):
@@ -94,7 +94,8 @@ class ReportReader:
     """Turns the bytes that a trial sends into reports; holds `LINE_BYTES` at most. Used from one thread.
 
     Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
-    `Result`, a `Failure` or a `BrokenReport` everything is ignored. Beyond `READINGS_KEPT` readings are only counted.
+    `TrialResult`, a `Failure` or a `BrokenReport` everything is ignored. Beyond `READINGS_KEPT`, readings are only
+    counted.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class ReportReader:
         half_widths = _numbers(values.pop("half_widths", {}), _STEP_METRICS)
         labels = _labels(values)
         self._over = True
-        return Result(end_ns, window_ended, labels, half_widths)
+        return TrialResult(end_ns, window_ended, labels, half_widths)
 
     def _failed(
         self, status: Any, oom_kind: Any, error_type: Any, error: Any, device_fault: Any, values: Any

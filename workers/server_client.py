@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.identity import OWNER_FILE, identity
-from workers.reports import BrokenReport, Failure, Report, ReportReader, Result
+from workers.reports import BrokenReport, Failure, Report, ReportReader, TrialResult
 from workers.safe_text import quoted, safe_text
 from workers.trial_server import PACKET_BYTES
 
@@ -163,7 +163,7 @@ class TrialServer:
                 for report in reports:  # what the trial said comes before how it ended
                     if isinstance(report, BrokenReport):
                         trial.broken = True
-                    if isinstance(report, Result | Failure):
+                    if isinstance(report, TrialResult | Failure):
                         deadline_ns = min(deadline_ns, time.monotonic_ns() + int(_GOODBYE_S * 1e9))
                     yield report
             elif exited:

@@ -22,7 +22,7 @@ from workers.environment import core_count, host_memory_share_mib
 from workers.host_memory import HostMemoryGuard, kernel_oom_kills
 from workers.labels import Course, label_run
 from workers.outcome import Observed, outcome_of, startup_s, take
-from workers.reports import READINGS_KEPT, Failure, Reading, ReportReader, Result, WindowBegun
+from workers.reports import READINGS_KEPT, Failure, Reading, ReportReader, TrialResult, WindowBegun
 from workers.safe_text import safe_text
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
@@ -283,7 +283,7 @@ class Worker:
                             next_guard = HostMemoryGuard(self._prepared[1].pid, memory_limit_mib)
                     elif isinstance(event, Reading) and event.sensor == "torch":
                         follower.mark_step(event.t_ns)
-                    elif isinstance(event, Result | Failure):
+                    elif isinstance(event, TrialResult | Failure):
                         follow()
                         observed.half_widths |= follower.half_widths()
                         sampler.wind_up(observed.window_end_ns)  # the last sample still sees the trial's memory

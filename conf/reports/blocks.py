@@ -34,7 +34,7 @@ class Swatch:
 
 
 @dataclass(frozen=True)
-class Part:
+class SharePart:
     """One part of a `ShareBar`. `share` is its width, from 0 to 1."""
 
     css: str
@@ -47,7 +47,7 @@ class ShareBar:
     """A horizontal bar of coloured parts, also as a table cell. `share` is the bar's width, from 0 to 1."""
 
     kind: ClassVar[str] = "stack"
-    parts: tuple[Part, ...]
+    parts: tuple[SharePart, ...]
     share: float = 1.0
     tall: bool = False
 

@@ -21,10 +21,10 @@ from conf.reports.blocks import (
     Note,
     Outcome,
     Page,
-    Part,
     Preformatted,
     Section,
     ShareBar,
+    SharePart,
     Tile,
     Tiles,
     linked,
@@ -225,7 +225,7 @@ def _rows(report: Report) -> Section | None:
 def _stack(counts: Mapping[str, int], shown: Sequence[str], share: float) -> ShareBar:
     total = max(sum(counts[status] for status in shown), 1)
     parts = tuple(
-        Part(_STATUS_CSS[status], counts[status] / total, f"{status} {counts[status]:,}")
+        SharePart(_STATUS_CSS[status], counts[status] / total, f"{status} {counts[status]:,}")
         for status in shown
         if counts[status]
     )

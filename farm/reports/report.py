@@ -20,7 +20,7 @@ import warehouse
 from conf.errors import CommandError
 from conf.plain_text import error_line
 from farm.journal import STEPS, Cycle, plain
-from farm.reports.rows import Rows, read_rows
+from farm.reports.rows import ReportRows, read_rows
 from farm.reports.verdict import Said, only_simulated, say
 from warehouse.diff import Difference, diff
 from warehouse.folder import DataFolder
@@ -93,7 +93,7 @@ class Report:
     snapshot: str | None
     before: str | None
     changed: Difference | None
-    rows: Rows | None
+    rows: ReportRows | None
     gained: Mapping[str, tuple[str, ...]]  # grid -> cells that had no row before, in words
     canaries: Mapping[str, Any] | None
     chosen: Mapping[str, Any] | None  # the plan's summary
@@ -167,7 +167,9 @@ def _told(notes: list[str], what: str):
         notes.append(f"{what} could not be read: {error_line(str(error))[:500]}")
 
 
-def _rows(folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | None, notes: list[str]) -> Rows | None:
+def _rows(
+    folder: DataFolder, cycle: Cycle, canaries: Mapping, snapshot: str | None, notes: list[str]
+) -> ReportRows | None:
     rows = None
     with (
         _told(notes, "rows" if snapshot is None else f"the snapshot {snapshot}"),
@@ -186,7 +188,7 @@ def _before(history: Sequence[Cycle], landed: Mapping) -> str | None:
     return next((name for name in reversed(names) if name), None)
 
 
-def _gained(rows: Rows | None) -> dict[str, tuple[str, ...]]:
+def _gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
     """Return the cells that had no row before this cycle, by grid."""
     if rows is None:
         return {}

@@ -99,7 +99,7 @@ class Doubt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class ReportRows:
     """`device_names`, `source`: what coverage is of, empty where there is no row at all."""
 
     counts: tuple[RowCount, ...]
@@ -129,7 +129,7 @@ def read_rows(
     since: datetime.datetime,
     device_name: str | None = None,
     source: str | None = None,
-) -> Rows:
+) -> ReportRows:
     """Everything a report says of rows. `since`: when the cycle began; what finished from then on is tonight's.
 
     Coverage is of the device and source named, else of those with the most rows tonight, or at all.
@@ -159,7 +159,7 @@ def _read(
     tonight: str,
     device_name: str | None,
     source: str | None,
-) -> Rows:
+) -> ReportRows:
     counts = tuple(
         RowCount(family=f, device_name=d, source=s, status=status, rows=n, tonight=new)
         for f, d, s, status, n, new in counted.execute(
@@ -181,7 +181,7 @@ def _read(
     failed_tonight = sum(one.tonight for one in failed)
     groups, kinds = _failures(connection, tonight) if failed_tonight else ((), 0)
     doubts, doubted = _doubts(connection, tonight)
-    return Rows(
+    return ReportRows(
         counts=counts,
         device_names=names,
         source=source,

@@ -9,7 +9,7 @@ from typing import Any
 from conf.plain_text import error_line
 from conf.reports.blocks import Level
 from farm.journal import STEPS, Cycle
-from farm.reports.rows import FAILED, Rows
+from farm.reports.rows import FAILED, ReportRows
 from warehouse.diff import Difference
 
 _MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
@@ -28,7 +28,7 @@ class Said:
     advice: tuple[str, ...]  # most urgent first; what there is to do, or that there is nothing
 
 
-def only_simulated(rows: Rows | None, canaries: Mapping[str, Any] | None) -> bool:
+def only_simulated(rows: ReportRows | None, canaries: Mapping[str, Any] | None) -> bool:
     """Return whether a cycle ran simulations only, by its rows, or by its canaries where it has no rows."""
     sources = rows.sources_tonight if rows is not None else frozenset()
     return (sources or {(canaries or {}).get("source")}) == {SIMULATED}
@@ -37,7 +37,7 @@ def only_simulated(rows: Rows | None, canaries: Mapping[str, Any] | None) -> boo
 def say(
     cycle: Cycle,
     changed: Difference | None,
-    rows: Rows | None,
+    rows: ReportRows | None,
     findings: Sequence[Mapping[str, Any]],
     notes: Sequence[str] = (),
 ) -> Said:
@@ -74,7 +74,7 @@ def _outcome(cycle: Cycle, canaries: Mapping, run: Mapping | None) -> str:
 
 
 def _sentence(
-    cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: Rows | None, ran: str
+    cycle: Cycle, outcome: str, canaries: Mapping, run: Mapping | None, rows: ReportRows | None, ran: str
 ) -> str:  # fmt: skip
     """Return the outcome in a sentence. `ran` is measured or simulated."""
     finished = sum(one.tonight for one in rows.counts) if rows else 0

@@ -76,7 +76,7 @@ class Config(TrialConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ConvBlock:
     """One step through the network. kind: `plain`, `residual`, `dense`, `transition`, `pool`; channels in and out; the
     square feature map's side before and after."""
 
@@ -122,7 +122,7 @@ def widths(config: Config) -> list[int]:
     ]
 
 
-def blocks(config: Config) -> list[Block]:
+def blocks(config: Config) -> list[ConvBlock]:
     """The network's body in the order of the forward pass."""
     if config.topology == "dense":
         return _dense_blocks(config)
@@ -131,30 +131,30 @@ def blocks(config: Config) -> list[Block]:
     for i, outputs in enumerate(widths(config)):
         if config.topology == "residual":
             halve = i % 2 == 1 and published_side > SMALLEST_MAP
-            found.append(Block("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
+            found.append(ConvBlock("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
             side = found[-1].map_out
             published_side = published_side // 2 if halve else published_side
             if published_side <= SMALLEST_MAP:
                 break
         else:
-            found.append(Block("plain", inputs, outputs, side, side))
+            found.append(ConvBlock("plain", inputs, outputs, side, side))
             if config.pooling and i and i % config.pool_interval == 0 and side > SMALLEST_MAP:
-                found.append(Block("pool", outputs, outputs, side, side // 2))
+                found.append(ConvBlock("pool", outputs, outputs, side, side // 2))
                 side //= 2
         inputs = outputs
     return found
 
 
-def _dense_blocks(config: Config) -> list[Block]:
+def _dense_blocks(config: Config) -> list[ConvBlock]:
     found, inputs, side = [], config.channels, config.image_size
     count = config.depth // DENSE_LAYERS
     for i in range(count):
         outputs = inputs + DENSE_LAYERS * config.growth_rate
-        found.append(Block("dense", inputs, outputs, side, side))
+        found.append(ConvBlock("dense", inputs, outputs, side, side))
         inputs = outputs
         if i % config.pool_interval == 0 and i != count - 1:
             after = side // 2 if side > 1 else side
-            found.append(Block("transition", inputs, inputs // 2, side, after))
+            found.append(ConvBlock("transition", inputs, inputs // 2, side, after))
             inputs, side = inputs // 2, after
     return found
 
@@ -187,7 +187,7 @@ def _norm(config: Config, channels: int, elements: int) -> list[Layer]:
     return [Layer("batchnorm2d", elements, 2 * channels)] if config.batch_norm else []
 
 
-def _block_layers(config: Config, block: Block) -> list[Layer]:
+def _block_layers(config: Config, block: ConvBlock) -> list[Layer]:
     inputs, outputs, side, after = block.inputs, block.outputs, block.map_in, block.map_out
     elements = outputs * after**2
     if block.kind == "plain":
@@ -247,7 +247,7 @@ def build(config: Config) -> torch.nn.Module:
         dropout=config.dropout,
     )
 
-    def module(block: Block) -> nn.Module:
+    def module(block: ConvBlock) -> nn.Module:
         if block.kind == "plain":
             return modules.conv_block(block.inputs, block.outputs, style)
         if block.kind == "pool":

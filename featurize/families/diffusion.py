@@ -64,7 +64,7 @@ class Config(TrialConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UNetPart:
     """A step through the network. kind: `block`, `halve`, `double`; channels in and out; the side of the map it gives;
     whether attention follows."""
 
@@ -85,36 +85,36 @@ def widths(config: Config) -> list[int]:
     return [config.base_channels * min(2**i, config.widest) for i in range(config.levels)]
 
 
-def encoder(config: Config) -> list[Part]:
+def encoder(config: Config) -> list[UNetPart]:
     """From the first convolution's result to the smallest map. The decoder reads what each part gives."""
     found, inputs, side = [], config.base_channels, config.image_size
     for level, width in enumerate(widths(config)):
         if level:
             side //= 2
-            found.append(Part("halve", inputs, inputs, side))
+            found.append(UNetPart("halve", inputs, inputs, side))
         for _ in range(config.blocks):
-            found.append(Part("block", inputs, width, side, attends(config, side)))
+            found.append(UNetPart("block", inputs, width, side, attends(config, side)))
             inputs = width
     return found
 
 
-def middle(config: Config) -> list[Part]:
+def middle(config: Config) -> list[UNetPart]:
     """Two blocks on the smallest map."""
     width, side = widths(config)[-1], config.image_size >> (config.levels - 1)
-    return [Part("block", width, width, side, True), Part("block", width, width, side)]
+    return [UNetPart("block", width, width, side, True), UNetPart("block", width, width, side)]
 
 
-def decoder(config: Config) -> list[Part]:
+def decoder(config: Config) -> list[UNetPart]:
     """From the smallest map to the last convolution. Inputs of blocks count what they read of the encoder."""
     skips = [config.base_channels, *(part.outputs for part in encoder(config))]
     side, inputs, found = config.image_size >> (config.levels - 1), skips[-1], []
     for level, width in reversed(list(enumerate(widths(config)))):
         for _ in range(config.blocks + 1):
-            found.append(Part("block", inputs + skips.pop(), width, side, attends(config, side)))
+            found.append(UNetPart("block", inputs + skips.pop(), width, side, attends(config, side)))
             inputs = width
         if level:
             side *= 2
-            found.append(Part("double", inputs, inputs, side))
+            found.append(UNetPart("double", inputs, inputs, side))
     return found
 
 
@@ -129,7 +129,7 @@ def _attention(channels: int, side: int) -> list[Layer]:
     return [_norm(channels, side), project, project, project, mixed, project, Layer("add", places * channels)]
 
 
-def _layers_of(config: Config, part: Part) -> list[Layer]:
+def _layers_of(config: Config, part: UNetPart) -> list[Layer]:
     inputs, outputs, side = part.inputs, part.outputs, part.side
     elements, time = outputs * side**2, 4 * config.base_channels
     if part.kind == "halve":
@@ -185,7 +185,7 @@ def build(config: Config) -> torch.nn.Module:
     from featurize import modules
     from featurize.nets import encoder_decoder
 
-    def block(part: Part) -> nn.Module:
+    def block(part: UNetPart) -> nn.Module:
         return encoder_decoder.DenoisingBlock(
             part.inputs,
             part.outputs,
@@ -194,10 +194,10 @@ def build(config: Config) -> torch.nn.Module:
             heads=config.heads if part.attends else None,
         )
 
-    def stack(*blocks: Part) -> modules.Stack:
+    def stack(*blocks: UNetPart) -> modules.Stack:
         return modules.Stack(map(block, blocks), recompute=config.activation_checkpointing)
 
-    def module(part: Part) -> nn.Module:
+    def module(part: UNetPart) -> nn.Module:
         if part.kind == "block":
             return stack(part)
         if part.kind == "halve":

@@ -24,7 +24,7 @@ RAM_SHARE = 0.8  # of the free memory; the rest is for what the first guess leav
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ProfilerEvent:
     """One memory event of the profile: `nbytes` > 0 allocates at `address`, < 0 frees. `phase`: the last one begun."""
 
     address: int
@@ -35,7 +35,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ProfiledBlock:
     """Bytes from event `begin` up to event `end`; None: until after the last."""
 
     nbytes: int
@@ -75,21 +75,21 @@ class XMem:
         return parts | {"cached by the allocator": (reserved - sum(peak.values())) / MIB}
 
 
-def pair(events: Sequence[Event]) -> list[Block]:
+def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
     """Blocks of the events, by address. A free of what was allocated before the profile began is left out.
 
     What the first optimizer step leaves behind is the optimizer's state and stays; what a backward pass leaves behind
     is a gradient, freed where the CPU freed it, at the latest by the next `zero_grad`.
     """
-    opened: dict[int, Block] = {}
-    done: list[Block] = []
+    opened: dict[int, ProfiledBlock] = {}
+    done: list[ProfiledBlock] = []
     cleared = {e.step: i for i, e in reversed(list(enumerate(events))) if e.phase == "zero_grad"}
     for i, event in enumerate(events):
         if event.nbytes > 0:
             if not event.in_operator:
                 continue
             kind = {"optimizer": "optimizer state", "backward": "gradients"}.get(event.phase or "", "activations")
-            opened[event.address] = Block(event.nbytes, i, None, kind)
+            opened[event.address] = ProfiledBlock(event.nbytes, i, None, kind)
         elif (block := opened.pop(event.address, None)) is not None:
             phase = events[block.begin].phase
             same = event.step == events[block.begin].step and event.phase == phase
@@ -105,7 +105,7 @@ def pair(events: Sequence[Event]) -> list[Block]:
 
 
 def replay(
-    static: Iterable[int], batch: Iterable[int], events: Sequence[Event], blocks: Sequence[Block]
+    static: Iterable[int], batch: Iterable[int], events: Sequence[ProfilerEvent], blocks: Sequence[ProfiledBlock]
 ) -> tuple[int, dict[str, int]]:
     """(peak reserved bytes, live bytes by kind when most were live). `static` are the sizes of parameters and
     buffers, `batch` those of one step's batch."""
@@ -115,11 +115,11 @@ def replay(
         allocator.allocate(nbytes)
         live["parameters and buffers"] += nbytes
     begins = {block.begin: block for block in blocks}
-    ends: dict[int, list[Block]] = {}
+    ends: dict[int, list[ProfiledBlock]] = {}
     for block in blocks:
         if block.end is not None:
             ends.setdefault(block.end, []).append(block)
-    handles: dict[Block, int | None] = {}
+    handles: dict[ProfiledBlock, int | None] = {}
     loaded: list = []
     at_top = dict(live)
     step = None
@@ -188,7 +188,7 @@ def _require_memory(workload: Workload) -> None:
     require(outputs)
 
 
-def _profile(workload: Workload) -> tuple[list[int], list[int], list[Event]]:
+def _profile(workload: Workload) -> tuple[list[int], list[int], list[ProfilerEvent]]:
     """(bytes of each parameter and buffer, bytes of each tensor of the batch, the events of two steps)."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -231,7 +231,7 @@ def _quiet_profiler() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _events(roots: Iterable) -> list[Event]:
+def _events(roots: Iterable) -> list[ProfilerEvent]:
     """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
     marks: list[tuple[int, str]] = []
     found: list[tuple[int, int, int, bool]] = []
@@ -252,7 +252,7 @@ def _events(roots: Iterable) -> list[Event]:
         while at + 1 < len(marks) and marks[at + 1][0] <= when:
             at += 1
         step, _, phase = marks[at][1].partition(":") if at >= 0 else ("0", "", None)
-        events.append(Event(address, nbytes, phase, int(step), in_operator))
+        events.append(ProfilerEvent(address, nbytes, phase, int(step), in_operator))
     return events
 
 

@@ -24,10 +24,10 @@ from conf.reports.blocks import (
     Note,
     Outcome,
     Page,
-    Part,
     Row,
     Section,
     ShareBar,
+    SharePart,
     SideBySide,
     Swatch,
     Table,
@@ -178,12 +178,12 @@ def _breakdown(done: Estimate) -> Section | None:
     if not total:
         return None
     by = "the trace" if done.trace_memory_mib is not None else done.answered_by["memory"]
-    parts: list[Part] = []
+    parts: list[SharePart] = []
     rows: list[Row] = []
     free = [css for name, css in COLOURS.items() if name not in done.breakdown]
     for name, mib in done.breakdown.items():
         css = COLOURS.get(name) or (free.pop(0) if free else "k0")
-        parts.append(Part(css, mib / total, f"{name} {mib:,.0f} MiB"))
+        parts.append(SharePart(css, mib / total, f"{name} {mib:,.0f} MiB"))
         rows.append(Row((Swatch(css, name), f"{mib:,.1f}", f"{mib / total:.1%}")))
     columns = table(("part", "MiB", "share"), ()).columns
     blocks: list[Block] = [

@@ -70,11 +70,11 @@ def ask_free(
 ) -> dict[str, dict[int, Given]]:
     """estimator -> row -> answer, of estimators that learn nothing."""
     from learn.estimators import ESTIMATORS
-    from learn.evaluation.benchmark_pool import Job, run_all
+    from learn.evaluation.benchmark_pool import PoolJob, run_all
     from learn.traced import describe_device
 
     specs: dict[str, DeviceSpec] = {}
-    jobs: list[Job] = []
+    jobs: list[PoolJob] = []
     for i in index:
         device = str(selection.rows.device[i])
         spec = specs.setdefault(device, specs.get(device) or describe_device(device))
@@ -82,7 +82,7 @@ def ask_free(
         if isinstance(subject, Case):
             subject = replace(subject, described=spec)  # anew: what a case remembers need not travel
         for name in names:
-            jobs.append(Job(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
+            jobs.append(PoolJob(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
     found = run_all(
         jobs, workers=workers, limit_s=settings.limit_s, memory_gib=settings.memory_gib, landed=tally.step

@@ -23,7 +23,7 @@ _NOTHING_KEPT = 64  # jobs after which a process is replaced: what models and li
 
 
 @dataclass(frozen=True)
-class Job:
+class PoolJob:
     """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
 
     index: int
@@ -33,7 +33,7 @@ class Job:
     target: str
 
 
-def answer(job: Job) -> Answer:
+def answer(job: PoolJob) -> Answer:
     """Whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
     began = time.monotonic_ns()
     try:
@@ -45,7 +45,7 @@ def answer(job: Job) -> Answer:
     return Answer(mib=None, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)
 
 
-def _answer(job: Job) -> Answer:
+def _answer(job: PoolJob) -> Answer:
     import importlib
 
     from learn.published import workload_of
@@ -66,7 +66,7 @@ def _answer(job: Job) -> Answer:
 
 
 def run_all(
-    jobs: Sequence[Job],
+    jobs: Sequence[PoolJob],
     *,
     workers: int,
     limit_s: float,
@@ -85,7 +85,7 @@ def run_all(
     return answers
 
 
-def _in_turn(jobs: Sequence[Job]) -> Iterator[tuple[int, Answer]]:
+def _in_turn(jobs: Sequence[PoolJob]) -> Iterator[tuple[int, Answer]]:
     for job in jobs:
         yield job.index, answer(job)
 
@@ -97,12 +97,12 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(theirs, memory_gib), daemon=True)
         self.process.start()
         theirs.close()
-        self.job: Job | None = None
+        self.job: PoolJob | None = None
         self.ready = False  # importing torch is no job's time
         self.began = 0.0
         self.done = 0
 
-    def give(self, job: Job) -> None:
+    def give(self, job: PoolJob) -> None:
         self.job, self.began = job, time.monotonic()
         try:
             self.pipe.send(job)
@@ -116,7 +116,7 @@ class _Worker:
 
 
 def _spread(
-    jobs: Sequence[Job], workers: int, limit_s: float, memory_gib: float | None
+    jobs: Sequence[PoolJob], workers: int, limit_s: float, memory_gib: float | None
 ) -> Iterator[tuple[int, Answer]]:
     waiting = list(reversed(jobs))
     crew = [_Worker(memory_gib) for _ in range(min(workers, len(jobs)))]

@@ -30,7 +30,7 @@ _CLASSES = 8  # more recalls than that are told in the files only
 _REASONS = 5  # of an estimator's refusals on a file are told; `out=` holds all
 
 
-class Progress:
+class BenchmarkProgress:
     """A context manager on stderr: a bar on a terminal, else a line every ten seconds."""
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class Progress:
         self._bar: tuple[Bar, TaskID] | None = None
         self._began = self._printed = clock()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> BenchmarkProgress:
         if self._console.is_terminal:
             from rich.progress import TimeRemainingColumn
 

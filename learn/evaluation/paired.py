@@ -25,7 +25,7 @@ ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """Of a candidate with the current model, on rows that neither has seen.
 
     worse     the candidate has to stay behind; `why` has the figures, a clause or more
@@ -39,7 +39,7 @@ class Comparison:
     candidate: Mapping
 
 
-def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, seed: int = 0) -> Comparison:
+def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, seed: int = 0) -> PairedComparison:
     """Of two predictions of the same n rows, all of which both answer, at least one with an exact label.
 
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
@@ -73,7 +73,7 @@ def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, 
         said += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"
         if over:
             said += f": significantly more, and more than the {1 - LEVEL:.0%} that the bound promises"
-    return Comparison(larger or over, said, theirs, ours)
+    return PairedComparison(larger or over, said, theirs, ours)
 
 
 def figures(rows: Rows, bins: Bins, prediction: Prediction) -> dict[str, float | int | None]:

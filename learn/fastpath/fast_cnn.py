@@ -265,7 +265,7 @@ def cnn_program(config: cnn.Config, spec: DeviceSpec) -> tuple[Program, int]:
     return program, 512 * tape.most_small_units + small
 
 
-def _forward(tape: _Step, number: int, block: cnn.Block, x: int) -> int:
+def _forward(tape: _Step, number: int, block: cnn.ConvBlock, x: int) -> int:
     config, batch = tape.config, tape.batch
     first = number == 0
     inputs, outputs, side, after = block.inputs, block.outputs, block.map_in, block.map_out
@@ -321,7 +321,7 @@ def _forward(tape: _Step, number: int, block: cnn.Block, x: int) -> int:
     return made
 
 
-def _backward(tape: _Step, number: int, block: cnn.Block, nodes: list, gradient: int) -> int:
+def _backward(tape: _Step, number: int, block: cnn.ConvBlock, nodes: list, gradient: int) -> int:
     config, batch = tape.config, tape.batch
     if block.kind == "residual":
         of_shortcut = nodes.pop()

@@ -257,9 +257,9 @@ class GPUMemNetMLP(GPUMemNetEstimator):
         return CountsNet(scalars, classes, hidden_layers=1 + member, width=64)
 
     def _training(self) -> Any:
-        from learn.learned.gpumemnet_nets import Training
+        from learn.learned.gpumemnet_nets import NetTraining
 
-        return Training(steps=3000, most_epochs=60, learning_rate=5e-3)
+        return NetTraining(steps=3000, most_epochs=60, learning_rate=5e-3)
 
 
 class GPUMemNetTransformer(GPUMemNetEstimator):
@@ -275,9 +275,9 @@ class GPUMemNetTransformer(GPUMemNetEstimator):
         return SequenceNet(scalars, len(KINDS) + 3, classes, encoders=1 + member, width=6, heads=3)
 
     def _training(self) -> Any:
-        from learn.learned.gpumemnet_nets import Training
+        from learn.learned.gpumemnet_nets import NetTraining
 
-        return Training(steps=600, most_epochs=70, learning_rate=8e-3)
+        return NetTraining(steps=600, most_epochs=70, learning_rate=8e-3)
 
 
 def why_not(case: Case) -> str | None:

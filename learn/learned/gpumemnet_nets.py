@@ -37,7 +37,7 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Training:
+class NetTraining:
     """How long and how fast. `steps` is a budget, from which and the number of rows epochs and batches follow."""
 
     steps: int
@@ -119,7 +119,7 @@ def train_member(
     classes: np.ndarray,
     or_above: np.ndarray,
     held_out: np.ndarray,
-    how: Training,
+    how: NetTraining,
     seed: int,
 ) -> nn.Module:
     """The net, trained on the rows outside `held_out` (n,) bool, as it was when those were told best.

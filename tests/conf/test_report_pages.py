@@ -51,7 +51,7 @@ def evil_svg():
 
 
 CHART = b.Chart(EVIL, evil_svg(), (b.Lead(EVIL),), newest_first_seen=True)
-STACK = b.ShareBar((b.Part("k1", 0.25, EVIL), b.Part("k2", 0.75, EVIL)), tall=True)
+STACK = b.ShareBar((b.SharePart("k1", 0.25, EVIL), b.SharePart("k2", 0.75, EVIL)), tall=True)
 BLOCKS = (
     b.Bullets((EVIL,)),
     CHART,

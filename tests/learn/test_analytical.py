@@ -14,7 +14,7 @@ from learn.analytical.dnnmem import DNNMem
 from learn.analytical.faketensor import FakeTensor
 from learn.analytical.horus import Horus
 from learn.analytical.llmem import LLMem
-from learn.analytical.xmem import Block, Event, XMem, pair, replay
+from learn.analytical.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
 from learn.estimators import TRAINING_FREE, get_estimator, make_estimator
 from learn.traced import describe_device
 from learn.workload import Workload, of_config
@@ -166,29 +166,29 @@ def test_xmem_is_near_a_liveness_by_hand():
 
 def test_xmem_pairs_events_into_blocks_by_address_and_phase():
     events = [
-        Event(1, 100, "forward", 0, True),
-        Event(9, 77, "forward", 0, False),  # taken by no operator
-        Event(2, 200, "backward", 0, True),
-        Event(3, 300, "backward", 0, True),
-        Event(3, -300, "backward", 0, True),
-        Event(1, -100, "backward", 0, True),
-        Event(8, -50, "backward", 0, True),  # from before the profile
-        Event(1, 400, "optimizer", 0, True),  # the address again: another block
-        Event(2, -200, "zero_grad", 1, False),
-        Event(5, 500, "forward", 1, True),
+        ProfilerEvent(1, 100, "forward", 0, True),
+        ProfilerEvent(9, 77, "forward", 0, False),  # taken by no operator
+        ProfilerEvent(2, 200, "backward", 0, True),
+        ProfilerEvent(3, 300, "backward", 0, True),
+        ProfilerEvent(3, -300, "backward", 0, True),
+        ProfilerEvent(1, -100, "backward", 0, True),
+        ProfilerEvent(8, -50, "backward", 0, True),  # from before the profile
+        ProfilerEvent(1, 400, "optimizer", 0, True),  # the address again: another block
+        ProfilerEvent(2, -200, "zero_grad", 1, False),
+        ProfilerEvent(5, 500, "forward", 1, True),
     ]
     assert pair(events) == [
-        Block(100, 0, 5, "activations"),
-        Block(200, 2, 8, "gradients"),
-        Block(300, 3, 4, "temporaries"),
-        Block(400, 7, None, "optimizer state"),
-        Block(500, 9, None, "activations"),
+        ProfiledBlock(100, 0, 5, "activations"),
+        ProfiledBlock(200, 2, 8, "gradients"),
+        ProfiledBlock(300, 3, 4, "temporaries"),
+        ProfiledBlock(400, 7, None, "optimizer state"),
+        ProfiledBlock(500, 9, None, "activations"),
     ]
 
 
 def test_xmem_replays_blocks_on_the_caching_allocator():
-    events = [Event(1, 30 * MIB, "forward", 0, True), Event(1, -30 * MIB, "backward", 0, True),
-              Event(2, 24 * MIB, "forward", 1, True)]  # fmt: skip
+    events = [ProfilerEvent(1, 30 * MIB, "forward", 0, True), ProfilerEvent(1, -30 * MIB, "backward", 0, True),
+              ProfilerEvent(2, 24 * MIB, "forward", 1, True)]  # fmt: skip
     reserved, live = replay([12 * MIB], [MIB // 2], events, pair(events))
     # 12 and 30 MiB segments of their own; two small batches share one of 2 MiB; 24 MiB fit in the cached 30.
     assert reserved == (12 + 30 + 2) * MIB
