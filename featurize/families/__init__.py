@@ -18,6 +18,7 @@ point and `name`. What can't be repaired is left as it is and rejected by `Confi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from featurize.trial_config import TrialConfig
 
 
+@functools.cache  # asked for each config that is parsed
 def family_names() -> tuple[str, ...]:
     """The known families, sorted."""
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))

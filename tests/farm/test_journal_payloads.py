@@ -6,7 +6,7 @@ import json
 import pytest
 from test_grow import cycles, grow, runs
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from farm.journal import Journal, plain
 from farm.journal_payloads import (
     CanariesPayload,
@@ -106,7 +106,7 @@ def test_a_value_of_another_type_is_named(folder, kind, values, where):
     journal = Journal.open(folder)
     name = journal.begin({}, "a").name
     journal.start(name, kind.step)
-    with pytest.raises(UsageError, match=f"the journal of cycle {name} is damaged at its step {kind.step}: {where}"):
+    with pytest.raises(EnvironmentProblem, match=f"the journal of cycle {name} is damaged at its step {kind.step}: {where}"):
         journal.done(name, kind.step, values).payload(kind)
 
 
