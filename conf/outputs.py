@@ -83,7 +83,8 @@ def checked_report(
             with tempfile.NamedTemporaryFile(dir=output.path.parent, prefix=f".{output.path.name}.", suffix=".tmp"):
                 pass
         except OSError as error:
-            raise EnvironmentProblem(f"{key}={path} cannot be written: {error.strerror or error}") from error
+            kind = UsageError if error.errno == errno.ENAMETOOLONG else EnvironmentProblem
+            raise kind(f"{key}={path} cannot be written: {error.strerror or error}") from error
     return path
 
 

@@ -187,8 +187,9 @@ def packages() -> dict[str, str | None]:
         declared = requires("gpufarm") or []
     except PackageNotFoundError:  # run from a tree that is not installed
         declared = []
-    names = [re.split(r"[^A-Za-z0-9_.-]", text, maxsplit=1)[0] for text in declared if "extra ==" not in text]
-    return {name: package_version(name) for name in ("gpufarm", *names)}
+    wanted = [text for text in declared if not re.search(r"extra == ['\"](dev|zoo)['\"]", text)]
+    names = {re.split(r"[^A-Za-z0-9_.-]", text, maxsplit=1)[0]: None for text in wanted}
+    return {name: package_version(name) for name in {"gpufarm": None, **names}}
 
 
 def ray_importable() -> bool:

@@ -198,7 +198,7 @@ def test_an_environment_gets_this_code_and_nothing_else_of_this_one(tmp_path):
     with code_folder() as code:
         side = side_of("before", str(python), code)
         assert seen.read_text() == str(code)
-        assert sorted(os.listdir(code)) == ["conf", "farm", "featurize", "gpufarm", "learn", "warehouse", "workers"]
+        assert sorted(os.listdir(code)) == ["conf", "farm", "featurize", "learn", "warehouse", "workers"]
     assert side.label == "torch 9.9.9" and side.folder_name.startswith("torch-9.9.9-")
     assert not code.exists()
 

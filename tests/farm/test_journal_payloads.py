@@ -106,7 +106,8 @@ def test_a_value_of_another_type_is_named(folder, kind, values, where):
     journal = Journal.open(folder)
     name = journal.begin({}, "a").name
     journal.start(name, kind.step)
-    with pytest.raises(EnvironmentProblem, match=f"the journal of cycle {name} is damaged at its step {kind.step}: {where}"):
+    problem = f"the journal of cycle {name} is damaged at its step {kind.step}: {where}"
+    with pytest.raises(EnvironmentProblem, match=problem):
         journal.done(name, kind.step, values).payload(kind)
 
 

@@ -306,14 +306,14 @@ def test_json_that_cannot_be_written_after_all_is_a_mistake_of_the_users(tmp_pat
 ORPHAN = """
 import sys, threading, time
 from multiprocessing import Pipe
-from learn.evaluation.benchmark_pool import Job, _serve
+from learn.evaluation.benchmark_pool import PoolJob, _serve
 from featurize.families.mlp import Config
 from learn.cases import Case
 from learn.traced import describe_device
 
 ours, theirs = Pipe()
 case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))
-job = Job(0, "fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
+job = PoolJob(0, "fake_methods:HundredsEstimator", case, describe_device("A100-SXM4-40GB"), "memory")
 
 def die():
     ours.recv()

@@ -11,6 +11,7 @@ from conf.errors import UsageError
 from learn import estimators
 from learn.benchmark import BenchmarkSettings, benchmark
 from learn.data import load_rows
+from learn.estimators import Estimator
 from learn.evaluation.evaluate import classes_of, hold_out
 from learn.targets import make_bins
 
@@ -140,7 +141,7 @@ def published_folder(tmp_path):
     return tmp_path
 
 
-class Watcher:
+class Watcher(Estimator):
     """Answers 500 MiB, below a bound of 1 GB, and notes what it was fitted on."""
 
     name = "watcher"
