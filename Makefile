@@ -7,8 +7,8 @@ BIN    := $(VENV)/bin
 # For another build: make venv TORCH=torch==2.12.1 TORCH_OPTIONS="--index-url URL_OF_THE_BUILDS_FOR_YOUR_CUDA"
 TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
-# Processes that share the tests, a file at a time
-TEST_WORKERS ?= 2
+# Processes that share the tests, a file at a time; one more than the cores of a small CI machine, as many tests wait
+TEST_WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-faults test-gpu test-torch bench bench-gpu collect-gpu docs readme readme-check lint clean

@@ -70,6 +70,7 @@ def test_a_night_measures_lands_and_reports(root, capsys):
     assert str(page) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_killed_at_every_line_of_the_journal_it_ends_as_if_it_had_not_been(root, tmp_path, monkeypatch):
     assert grow(tmp_path / "undisturbed", "n=4") == 0
     append, left = Journal._append, [0]

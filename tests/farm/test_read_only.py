@@ -141,6 +141,7 @@ def fill(disk, left):
         filler.write(bytes(room))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 40 << 10])
 def test_growth_without_room_says_so_in_a_line_and_goes_on_when_there_is_room(disk, capfd, left):
     folder = DataFolder.resolve(disk / "data").create()

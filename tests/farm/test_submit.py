@@ -305,6 +305,7 @@ def test_a_data_folder_of_a_newer_schema_is_refused_and_not_touched(data, capsys
     assert sorted(str(path) for path in data.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, capsys, monkeypatch):
     written, write = [], RunWriter.write
 

@@ -168,6 +168,7 @@ def test_a_config_that_makes_no_sense_lands_as_one_invalid_run_and_is_never_hand
     assert [run[:3] for run in runs(folder)] == [(0, "invalid", "UsageError"), (1, "ok", None)]
 
 
+@pytest.mark.slow
 def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_path):
     """The whole commands, with code that leaves a mark where it is imported."""
     (tmp_path / "mine").mkdir()

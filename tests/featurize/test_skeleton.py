@@ -208,6 +208,7 @@ print(sum(p.numel() for p in model.parameters()), peak_kib // 1024)
 """
 
 
+@pytest.mark.slow
 def test_seven_billion_parameters_take_less_than_a_gib():
     done = subprocess.run([sys.executable, "-c", SEVEN_BILLION], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,7 @@ def settings(collect, tmp_path, **changes):
     )
 
 
+@pytest.mark.slow
 def test_whole_cards_shares_of_them_and_pairs_are_measured_and_exported(collect, tmp_path):
     said = []
     assert collect.collect(settings(collect, tmp_path), said.append)

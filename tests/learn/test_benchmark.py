@@ -100,6 +100,7 @@ def test_a_configuration_that_no_family_builds_is_a_refusal_that_says_so(tmp_pat
     assert figures.answered_ok == 1 and "topology must be one of" in reason and "spiral" in reason
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_hangs_or_hoards_costs_its_row_only(tmp_path, monkeypatch):
     monkeypatch.setenv("HUNDREDS_DIES", "1")
     path = write(tmp_path / "some.csv", [(1, 200, OK), (7, 900, OK), (2, 300, OK)])

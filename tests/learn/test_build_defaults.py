@@ -402,6 +402,7 @@ build(BuildSettings(path=sys.argv[1], out=sys.argv[2], data=sys.argv[3], dataset
 """
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_the_older_models_as_they_were(tmp_path, place, built):
     before = old_models(tmp_path / "models")
     done = subprocess.run(

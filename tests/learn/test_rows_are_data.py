@@ -69,6 +69,7 @@ def command(module, *argv):
     )
 
 
+@pytest.mark.slow
 def test_no_command_imports_what_a_row_names(evil, tmp_path):
     data = tmp_path / "data"
     write_batch(data, make_configs(60))

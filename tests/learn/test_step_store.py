@@ -281,6 +281,7 @@ def test_no_case_touches_no_folder(data, steps):
     assert not data.exists()
 
 
+@pytest.mark.slow
 def test_rays_processes_compute_the_same(data, steps):
     many = of_configs(
         [

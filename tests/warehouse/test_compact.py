@@ -206,6 +206,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_readers_in_other_processes_see_the_same_rows_while_files_are_merged(folder):
     fill(folder, range(48))
     reader = subprocess.Popen([sys.executable, "-c", READ_FOREVER, str(folder.root)], stdout=subprocess.PIPE, text=True)

@@ -341,6 +341,7 @@ def read_beside_compaction(folder, seconds):
     return queries
 
 
+@pytest.mark.slow
 def test_readers_beside_compaction_without_grace_see_every_run_once(folder):
     assert read_beside_compaction(folder, seconds=3) > 0
 

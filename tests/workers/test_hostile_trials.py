@@ -271,6 +271,7 @@ def test_another_trial_that_is_made_ready_is_not_touched(worker, notes):
     assert "processes_left" not in (second.quality_reasons or "")
 
 
+@pytest.mark.slow
 def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(notes):
     doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
     try:

@@ -86,6 +86,7 @@ def test_nothing_is_made_ready_where_the_device_is_what_the_host_computes_on(wor
     assert not children(worker)
 
 
+@pytest.mark.slow
 def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
     small = Worker(DeviceChoice(backend="cpu"), "0", "small")
     try:
