@@ -112,6 +112,7 @@ def test_the_next_night_goes_on_and_measures_nothing_twice(root, policy):
     assert second.done("land")["before"] == first.name
 
 
+@pytest.mark.slow
 def test_what_waits_in_the_queue_is_not_chosen_again(root):
     def left_over(cycle):
         return {json.dumps(entry["config"]) for entry in json.loads((root / cycle.done("choose")["plan"]).read_text())}
@@ -206,6 +207,7 @@ def command(root, *arguments, **options):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
     process = command(root, "n=40", "log.format=json")
     for line in process.stdout:
@@ -341,6 +343,7 @@ def test_an_unfinished_cycle_goes_on_with_its_own_settings(root, capsys, monkeyp
     assert len(runs(root)) == 3 and len(cycles(root)) == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_told_reported_and_tried_again_but_not_for_ever(root, capsys, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")

@@ -94,6 +94,7 @@ def test_all_of_the_card_is_the_same_job_as_no_share(data, capsys):
     assert "0 trials added (1 were queued before)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, capsys):
     assert submit(data, "n=4", "batch_sizes=[8,32]") == 0
     assert submit(data, "n=5", "batch_sizes=[8,32]") == 0

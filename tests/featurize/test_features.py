@@ -18,6 +18,8 @@ CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batc
 
 
 def sampled(family, n):
+    """`n` configs of the family's own space; a fifth of them where every plan is a trace of a library's model."""
+    n = max(1, n // 5) if family in ("timm", "zoo") else n
     arch = OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
     return list(sample_range(parse_space(family, OmegaConf.to_container(arch.space)), 11, 0, n))
 

@@ -134,6 +134,7 @@ def test_the_command_writes_a_model_a_target_the_fast_path_and_a_card(built):
     assert all(f"| {target} | mlp {ROWS}" in card for target in ("smact", "smocc")) and f"mlp {ROWS}, timm 1" in card
 
 
+@pytest.mark.slow
 def test_the_same_build_gives_the_same_models_and_takes_the_place_of_older_ones(built, place, monkeypatch):
     small(monkeypatch)
     again = place / "again" / "models"
@@ -366,6 +367,7 @@ def test_files_that_are_not_there_leave_the_older_models_as_they_were_and_the_me
     assert contents(home) == before and [path.name for path in home.parent.iterdir()] == ["models"]
 
 
+@pytest.mark.slow
 def test_a_build_that_stops_half_way_leaves_the_older_models_as_they_were(tmp_path, place, built, monkeypatch):
     small(monkeypatch)
     home = tmp_path / "models"
@@ -433,6 +435,7 @@ def measured_set(folder, n=12):
     return folder
 
 
+@pytest.mark.slow
 def test_runs_of_a_data_set_are_fitted_on_beside_the_published_ones_and_the_card_says_so(place):
     published(place / "some files")
     folder = measured_set(place / "set")

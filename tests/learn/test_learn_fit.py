@@ -105,6 +105,7 @@ def test_loaded_artifact_predicts_what_the_fit_predicted(data, fitted):
     np.testing.assert_array_equal(loaded.upper(), again.upper())
 
 
+@pytest.mark.slow
 def test_same_data_and_seed_give_the_same_figures(data, fitted):
     again = fit(settings(data), now=datetime(2026, 11, 21, tzinfo=UTC))
     assert again.meta["metrics"] == fitted.meta["metrics"]

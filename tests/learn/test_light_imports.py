@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CONFIG = "config={family: mlp, batch_size: 8, input_size: 64, classes: 10, depth: 2}"
 
 
@@ -47,6 +49,7 @@ USES = [
 ]
 
 
+@pytest.mark.slow
 def test_what_was_left_out_comes_when_it_is_needed(tmp_path):
     code = f"""
 import os

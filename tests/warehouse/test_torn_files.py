@@ -346,6 +346,7 @@ def test_readers_beside_compaction_without_grace_see_every_run_once(folder):
     assert read_beside_compaction(folder, seconds=3) > 0
 
 
+@pytest.mark.slow
 def test_files_that_go_away_under_a_planned_query_are_planned_again(folder, monkeypatch):
     """Also where they are opened by name, as there are too many to keep open."""
     monkeypatch.setattr("warehouse.folder_files._PINNED", 2)

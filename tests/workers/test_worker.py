@@ -174,6 +174,7 @@ def test_a_segmentation_fault_is_a_crash_that_names_the_signal(worker):
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGSEGV", False)
 
 
+@pytest.mark.slow
 def test_a_killed_trial_server_takes_its_trial_along_and_is_replaced(worker):
     running = InBackground(worker, task(mlp(), window=LONG))
     running.server.kill()
@@ -240,6 +241,7 @@ def test_the_temporary_folder_of_a_server_names_its_owner_and_goes_with_it():
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_keeper_takes_its_server_and_its_trial_along():
     doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
     try:
