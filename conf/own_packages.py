@@ -62,6 +62,10 @@ def put_working_folder_last() -> None:
         return
     os.environ[SAFE_PATH] = "1"  # of the child processes
     sys.path[:] = [path for path in sys.path if path]
+    # Before the working folder: an editable install's own finder is asked only after every folder of the path.
+    if str(ROOT) not in sys.path:
+        at = next((place for place, path in enumerate(sys.path) if _is_same(path, here)), len(sys.path))
+        sys.path.insert(at, str(ROOT))
     if not shadowing_files():
         if here not in sys.path:
             sys.path.append(here)

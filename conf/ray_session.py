@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 
 def own_session_environment() -> dict[str, str]:
@@ -35,10 +36,13 @@ def putting_last(folder: str | None) -> Callable[[], None]:
     ours.
     """
 
+    root = str(Path(__file__).parents[1])  # an editable install's own finder is asked only after the whole path
+
     def put_last() -> None:
         import sys
 
         if folder is not None:
-            sys.path[:] = [*(path for path in sys.path if path not in ("", folder)), folder]
+            others = [path for path in sys.path if path not in ("", folder)]
+            sys.path[:] = [*others, *(() if root in others else (root,)), folder]
 
     return put_last

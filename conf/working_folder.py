@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 
 def search_working_folder() -> None:
@@ -16,4 +17,6 @@ def search_working_folder() -> None:
     except FileNotFoundError:
         return
     if "" not in sys.path and here not in sys.path:
-        sys.path.append(here)
+        # Ours first: an editable install's own finder is asked only after every folder of the path.
+        root = str(Path(__file__).parents[1])
+        sys.path += [folder for folder in (root, here) if folder not in sys.path]

@@ -137,6 +137,34 @@ def test_gpufarm_runs_trials_from_a_folder_full_of_such_files_and_finds_the_user
     assert "(ok 1)" in done.stdout
 
 
+# As `pip install --editable` has it: our packages are not on the path; a finder knows them once the path is searched.
+EDITABLE = """
+import importlib.util, runpy, sys
+from pathlib import Path
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        folder = Path(sys.argv[1], name)
+        if path is None and (folder / "__init__.py").exists():
+            return importlib.util.spec_from_file_location(
+                name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+            )
+
+sys.path[:] = [path for path in sys.path if path not in ("", sys.argv[1])]
+sys.meta_path.append(Finder)
+root = sys.argv.pop(1)
+runpy.run_path(root + "/infra/gpufarm/__main__.py", run_name="__main__")
+"""
+
+
+def test_gpufarm_finds_its_packages_also_where_they_are_installed_as_editable(tmp_path):
+    for name in ("conf/__init__.py", "workers.py"):
+        shadow(tmp_path, name)
+    done = python("-c", EDITABLE, str(ROOT), "status", "--help", cwd=tmp_path, PYTHONPATH="")
+    assert description("status")[0] in done.stdout
+
+
 def test_the_working_folder_is_searched_last_by_gpufarm_and_its_children(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
