@@ -19,7 +19,7 @@ from selection_curves import compared, draw
 
 from farm.choosing.forecast import Forecaster, Outlook
 from farm.choosing.known_runs import Known
-from farm.choosing.selection import Pool, candidates, choose, joined
+from farm.choosing.selection import CandidatePool, candidates, choose, joined
 from farm.space import Space, space_of_mapping
 from featurize.device_spec import load_device
 from featurize.trial import TrialConfig, config_hash
@@ -241,7 +241,7 @@ def _nights(labelled: Labelled, policy: str, first, order, sizes, seed) -> list[
     rows, estimator = labelled.rows, Looked(labelled)
     hashes = [config_hash(config) for config in rows.configs]
     place = {name: i for i, name in enumerate(hashes)}
-    pool = Pool(
+    pool = CandidatePool(
         tuple(rows.configs[i] for i in order), tuple(hashes[i] for i in order), tuple(map(int, order)),
         dict.fromkeys(sorted(set(rows.family)), len(rows)),
     )  # fmt: skip

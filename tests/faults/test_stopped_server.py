@@ -37,7 +37,7 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
         assert not psutil.wait_procs([keeper, server, *trials], timeout=20)[1]
         monkeypatch.undo()
-        assert worker.run(a_task(timeout_s=1.0)).run["status"] == "timeout", "on a server of its own"
+        assert worker.run(a_task(timeout_s=1.0)).run.status == "timeout", "on a server of its own"
     finally:
         worker.close()
 

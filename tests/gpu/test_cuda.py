@@ -95,7 +95,7 @@ def test_labels_come_from_the_device(worker):
 def test_more_than_the_card_is_an_oom_and_the_next_trial_runs(worker):
     result = run(worker, "mlp", batch_size=4, input_size=300_000, classes=2, depth=2, topology="uniform")
     assert (result.run.status, result.run.oom_kind) == ("oom", "device")
-    assert run(worker, "cnn", **cnn()).run["status"] == "ok"
+    assert run(worker, "cnn", **cnn()).run.status == "ok"
 
 
 def test_a_share_of_the_card_plays_a_smaller_one(worker):
@@ -114,4 +114,4 @@ def test_a_share_of_the_card_plays_a_smaller_one(worker):
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_every_precision_trains(worker, precision):
-    assert run(worker, "cnn", **cnn(precision=precision)).run["status"] == "ok"
+    assert run(worker, "cnn", **cnn(precision=precision)).run.status == "ok"
