@@ -53,9 +53,15 @@ def shown(value: object) -> str:
     return text if cut == text else f"{cut} ({len(text):,} characters)"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first non-blank line of an exception's text, or the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def exception_line(error: BaseException) -> str:
+    """Return an exception as one line: `TypeError: the first non-blank line of its text`, or its type alone."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
 
 
 def error_line(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from conf.errors import UsageError
 from conf.identity import version_of
-from conf.plain_text import first_line, one_line, shown
+from conf.plain_text import exception_line, one_line, shown
 from conf.working_folder import search_working_folder
 from farm.space import Choice, Constant, Space, own_space
 from featurize.families import get_family
@@ -215,9 +215,7 @@ def _try(config: TrialConfig) -> None:
     except UsageError:
         raise
     except Exception as error:  # a library may raise anything for a name that it does not know
-        raise UsageError(
-            f"{getattr(config, _FIELD)} makes no model: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise UsageError(f"{getattr(config, _FIELD)} makes no model: {exception_line(error)}") from error
 
 
 def _name_in_timm(config: TrialConfig) -> str | None:

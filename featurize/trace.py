@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError
+from conf.plain_text import exception_line
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.recorder import Recorder, origin
@@ -38,8 +39,7 @@ class TraceError(Exception):
         self.operator, self.module = operator, module
         where = f" in operator {operator}" if operator else ""
         where += f" {'of' if operator else 'in'} module {module!r}" if module else ""
-        lines = str(cause).strip().splitlines()
-        super().__init__(f"{doing}{where}: {type(cause).__name__}: {lines[0] if lines else ''}")
+        super().__init__(f"{doing}{where}: {exception_line(cause)}")
         self._made_of = doing, operator, module, cause
 
     def __reduce__(self):

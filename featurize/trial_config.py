@@ -41,19 +41,19 @@ class TrialConfig:
     channels_last: bool = False
 
     def __post_init__(self) -> None:
-        if found := self.problems():
-            raise UsageError(f"{self.family}: " + "; ".join(found))
+        if problems := self.problems():
+            raise UsageError(f"{self.family}: " + "; ".join(problems))
 
     def problems(self) -> list[str]:
         """Every rule this config breaks, in words; empty when it can be built."""
-        found = [
+        problems = [
             *at_least(self, batch_size=1),
             *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
         ]
         for name in ("activation_checkpointing", "cudnn_benchmark", "channels_last"):
             if not isinstance(getattr(self, name), bool):
-                found.append(f"{name} must be true or false, got {getattr(self, name)!r}")
-        return found
+                problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
+        return problems
 
     def to_mapping(self) -> dict[str, Any]:
         """`{"family": ..., field: value, ...}`: what `runs.config` holds as JSON."""
@@ -65,12 +65,12 @@ TRAINING_FIELDS = tuple(field.name for field in dataclasses.fields(TrialConfig))
 
 def at_least(config: TrialConfig, **floors: int) -> list[str]:
     """`batch_size must be an integer >= 1, got 0` for each integer field below its floor."""
-    found = []
+    problems = []
     for name, floor in floors.items():
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < floor:
-            found.append(f"{name} must be an integer >= {floor}, got {value!r}")
-    return found
+            problems.append(f"{name} must be an integer >= {floor}, got {value!r}")
+    return problems
 
 
 def one_of(config: TrialConfig, **choices: tuple) -> list[str]:

@@ -39,8 +39,8 @@ def benchmark(
     settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows. `progress(done,
     of)` hears of every traced step that is computed, every fit and every answer.
     """
-    from learn.estimators import TRAINING_FREE
-    from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned, needs_trace
+    from learn.estimators import TRAINING_FREE, get_estimator
+    from learn.evaluation.benchmark_answers import Tally, ask_free, ask_learned
     from learn.evaluation.benchmark_rows import of_published, of_runs
     from learn.evaluation.published_figures import published_figures
 
@@ -56,8 +56,9 @@ def benchmark(
 
     tally = Tally(progress)
     notes = list(selection.notes)
-    steps = StepStore(cache_folder(settings) if any(map(needs_trace, learned)) else None)
-    if any(map(needs_trace, learned)):
+    traces = any(get_estimator(name).needs_trace for name in learned)
+    steps = StepStore(cache_folder(settings) if traces else None)
+    if traces:
         notes += _prepared(steps, settings, selection, tally)
     tally.add(len(index) * len(names) + len(parts) * len(learned))
     asked = ask_free(selection, index, free, settings, tally) if free else {}

@@ -15,7 +15,6 @@ from featurize.device_spec import DEFAULT_DEVICE as DEFAULT_DEVICE
 from featurize.device_spec import DeviceSpec, describe_device
 from featurize.trial import TrialConfig, canonical_json
 from learn.workload import Workload, of_config
-from learn.workload import name_of as name_of
 
 MODULE = "module"  # family of what is no family's
 

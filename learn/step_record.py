@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from conf.errors import UsageError
+from conf.plain_text import exception_line
 from featurize.own_code import NotTrusted
 from learn.cases import Case
 
@@ -78,8 +79,7 @@ def compute(case: Case) -> StepRecord:
     except MemoryError:  # of this machine, and no property of the case
         raise
     except Exception as error:  # a config of a row may be as absurd as it likes, and a model may raise anything
-        first = next(iter(str(error).strip().splitlines()), "")
-        return StepRecord(error=f"{type(error).__name__}: {first}", seconds=(time.monotonic_ns() - began) / 1e9)
+        return StepRecord(error=exception_line(error), seconds=(time.monotonic_ns() - began) / 1e9)
     return StepRecord(values=_values(traced, job, spec), graph=graph, seconds=(time.monotonic_ns() - began) / 1e9)
 
 

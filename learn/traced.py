@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from conf.errors import UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec
-from featurize.device_spec import describe_device as describe_device
+from featurize.device_spec import DeviceSpec, describe_device
 from learn.workload import Workload
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from conf.errors import UsageError
+from conf.plain_text import exception_line
 from featurize.families._zoo_texts import (
     Tensors,
     canonical_arguments,
@@ -252,7 +253,7 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
         raise
     except _MISTAKES as error:
         said = f" of {arguments}" if given else ""
-        raise UsageError(f"zoo: {model} makes no model{said}: {type(error).__name__}: {_line(error)}") from error
+        raise UsageError(f"zoo: {model} makes no model{said}: {exception_line(error)}") from error
     if not _is_module(made):
         raise UsageError(f"zoo: {model} gives {type(made).__name__}, not a torch.nn.Module")
     return made
@@ -355,9 +356,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
     except Exception as error:  # a model may raise anything, and no memory can run out here
         # on a real device a model that reads values back may run all the same
         hint = "; with a target of yours, real devices can still train it" if "meta" in str(error) else ""
-        raise UsageError(
-            f"zoo: {model} does not run on {inputs}: {type(error).__name__}: {_line(error)}{hint}"
-        ) from error
+        raise UsageError(f"zoo: {model} does not run on {inputs}: {exception_line(error)}{hint}") from error
 
 
 def _targets_of(output: Any) -> str:
@@ -373,8 +372,3 @@ def _targets_of(output: Any) -> str:
     logits = output[0] if logits is None else logits
     classes = logits.shape[-1] if logits.dim() in (2, 3) else logits.shape[1]
     return str(Tensors("int64", tuple(targets.shape[1:]), classes))
-
-
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""

@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 
 from conf.extras import advice_for
+from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
@@ -67,9 +68,8 @@ def analyse(method: MemoryAnalysis, workload: Workload, device: DeviceSpec) -> A
     except CannotEstimate as refusal:
         parts, mib, reason = {}, None, str(refusal)
     except Exception as error:  # the last resort: a model may raise anything anywhere
-        first = next(iter(str(error).strip().splitlines()), "")
         advice = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
-        parts, mib, reason = {}, None, advice or f"{type(error).__name__}: {first}"
+        parts, mib, reason = {}, None, advice or exception_line(error)
     return Answer(mib=mib, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9, parts=parts)
 
 
@@ -96,7 +96,7 @@ class TrainingFreeEstimator(Estimator):
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Note the target; `steps` is not read. Devices that `conf/device` does not describe raise `UsageError`."""
-        from learn.traced import describe_device
+        from featurize.device_spec import describe_device
 
         require_target(type(self), rows.target.name)
         rows = require_rows(rows)

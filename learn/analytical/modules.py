@@ -15,6 +15,7 @@ from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from conf.errors import UsageError
+from conf.plain_text import exception_line
 from featurize.skeleton import build_on_meta, kept_results
 from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
 from learn.analytical.base import CannotEstimate
@@ -178,8 +179,7 @@ def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
     except Exception as error:  # a model may raise anything
         where = f" in operator {operators.failed}" if operators.failed else ""
         where += f" of module {running[-1]}" if running else ""
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CannotEstimate(f"{doing} fails{where}: {type(error).__name__}: {first}") from error
+        raise CannotEstimate(f"{doing} fails{where}: {exception_line(error)}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -33,8 +33,8 @@ PATHS = ("configs", "report", "data")  # of the command's keys
 def entry(cfg: DictConfig) -> int:
     """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
     from featurize.device_spec import device_from_mapping, device_names
-    from learn.cases import name_of
     from learn.estimation.estimate_view import print_json, print_table
+    from learn.workload import name_of
 
     values = plain_settings(cfg)
     values |= {key: str(values[key]) for key in PATHS if values[key] is not None}  # a file may be called 5

@@ -191,9 +191,8 @@ def estimate_many(
 
 def _checked(estimator: object, method: object, device: object) -> DeviceSpec:
     """Return the device's description. Raises `UsageError` that lists the known names, for an unknown one of any."""
-    from featurize.device_spec import DeviceSpec, device_names
+    from featurize.device_spec import DeviceSpec, describe_device, device_names
     from learn.estimators import ESTIMATORS
-    from learn.traced import describe_device
 
     if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
         raise unknown_name("estimator", estimator, ESTIMATORS)

@@ -56,11 +56,6 @@ class Learned:
     warnings: tuple[str, ...]
 
 
-def needs_trace(name: str) -> bool:
-    """Whether the estimator reads the features of traced steps, which are then prepared first."""
-    return get_estimator(name).needs_trace
-
-
 def ask_free(
     selection: RowSelection,
     index: Sequence[int] | np.ndarray,
@@ -69,9 +64,9 @@ def ask_free(
     tally: Tally,
 ) -> dict[str, dict[int, Given]]:
     """estimator -> row -> answer, of estimators that learn nothing."""
+    from featurize.device_spec import describe_device
     from learn.estimators import ESTIMATORS
     from learn.evaluation.benchmark_pool import PoolJob, run_all
-    from learn.traced import describe_device
 
     specs: dict[str, DeviceSpec] = {}
     jobs: list[PoolJob] = []
@@ -117,13 +112,13 @@ def ask_learned(
         for file in dict.fromkeys(selection.file[part.outside].tolist()):
             index = part.outside[selection.file[part.outside] == file]
             rows = selection.rows.subset(index)
-            given, said = _ask(fitted, rows, bins[file], steps)
+            given, warned = _ask(fitted, rows, bins[file], steps)
             answers |= dict(zip(index.tolist(), given, strict=True))
-            warnings |= dict.fromkeys(said)
+            warnings |= dict.fromkeys(warned)
             tally.step(len(index))
             if file not in latency:
                 timed = [case for case, answer in zip(rows.cases, given, strict=True) if answer.estimate is not None]
-                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], needs_trace(name), steps)
+                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
     known = {file: value for file, value in latency.items() if value is not None}
     # The first fit of all also computes features that later ones, also of other estimators, find remembered.
     return Learned(answers, known, median(np.array(seconds)), len(seconds), tuple(warnings))

@@ -250,13 +250,13 @@ def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None)
     if not rows:
         return None
     estimates = [np.nan if row.estimate is None else row.estimate + (shift or 0.0) for row in rows]
-    said = bins.classify(estimates, [row.family for row in rows])
+    predicted = bins.classify(estimates, [row.family for row in rows])
     if shift is None:
-        said = np.array([row.classes.get(name, k) for row, k in zip(rows, said.tolist(), strict=True)])
+        predicted = np.array([row.classes.get(name, k) for row, k in zip(rows, predicted.tolist(), strict=True)])
     true = class_labels(rows, bins)
     oom = np.array([row.label is None for row in rows], dtype=bool)
     # What is known of these is "at least this much": a higher class that was told is not wrong.
-    return class_scores(np.where(oom, np.maximum(true, said), true), said, bins.labels)
+    return class_scores(np.where(oom, np.maximum(true, predicted), true), predicted, bins.labels)
 
 
 def _right(rows: Sequence[Scored], shift: float = 0.0) -> float | None:

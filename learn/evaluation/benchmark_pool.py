@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
-from conf.plain_text import first_line
+from conf.plain_text import exception_line
 from featurize.device_spec import DeviceSpec
 from learn.analytical.base import Answer, CannotEstimate, analyse
 from learn.cases import Case
@@ -41,7 +41,7 @@ def answer(job: PoolJob) -> Answer:
     except CannotEstimate as refusal:
         reason = str(refusal)
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"[:300]
+        reason = exception_line(error)[:300]
     return Answer(mib=None, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9)
 
 

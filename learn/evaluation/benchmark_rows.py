@@ -109,7 +109,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
     """
-    from learn.traced import describe_device
+    from featurize.device_spec import describe_device
     from warehouse.published import DEVICE_NAME, read_published
 
     target = get_target(settings.target)

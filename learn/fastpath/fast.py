@@ -314,7 +314,7 @@ def _of_device(spec: DeviceSpec) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _described(device: str | DeviceSpec) -> DeviceSpec:
-    from learn.traced import describe_device
+    from featurize.device_spec import describe_device
 
     return describe_device(device)
 

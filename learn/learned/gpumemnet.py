@@ -164,9 +164,9 @@ class GPUMemNetEstimator(Estimator):
             if not index.size:
                 continue
             configs = [config for i in index.tolist() if (config := cases[i].config) is not None]
-            found = self._probabilities(one, self._nets_of(family), configs)
+            probabilities = self._probabilities(one, self._nets_of(family), configs)
             edges[index] = np.pad(one.edges, (0, most - len(one.edges)), mode="edge")
-            mass[index] = np.pad(found, ((0, 0), (0, most - 1 - found.shape[1])))
+            mass[index] = np.pad(probabilities, ((0, 0), (0, most - 1 - probabilities.shape[1])))
             if warning := too_few_for(LEVEL, len(one.scores)):
                 warnings.append(f"{family}: {warning}")
         share = 1.0 if self.target.is_memory else 0.5

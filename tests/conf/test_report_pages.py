@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import html.parser
 from importlib import resources
 from typing import get_args
 
@@ -13,32 +12,9 @@ from conf.reports import blocks as b
 from conf.reports.page_text import clean_text
 from conf.reports.render import _environment, render_blocks, render_page
 from conf.reports.svg import Drawing, nice_step
+from tests.parsed_page import ParsedPage
 
 EVIL = "</title></style><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}"
-VOID = {"meta", "img", "br"}
-
-
-class Parsed(html.parser.HTMLParser):
-    """A page's tags, texts and attributes; an element that is not closed fails."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.texts, self.attributes, self.open = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
 
 
 def evil_svg():
@@ -85,7 +61,7 @@ def test_every_block_is_among_those_that_these_tests_draw():
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.kind)
 def test_a_block_shows_hostile_text_and_obeys_none_of_it(block):
-    parsed = Parsed(render_blocks(block))
+    parsed = ParsedPage(render_blocks(block))
     shown = [*parsed.texts, *(value for _, value in parsed.attributes)]
     assert any(EVIL in text for text in shown if text)
     assert "script" not in parsed.tags and not [name for name, _ in parsed.attributes if name.startswith("on")]
@@ -95,7 +71,7 @@ def test_a_block_shows_hostile_text_and_obeys_none_of_it(block):
 def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
     text = page(*BLOCKS, title=f"{EVIL}\n\x1b[31m")
     assert text.startswith("<!doctype html>\n")
-    parsed = Parsed(text)
+    parsed = ParsedPage(text)
     assert not {"script", "link", "iframe", "object"} & set(parsed.tags)
     addresses = [value for name, value in parsed.attributes if name in ("src", "href")]
     assert addresses and all(value.startswith(("data:image/", "#")) for value in addresses)
@@ -108,7 +84,7 @@ def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
 def test_a_picture_is_whole_and_only_pages_with_pictures_may_show_some():
     content = bytes(range(256)) * 400  # longer than any text on a page
     text = page(b.Pictures((b.Picture(content, "image/png", "a plot"),)))
-    ((_, address),) = {item for item in Parsed(text).attributes if item[0] == "src"}
+    ((_, address),) = {item for item in ParsedPage(text).attributes if item[0] == "src"}
     assert base64.b64decode(address.removeprefix("data:image/png;base64,")) == content
     assert "img-src data:" in text
     assert "img-src" not in render_page(b.Page(title="a page", head=(), sections=()))

@@ -1,7 +1,6 @@
 """A growth cycle's report: what a person finds on the page in the morning, and a program in the JSON beside it."""
 
 import dataclasses
-import html.parser
 import itertools
 import json
 import math
@@ -13,39 +12,7 @@ from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compare
 from farm.reports.charts import Curve, columns, curves, figure, heat_map
 from farm.reports.rows import GROUPS_SHOWN, LOG_CHARACTERS, Grid
 from farm.reports.write import write_report
-
-VOID = {"meta", "br", "img", "hr", "link", "input"}
-
-
-class Page(html.parser.HTMLParser):
-    """A page's elements, and its text outside of `<style>`; an element that is not closed fails."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open, self.tags, self.text, self.attributes = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.text.append(data)
-
-    def said(self) -> str:
-        return " ".join(" ".join(self.text).split())
+from tests.parsed_page import ParsedPage
 
 
 @pytest.fixture
@@ -63,7 +30,7 @@ def written(nights, name=None, plan=None, **steps):
     assert path == nights.folder.reports / f"{cycle.name}.html"
     text = path.read_text(encoding="utf-8")
     found = json.loads(path.with_suffix(".json").read_text(), parse_constant=pytest.fail)
-    return found, Page(text)
+    return found, ParsedPage(text)
 
 
 def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights):
@@ -78,7 +45,7 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
     assert found["snapshot"] == cycle and found["changed"]["rows_after"]["runs"] == 7
     counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in found["rows"]["counts"]}
     assert counts == {("cnn", "ok"): (5, 1), ("gpt", "ok"): (1, 1), ("gpt", "oom"): (1, 1)}
-    said = page.said()
+    said = page.text
     for text in (
         "The night is done: 3 runs were measured", "Nothing to do.", "gpt 32–40", "Every check passed", "50.0 min",
         "0.25 kWh", "kept: better by 4 %", "500 runs of 10,000 candidates", "3.25 GPU-hours", "41 of them",
@@ -126,8 +93,8 @@ def test_other_peoples_text_is_shown_and_not_obeyed(nights):
     plan = next_plan(policy=evil, families={evil: 1}, gained={evil: {evil: [0, 1]}}, notes=[evil])
     _, page = written(nights, plan=plan, canaries=canaries)
     assert "script" not in page.tags and "b" in page.tags
-    assert page.said().count(evil) > 20
-    assert "\x1b" not in page.said() and "\0" not in page.said()
+    assert page.text.count(evil) > 20
+    assert "\x1b" not in page.text and "\0" not in page.text
 
 
 def test_failures_are_grouped_by_what_happened_with_a_log_each(nights):
@@ -145,7 +112,7 @@ def test_failures_are_grouped_by_what_happened_with_a_log_each(nights):
     assert [(one["status"], one["runs"]) for one in groups] == [("crashed", 5), ("timeout", 1)]
     assert groups[0]["said"] == "ValueError: tensor 0 is lost" and "last words 0" in groups[0]["log"]
     assert len(groups[0]["run_ids"]) == 3
-    assert "6 runs of tonight" in page.said() and "1 of earlier nights" in page.said() and "last words 0" in page.said()
+    assert "6 runs of tonight" in page.text and "1 of earlier nights" in page.text and "last words 0" in page.text
     assert found["said"]["level"] == "look" and "6 of 6 runs failed" in found["said"]["advice"][0]
 
 
@@ -157,7 +124,7 @@ def test_many_kinds_of_failure_and_long_logs_are_cut_and_counted(nights):
     log = found["rows"]["failures"][0]["log"]
     assert len(log) == LOG_CHARACTERS and log.endswith("end a")
     left = len(kinds) - GROUPS_SHOWN
-    assert f"And {left} kinds of failure more, {left} runs" in page.said()
+    assert f"And {left} kinds of failure more, {left} runs" in page.text
     assert (nights.folder.reports / "latest.html").stat().st_size < 200_000
 
 
@@ -169,7 +136,7 @@ def test_untrusted_runs_are_counted_by_reason_and_cover_nothing(nights):
     assert {one["reason"]: one["runs"] for one in found["rows"]["doubts"]} == {"other_process": 2, "power_cap": 2}
     assert found["rows"]["doubted_tonight"] == 2 and found["rows"]["unusable"] == 1
     assert sum(found["rows"]["memory"]["counts"][found["rows"]["memory"]["rows"].index("vit")]) == 0
-    assert "pid 7 held 900 MiB" in page.said()
+    assert "pid 7 held 900 MiB" in page.text
 
 
 def test_coverage_counts_a_row_in_its_bins_and_region(nights):
@@ -193,7 +160,7 @@ def test_coverage_counts_a_row_in_its_bins_and_region(nights):
     assert region["rows"] == ["16–31", "8–15", "4–7"] and region["columns"] == ["1M", "3.2M", "10M", "32M"]
     assert region["counts"] == [[2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
     assert found["gained"]["peak memory [GiB]"] == ["cnn 32–40"]
-    assert "10 of 12 cells empty" in page.said() and "cnn 32–40" in page.said()
+    assert "10 of 12 cells empty" in page.text and "cnn 32–40" in page.text
     assert "gpt" in rows["absent_families"] and "cnn" not in rows["absent_families"]
 
 
@@ -204,7 +171,7 @@ def test_labels_that_moved_in_the_same_environment_are_told(nights):
     found, page = written(nights)
     (shift,) = [one for one in found["changed"]["shifts"] if one["beyond"]]
     assert shift["label"] == "peak_memory_mib" and math.isclose(shift["largest_shift"], 0.5)
-    assert "+50.0%" in page.said() and found["said"]["level"] == "look"
+    assert "+50.0%" in page.text and found["said"]["level"] == "look"
 
 
 def test_broken_checks_are_told_first(nights):
@@ -212,7 +179,7 @@ def test_broken_checks_are_told_first(nights):
     found, page = written(nights)
     assert [one["rule"] for one in found["findings"]] == ["impossible.smocc_over_smact"]
     assert "impossible.smocc_over_smact" in found["said"]["advice"][0] and found["said"]["level"] == "look"
-    assert "SM occupancy above SM activity" in page.said()
+    assert "SM occupancy above SM activity" in page.text
 
 
 def test_a_sick_machine_is_named_with_its_causes(nights):
@@ -227,7 +194,7 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
     found, page = written(nights)
     assert (found["said"]["outcome"], found["said"]["level"]) == ("sick", "bad")
     assert "thermal slowdown" in found["said"]["advice"][0]
-    said = page.said()
+    said = page.text
     assert "The machine is sick, and only canaries ran: smact of 2 canaries moved." in said
     assert "+0.4" in said and "needs somebody" in said and "All 2 labels of 1 canary configuration" in said
     assert said.index("Canaries and drift") < said.index("What changed tonight")
@@ -245,7 +212,7 @@ def test_drift_tells_what_moved_and_what_it_makes_stale(nights):
     payload = canaries_payload(verdict="drift", before=before, drift=drift, compared=[compared(moved=True)])
     found, page = written(nights, canaries=payload)
     assert found["canaries"]["drift"] == drift and found["said"]["level"] == "look"
-    said = page.said()
+    said = page.text
     for text in ("labels drifted with the environment", "1,234 rows", "88 configurations", "2.5.1", "cnn 1,200 unet 34",
                  "step_time_ms of cnn: 10 -> 14 ms"):  # fmt: skip
         assert text in said, text
@@ -261,7 +228,7 @@ def test_a_night_without_a_snapshot_is_reported_from_the_folder_as_it_is(nights,
     found, page = written(nights)
     assert found["snapshot"] is None and found["before"] == "2026-11-19" and found["changed"]["after"] == "now"
     assert {one["family"]: one["tonight"] for one in found["rows"]["counts"]} == {"cnn": 0, "gpt": 2}
-    assert text in page.said() and "the night was not landed" in page.said()
+    assert text in page.text and "the night was not landed" in page.text
 
 
 def test_a_failed_step_is_told_with_its_error(nights):
@@ -273,8 +240,8 @@ def test_a_failed_step_is_told_with_its_error(nights):
     found, page = written(nights)
     assert (found["said"]["outcome"], found["said"]["level"]) == ("failed", "bad")
     assert found["said"]["advice"][0].startswith("Step land failed: OSError: no space <left>.")
-    assert "The cycle failed at the step land; 1 run was measured (ok 1)." in page.said()
-    assert 'File "a.py", line 3' in page.said()
+    assert "The cycle failed at the step land; 1 run was measured (ok 1)." in page.text
+    assert 'File "a.py", line 3' in page.text
 
 
 def test_runs_that_finished_before_the_run_step_failed_are_told(nights):
@@ -297,7 +264,7 @@ def test_a_folder_with_a_file_that_cannot_be_read_is_reported_without_its_rows(n
     found, page = written(nights)
     assert sum(one["rows"] for one in found["rows"]["counts"]) == 1
     assert "torn.parquet" in found["notes"][0] and found["said"]["level"] != "good"
-    assert "torn.parquet" in page.said() and "could not be read" in page.said()
+    assert "torn.parquet" in page.text and "could not be read" in page.text
 
 
 def test_a_snapshot_that_is_gone_is_replaced_by_the_folder_as_it_is(nights):
@@ -313,7 +280,7 @@ def test_a_folder_without_runs_has_a_report(nights):
     found, page = written(nights)
     assert found["rows"]["counts"] == [] and found["rows"]["source"] == "" and found["changed"] is None
     for text in ("There is no run yet", "nothing was measured", "No canary was compared", "No dry run"):
-        assert text in page.said(), text
+        assert text in page.text, text
 
 
 def test_scores_over_the_cycles_keep_what_is_in_use(nights):
@@ -324,8 +291,7 @@ def test_scores_over_the_cycles_keep_what_is_in_use(nights):
     in_use = [one["in_use"]["mean_abs_error"] for one in found["scores"]]
     assert in_use == pytest.approx([100.0, 99.0 * 1.1, 98.0])
     assert (
-        "memory by hybrid: mean absolute error of the logarithm" in page.said()
-        and "promoted: better by 4 %" in page.said()
+        "memory by hybrid: mean absolute error of the logarithm" in page.text and "promoted: better by 4 %" in page.text
     )
     assert ("class", "k1 full") in page.attributes
 
@@ -337,7 +303,7 @@ def test_time_is_told_by_step_and_over_the_cycles(nights):
     assert [night["cycle"] for night in found["nights"]] == ["2026-11-19", "2026-11-20"]
     assert found["nights"][-1]["overhead_s"] == 240.0 and found["nights"][-1]["seconds"]["run"] == 3600.0
     assert found["nights"][-1]["rows"] == 2 and found["nights"][-1]["energy_j"] == 9.0e5
-    assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.said()
+    assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.text
 
 
 def test_figures_that_json_does_not_know_become_null(nights):
@@ -350,7 +316,7 @@ def test_figures_that_json_does_not_know_become_null(nights):
 def test_a_plan_of_stale_rows_only_has_no_summary(nights):
     nights.night([nights.run_row()])
     _, page = written(nights, plan={"runs": 12, "remeasured": 12, "next_index": {}})
-    assert "12 runs. 12 of them were measured before, and are stale since." in page.said()
+    assert "12 runs. 12 of them were measured before, and are stale since." in page.text
 
 
 TEXT = re.compile(r'<text class="([^"]*)" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)')
@@ -403,7 +369,7 @@ def test_a_simulated_night_speaks_of_no_measurement_no_gpu_time_and_no_energy(ni
     nights.step(cycle, "canaries", canaries_payload() | {"source": "simulated"})
     nights.landed(cycle, findings=[])
     found, page = written(nights, plan=next_plan())
-    said = page.said()
+    said = page.text
     assert "The night is done: 1 run was simulated (ok 1)." in said and found["nights"][-1]["simulated"]
     assert "simulated: no GPU was used" in said and "Time of the simulated runs: 50.0 min; no GPU was used" in said
     for text in ("measured", "GPU time", "GPU-hours", "nergy", "kWh"):
@@ -416,8 +382,8 @@ def test_a_share_of_a_whole_ends_at_100_percent_and_an_error_may_be_more(nights)
     _, page = written(nights)
     assert ">200<" not in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[97.0])], "%", most=100.0)
     assert ">200<" in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[101.0])], "%")
-    at = page.text.index("memory by hybrid: accuracy")
-    numbers = [text for text in page.text[at : at + 20] if re.fullmatch(r"[\d.,]+", text.strip())]
+    at = page.texts.index("memory by hybrid: accuracy")
+    numbers = [text for text in page.texts[at : at + 20] if re.fullmatch(r"[\d.,]+", text.strip())]
     assert "100" in numbers and not {"120", "150", "200"} & set(numbers)
 
 
@@ -428,8 +394,8 @@ def test_no_header_is_the_name_of_a_column_of_the_code(nights):
         for of in result["figures"].values():
             of |= {"out_of_memory": 3, "some_new_figure": 1.0}
     _, page = written(nights, learn=payload)
-    assert "rows out of memory" in page.said() and "some new figure" in page.said()
-    assert "out_of_memory" not in page.said() and "some_new_figure" not in page.said()
+    assert "rows out of memory" in page.text and "some new figure" in page.text
+    assert "out_of_memory" not in page.text and "some_new_figure" not in page.text
 
 
 def test_errors_on_labels_that_the_model_s_own_trace_simulated_are_not_figures(nights):
@@ -437,12 +403,12 @@ def test_errors_on_labels_that_the_model_s_own_trace_simulated_are_not_figures(n
     own["figures"] = {"current": None, "candidate": {**own["figures"]["candidate"], "own_labels": True}}
     nights.night([nights.run_row(source="simulated")], own, learned("kept", target="drama", error=0.125))
     _, page = written(nights)
-    section = page.text[page.text.index("Estimators over the cycles") :]
+    section = page.texts[page.texts.index("Estimators over the cycles") :]
     assert "– / not informative" in section and "– / 0" not in section
-    assert "drama by hybrid: mean absolute error" in page.said(), "whose labels are another's"
-    assert "memory by hybrid: mean absolute error" not in page.said()
-    assert "memory by hybrid: accuracy" not in page.said()
-    assert "own labels" not in page.said()
+    assert "drama by hybrid: mean absolute error" in page.text, "whose labels are another's"
+    assert "memory by hybrid: mean absolute error" not in page.text
+    assert "memory by hybrid: accuracy" not in page.text
+    assert "own labels" not in page.text
 
 
 def test_a_grids_row_names_lie_inside_the_picture_in_a_wide_font():

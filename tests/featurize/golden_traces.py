@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from conf.plain_text import exception_line
+
 GOLDEN = Path(__file__).with_name("golden_traces.json")
 DEVICE = "A100-SXM4-40GB"
 MIB = 2**20
@@ -69,8 +71,7 @@ def differences(torch_release: str) -> Iterator[str]:
         try:
             found = figures_of(case["config"])
         except Exception as error:  # a release may fail in any way, and the other cases still say something
-            first = next(iter(str(error).strip().splitlines()), "")
-            yield f"{name}: {type(error).__name__}: {first}"
+            yield f"{name}: {exception_line(error)}"
             continue
         for figure, value in found.items():
             if value != wanted[figure]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
+from featurize.device_spec import describe_device
 from featurize.families import mlp, transformer
 from featurize.training import Training
 from learn import estimate
@@ -16,7 +17,6 @@ from learn.analytical.horus import Horus
 from learn.analytical.llmem import LLMem
 from learn.analytical.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
 from learn.estimators import TRAINING_FREE, get_estimator, make_estimator
-from learn.traced import describe_device
 from learn.workload import Workload, of_config
 
 MIB = 2**20

@@ -310,7 +310,7 @@ from multiprocessing import Pipe
 from learn.evaluation.benchmark_pool import PoolJob, _serve
 from featurize.families.mlp import Config
 from learn.cases import Case
-from learn.traced import describe_device
+from featurize.device_spec import describe_device
 
 ours, theirs = Pipe()
 case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1))

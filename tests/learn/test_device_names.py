@@ -9,11 +9,10 @@ from torch import nn
 from conf import cli
 from conf.device_names import resolve_device
 from conf.errors import UsageError
-from featurize.device_spec import device_names, load_device
+from featurize.device_spec import describe_device, device_names, load_device
 from learn import estimate
 from learn.commands.estimate import entry
 from learn.estimation.model_names import load_factory
-from learn.traced import describe_device
 
 CONFIG = {"family": "mlp", "batch_size": 8, "input_size": 64, "classes": 10, "depth": 2}
 NAMES = [

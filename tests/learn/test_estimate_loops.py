@@ -8,6 +8,7 @@ from torch import nn
 
 from conf import cli
 from conf.errors import UsageError
+from featurize.device_spec import describe_device
 from featurize.families import mlp
 from featurize.simulate import simulate
 from featurize.trace import trace_config
@@ -16,7 +17,6 @@ from learn.artifacts import default_artifact
 from learn.cases import Case
 from learn.estimation.loops import LOOPS, PIPELINE, RESIDENT
 from learn.step_record import compute
-from learn.traced import describe_device
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIGS = make_configs(6, seed=3)

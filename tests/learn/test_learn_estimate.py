@@ -17,6 +17,7 @@ from torch import nn
 from conf import cli
 from conf.errors import UsageError
 from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import describe_device
 from featurize.families import get_family, mlp
 from featurize.trace import TraceError
 from featurize.version import FEATURES_STAMP
@@ -27,7 +28,6 @@ from learn.cases import Case, of_configs
 from learn.data import load_rows
 from learn.estimators import TRAINING_FREE, get_estimator
 from learn.step_store import StepStore
-from learn.traced import describe_device
 from learn.workload import of_module
 from warehouse.folder import DataFolder
 

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -13,13 +12,14 @@ from torch import nn
 from conf import cli
 from conf.errors import UsageError
 from conf.reports.render import render_blocks
+from featurize.device_spec import describe_device
 from featurize.families import mlp, zoo
 from learn import estimate
-from learn.cases import name_of
 from learn.estimation.module_tree import module_tree, tree_of
 from learn.estimation.step_chart import BANDS, columns_of
-from learn.traced import describe_device, step_of
-from learn.workload import of_module
+from learn.traced import step_of
+from learn.workload import name_of, of_module
+from tests.parsed_page import ParsedPage
 from warehouse.folder import DataFolder
 
 MIB = 2**20
@@ -42,41 +42,8 @@ def hostile_net():
     return model
 
 
-class Page(HTMLParser):
-    """Tags, texts and attributes of a page; `open_tags` is empty at the end of a well-formed one."""
-
-    VOID = ("meta", "img", "br", "link", "input")
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.texts, self.attributes, self.open_tags = [], [], [], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in self.VOID:
-            self.open_tags.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value) for name, value in attrs]
-
-    def handle_endtag(self, tag):
-        assert self.open_tags.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-    @property
-    def text(self):
-        return " ".join(self.texts)
-
-
 def page_of(path):
-    page = Page(path.read_text(encoding="utf-8"))
-    assert page.open_tags == []
+    page = ParsedPage(path.read_text(encoding="utf-8"))
     return page
 
 
@@ -105,7 +72,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_script(tmp_path):
     estimate(net, (8, 3, 64, 64), report=tmp_path / "r.html")
     page = page_of(tmp_path / "r.html")
     assert not {"script", "link", "img", "iframe", "object", "foreignobject"} & set(page.tags)
-    assert not [one for one in page.attributes if one[1] in ("src", "href", "xlink:href") or one[1].startswith("on")]
+    assert not [one for one in page.elements if one[1] in ("src", "href", "xlink:href") or one[1].startswith("on")]
     text = (tmp_path / "r.html").read_text()
     assert "//" not in text and "url(" not in text and "@import" not in text
 
@@ -116,7 +83,7 @@ def test_texts_are_escaped(tmp_path):
     assert not {"script", "img"} & set(page.tags) and HOSTILE in page.text
     for title in re.findall(r"<title>(.*?)</title>", (tmp_path / "r.html").read_text()):
         assert "<" not in title
-    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert not [name for _, name, _ in page.elements if name.startswith("on")]
 
 
 def test_what_does_not_fit_is_told_and_the_cards_limit_is_drawn(tmp_path):
@@ -128,11 +95,11 @@ def test_what_does_not_fit_is_told_and_the_cards_limit_is_drawn(tmp_path):
     estimate(large, (64, 16_384), report=path)
     page = page_of(path)
     assert "does not fit" in page.text and "out of memory" in page.text
-    assert ("path", "class", "limit") in page.attributes and ("rect", "class", "over") in page.attributes
+    assert ("path", "class", "limit") in page.elements and ("rect", "class", "over") in page.elements
     estimate(net, (2, 3, 64, 64), report=path)  # replaces the page
     page = page_of(path)
     assert "does not fit" not in page.text and "times the peak" in page.text
-    assert ("path", "class", "limit") not in page.attributes
+    assert ("path", "class", "limit") not in page.elements
 
 
 def test_without_a_trace_the_page_says_why_and_shows_the_estimators_own_parts(tmp_path):
@@ -219,9 +186,9 @@ def test_modules_are_summed_up_the_tree_and_chains_are_joined():
     layers = root.children["model"].children["layers"]
     assert (layers.total, sorted(layers.children)) == (8, ["0.mlp", "10.mlp", "9.mlp"])
     assert list(tree_of({"a.b.c": 1}).children) == ["a.b.c"] and tree_of({"a.b": 1, "a": 2}).children["a"].own == 2
-    page = Page(render_blocks(module_tree(sizes)))
+    page = ParsedPage(render_blocks(module_tree(sizes)))
     shown = [text for text in page.texts if text.endswith("mlp")]
-    assert shown == ["0.mlp", "9.mlp", "10.mlp"] and page.open_tags == []
+    assert shown == ["0.mlp", "9.mlp", "10.mlp"]
 
 
 def test_the_report_leaves_the_callers_model_and_torch_as_they_were(tmp_path):
