@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 
 # Extra -> what it adds to those that it includes: module that is imported -> package that has it.
 EXTRAS = {
@@ -44,13 +44,13 @@ def advice_for(error: ModuleNotFoundError) -> str | None:
 
 @contextlib.contextmanager
 def naming_the_extra() -> Iterator[None]:
-    """Raise `UsageError` with `advice_for` in place of a failed import of an extra's library."""
+    """Raise `EnvironmentProblem` with `advice_for` in place of a failed import of an extra's library."""
     try:
         yield
     except ModuleNotFoundError as error:
         if (advice := advice_for(error)) is None:
             raise
-        raise UsageError(advice) from error
+        raise EnvironmentProblem(advice) from error
 
 
 def missing_from(package: str) -> str | None:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from conf.identity import version_of
 from conf.plain_text import exception_line, one_line, shown
 from conf.working_folder import search_working_folder
@@ -189,7 +189,7 @@ def problem_of(model: Mapping[str, Any]) -> str | None:
         try:
             _try(config)
             return None
-        except UsageError as error:
+        except CommandError as error:
             problems.append(str(error).removeprefix(f"{config.family}: "))
     return printable(problems[0], _CHARACTERS)
 
@@ -212,7 +212,7 @@ def _try(config: TrialConfig) -> None:
             get_family("timm").defaults(timm_name)
         with torch.device("meta"):
             get_family(config.family).build(config)
-    except UsageError:
+    except CommandError:
         raise
     except Exception as error:  # a library may raise anything for a name that it does not know
         raise UsageError(f"{getattr(config, _FIELD)} makes no model: {exception_line(error)}") from error

@@ -12,7 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, TypeGuard
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from farm.dimensions import Constant, Dimension, Range, Scalar, Space, own_space
 from farm.sampling import sample_range
 from featurize import families
@@ -109,7 +109,7 @@ def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
     """What a valid config's family says once the field `name` is `value`."""
     try:
         _with_field(config, name, value)
-    except UsageError as error:
+    except CommandError as error:
         return str(error).removeprefix(f"{config.family}: ").split("; ")
     return []
 
@@ -156,7 +156,7 @@ def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
         return f"it leaves {', '.join(missing)} without a value"
     try:
         return module.Config(**values)
-    except UsageError as error:
+    except CommandError as error:
         return str(error).removeprefix(f"{module.Config.family}: ")
 
 
@@ -171,7 +171,7 @@ def _changed_constants(space: Space) -> Iterator[str]:
     dimensions = tuple(d for d in space.dimensions if _is_field(space.family, d.name) or not _is_switch(d))
     try:
         configs = list(sample_range(Space(space.family, dimensions), 0, 0, _TRIED_ON))
-    except UsageError:  # it has no config at all; sampling says why
+    except CommandError:  # it has no config at all; sampling says why
         return
     for constant in constants:
         name, value = constant.name, constant.fixed

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
@@ -132,7 +132,7 @@ def trace_step(
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
         )
-    except (UsageError, TraceError):
+    except (CommandError, TraceError):
         raise
     except Exception as error:  # a model may raise anything
         operator, module = origin(error)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TypeVar
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.identity import aside_folder
 
 # Operators that torchvision describes to torch while it is imported, and whose schemas its own library brings. That
@@ -34,7 +34,7 @@ _schemas = None  # the torch.library.Library that holds them; they last as long 
 
 
 def import_library(name: str) -> ModuleType:
-    """The module `name` (`timm`, `torchvision.models`, `transformers`). `UsageError` says what to install.
+    """The module `name` (`timm`, `torchvision.models`, `transformers`). `EnvironmentProblem` says what to install.
 
     torchvision is made importable also where its own library was built for another torch: its detection operators can
     then be traced but not run; the models need none of them.
@@ -42,7 +42,7 @@ def import_library(name: str) -> ModuleType:
     package = name.partition(".")[0]
     _use_what_is_kept_aside()
     if importlib.util.find_spec(package) is None:
-        raise UsageError(f"{package} is not installed, and this model is built by it: {_HOW[package]}")
+        raise EnvironmentProblem(f"{package} is not installed, and this model is built by it: {_HOW[package]}")
     mend_torchvision()  # timm and transformers import it where they find it
     return importlib.import_module(name)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from conf.arguments import exit_code, keyed_values
 from conf.cli import EXIT_USAGE, load_config
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
 from farm.jobs import Queue
 from farm.settings import SubmitSettings
 from farm.space import Choice, Range, Space, space_of_mapping
@@ -194,7 +194,7 @@ def _queue_family(folder, queue, jobs: dict[float | str, SubmitSettings], total:
         try:
             with contextlib.redirect_stdout(said):
                 submit(folder, queue, dataclasses.replace(submission, n=wanted))
-        except UsageError as error:
+        except CommandError as error:
             say(f"{submission.space.family} is left out: {error}")
             return False
     return True

@@ -13,7 +13,7 @@ from pathlib import Path
 if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
     runpy.run_path(str(Path(__file__).parents[1] / "conf" / "own_packages.py"), run_name="__main__")
 
-from conf.errors import UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.trial import TrialConfig
@@ -23,7 +23,9 @@ from learn.fitting import Fit, FitSettings, fit
 
 __all__ = [
     "AllocatorSettings",
+    "CommandError",
     "DeviceSpec",
+    "EnvironmentProblem",
     "Estimate",
     "Fit",
     "FitSettings",

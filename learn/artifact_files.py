@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from conf.identity import OWN_SHA256, own_sha256, sha256_of
 from featurize.row_config import printable
 from learn.learned.lightgbm_text import problem_of_text, vouch
@@ -34,7 +34,7 @@ _verified: dict[tuple, str | None] = {}  # (path, size, time, ...) of every file
 _said: set[tuple[str, str]] = set()
 
 
-class DamagedArtifact(UsageError):
+class DamagedArtifact(EnvironmentProblem):
     """A version that is not what was written; the message names it and what is wrong."""
 
 
@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(described, dict):
             raise DamagedArtifact(f"{_shown(path)} is no JSON object")
         right = OWN_SHA256 not in described or described[OWN_SHA256] == own_sha256(described)
-    except UsageError:
+    except DamagedArtifact:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_shown(path)} cannot be read: {printable(str(error))}") from error

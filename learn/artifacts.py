@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from conf.identity import version_of
 from featurize.device_spec import plain_device, same_device
 from featurize.row_config import printable
@@ -39,7 +39,7 @@ DEFAULT_MODELS = Path(__file__).parent / "default_models"
 _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
 
 
-class StaleArtifact(UsageError):
+class StaleArtifact(EnvironmentProblem):
     """An artifact that other code's features were fitted with; the message names the command that mends it."""
 
 

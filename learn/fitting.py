@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
 from learn.targets import BIN_WIDTHS_GB, Bins, get_target
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class FitSettings:
         problems = []
         try:
             object.__setattr__(self, "trust", parse_trust(self.trust))
-        except UsageError as error:
+        except CommandError as error:
             problems.append(str(error))
         try:
             target = get_target(self.target)
-        except UsageError as error:
+        except CommandError as error:
             problems.append(str(error))
         else:
             if self.bin_gb is not None and not target.is_memory:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from learn.targets import Bins, get_target, make_bins
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def refit(
     progress("reading rows")
     try:
         every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
-    except UsageError as error:
+    except CommandError as error:
         return skipped(str(error))
     rows = every.trusted  # a label in doubt decides nothing
     held_out = is_held_out(rows.group)
@@ -117,7 +117,7 @@ def refit(
     progress("fitting the candidate")
     try:
         fitted = make_estimator(estimator, seed).fit(known, steps)
-    except UsageError as error:
+    except CommandError as error:
         return skipped(str(error))
 
     progress("judging it")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from featurize.own_code import refusal
 from featurize.row_config import config_of_row, printable
 from featurize.trial import TrialConfig
@@ -64,7 +64,7 @@ def read_configs(rows: Sequence[Mapping], trust: Sequence[str], module_of: Calla
         try:
             config = config_of_row(row["config"], trust)
             group, module = group_key(config), module_of(config)
-        except UsageError as error:
+        except CommandError as error:
             unreadable.append((row["run_id"], printable(str(error), 300)))
             continue
         if (reason := refusal(config)) is not None:

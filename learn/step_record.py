@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from conf.plain_text import exception_line
 from featurize.own_code import NotTrusted
 from learn.cases import Case
@@ -73,7 +73,7 @@ def compute(case: Case) -> StepRecord:
         job = case.workload
         traced = step_of(job, spec)
         graph = _graph(traced, job, spec)
-    except UsageError as error:
+    except CommandError as error:
         passing = isinstance(error, NotTrusted) or isinstance(error.__cause__, ImportError | NotTrusted)
         return StepRecord(error=str(error), seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
     except MemoryError:  # of this machine, and no property of the case

@@ -5,7 +5,7 @@ Torch-free: the trial classifies its exception, and the worker checks what the t
 
 from __future__ import annotations
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 
 # Messages that mean "no memory" where the exception's type does not say so.
 _DEVICE_OOM_MARKS = (
@@ -37,7 +37,7 @@ def classify(
     card_is_full = free_device_mib is not None and free_device_mib < _FULL_CARD_FREE_MIB
     if card_is_full and any(mark in text for mark in _FULL_CARD_MARKS):
         return "oom", "device"
-    if isinstance(error, UsageError):
+    if isinstance(error, CommandError):
         return "invalid", None
     return "crashed", None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from featurize.trial import TrialConfig
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _fast_path():
 
         try:
             _loaded.append(FastPath.load(DEFAULT_MODELS / "fast"))
-        except (UsageError, FileNotFoundError):  # of other code's features, or never distilled: the plan has to do
+        except (CommandError, FileNotFoundError):  # of other code's features, or never distilled: the plan has to do
             _loaded.append(None)
     return _loaded[0]
 

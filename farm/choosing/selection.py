@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
 from farm.choosing.known_runs import Known
 from farm.choosing.networks import Networks
 from farm.dimensions import Space
@@ -170,7 +170,7 @@ def choose(
     fresh = _fresh(pool, known, at_most)
     try:
         outlook = _look(estimator, fresh, pool, known, progress)
-    except UsageError:
+    except CommandError:
         fresh = _fresh(pool, known, at_most, Networks())  # only now: trying each costs time
         if not fresh.unbuildable:
             raise

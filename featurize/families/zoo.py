@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize.families._zoo_texts import (
     Tensors,
@@ -118,7 +118,7 @@ def _kind(model: str, arguments: str) -> str:
             if package == "timm":
                 return _kind_of_timm(model, json.loads(arguments))
             defined_in = _load(model, arguments).__module__.split(".")
-        except (UsageError, AttributeError):
+        except (CommandError, AttributeError):
             defined_in = []
         if len(defined_in) > 2 and defined_in[:2] == [package, "models"]:
             return f"{package}/{defined_in[2]}"
@@ -209,7 +209,7 @@ def _load(model: str, arguments: str) -> Callable:
             owner, found = found, mending(functools.partial(getattr, found, name, None))
             if found is None:
                 break
-    except UsageError:
+    except CommandError:
         raise
     except ImportError as error:
         raise UsageError(
@@ -249,7 +249,7 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
             made = mending(lambda: factory(settings))
         else:
             made = mending(lambda: factory(**given))
-    except UsageError:
+    except CommandError:
         raise
     except _MISTAKES as error:
         said = f" of {arguments}" if given else ""
@@ -351,7 +351,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
     try:
         fed = Fed()
         return _Reading(tuple(plan_of_module(fed, ())), fed.targets)
-    except UsageError:
+    except CommandError:
         raise
     except Exception as error:  # a model may raise anything, and no memory can run out here
         # on a real device a model that reads values back may run all the same

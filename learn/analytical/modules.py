@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from conf.plain_text import exception_line
 from featurize.skeleton import build_on_meta, kept_results
 from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
@@ -174,7 +174,7 @@ def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
             yield
     except CannotEstimate:
         raise
-    except UsageError as error:  # it says by itself what is wrong with the job
+    except CommandError as error:  # it says by itself what is wrong with the job
         raise CannotEstimate(str(error)) from error
     except Exception as error:  # a model may raise anything
         where = f" in operator {operators.failed}" if operators.failed else ""

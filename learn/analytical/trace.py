@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from featurize.device_spec import DeviceSpec
 from learn.analytical.base import AnalyticalEstimator, CannotEstimate, described
 from learn.cases import Case
@@ -35,7 +35,7 @@ class Trace:
 
         try:
             return step_of(workload, device).breakdown
-        except UsageError as error:
+        except CommandError as error:
             raise CannotEstimate(str(error)) from error
 
 
@@ -58,5 +58,5 @@ def _step(case: Case) -> SimulatedStep:
 
     try:
         return step_of(case.workload, described(case)).step
-    except UsageError as error:
+    except CommandError as error:
         raise CannotEstimate(str(error)) from error

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
 from featurize.own_code import config_of_user, parse_trust
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
@@ -99,7 +99,7 @@ def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
     for number, line in _lines(path):
         try:
             configs.append(config_from_mapping(_mapping(line)))
-        except UsageError as error:
+        except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
     chosen = {key: settings[key] for key in ("device", "method", "estimator", "data", "trust", "loop")}
     for done in estimate_many(configs, **chosen):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
@@ -137,7 +137,7 @@ def answer(
     traced = failure = None
     try:
         traced = step_of(job, device, allocator=allocator, timeline=timeline)
-    except UsageError as error:
+    except CommandError as error:
         failure = error
         _recall(case, steps)
     if estimator in TRAINING_FREE and estimator != "trace":
@@ -150,7 +150,8 @@ def answer(
         _ask_stored(gathered, case, steps)
     if failure is not None and "peak_memory_mib" not in gathered.values:
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
-        raise UsageError(f"{failure}{advice}") from failure
+        kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
+        raise kind(f"{failure}{advice}") from failure
     return _assembled(gathered, job, device, traced, failure, allocator, loop), traced
 
 
@@ -301,7 +302,7 @@ def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack) -
     looped = replace(case, training_loop=True)
     if case.module is not None:
         looped = replace(looped, module=replace(case.module, training_loop=True))
-    with contextlib.suppress(UsageError):  # then whoever asks for its record hears why
+    with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
         lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec)))
     return looped
 
@@ -321,7 +322,7 @@ def _assembled(
     job: Workload,
     device: DeviceSpec,
     traced: TracedStep | None,
-    failure: UsageError | None,
+    failure: CommandError | None,
     allocator: AllocatorSettings | None,
     loop: str | None,
 ) -> Estimate:

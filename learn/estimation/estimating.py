@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
 from conf.extras import naming_the_extra
 from featurize.allocator_settings import AllocatorSettings
 from featurize.own_code import parse_trust, trusting
@@ -213,7 +213,7 @@ def _configs(given: object) -> list[TrialConfig]:
         if isinstance(config, Mapping):
             try:
                 config = config_from_mapping(config)
-            except UsageError as error:
+            except CommandError as error:
                 raise UsageError(f"configs[{at}]: {error}") from error
         if not isinstance(config, TrialConfig):
             raise UsageError(f"configs[{at}]: a trial config or its mapping is wanted, got {type(config).__name__}")

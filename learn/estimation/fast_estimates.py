@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial import MATH_BITS, OPTIMIZER_STATES, TrialConfig
 from featurize.version import is_current
@@ -31,7 +31,7 @@ STALE = "the fast path was distilled from traces of other code than this: it may
 def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[Estimate]:
     """One estimate a config, in order, without tracing: no breakdown, and `seconds` is each one's share of the time.
 
-    Raises `UsageError` for a family that the fast path does not know, or where it has not been built.
+    Raises `UsageError` for a family that the fast path does not know, `EnvironmentProblem` where there is none.
     """
     began = time.perf_counter_ns()
     path = _loaded(DEFAULT_MODELS / "fast")
@@ -114,5 +114,5 @@ def _familiarity() -> Familiarity | None:
 @lru_cache(maxsize=1)
 def _loaded(folder: Path) -> FastPath:
     if not (folder / "fast.json").is_file():
-        raise UsageError("there is no fast path here: python -m learn.build_defaults path=FOLDER makes it")
+        raise EnvironmentProblem("there is no fast path here: python -m learn.build_defaults path=FOLDER makes it")
     return FastPath.load(folder)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError
 from featurize.device_spec import DeviceSpec
 from learn.cases import Case
 from learn.data import Rows
@@ -102,7 +102,7 @@ def ask_learned(
         began = time.monotonic_ns()
         try:
             fitted = make_estimator(name, seed).fit(selection.rows.subset(part.inside), steps)
-        except UsageError as error:
+        except CommandError as error:
             refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
             answers |= dict.fromkeys(part.outside.tolist(), refusal)
             tally.step(1 + len(part.outside))
@@ -129,14 +129,14 @@ def _ask(
 ) -> tuple[list[Given], tuple[str, ...]]:
     try:
         prediction = fitted.predict(rows.cases, steps)
-    except UsageError:  # at one of them: who is asked one by one refuses that one only
+    except CommandError:  # at one of them: who is asked one by one refuses that one only
         given: list[Given] = []
         warnings: dict[str, None] = {}
         for i in range(len(rows)):
             one = rows.subset([i])
             try:
                 prediction = fitted.predict(one.cases, steps)
-            except UsageError as error:
+            except CommandError as error:
                 given.append(Given(estimate=None, reason=str(error)))
                 continue
             given += _given(prediction, one, bins)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from learn.cases import Case
 from learn.data import LabelledRow, Rows
 from learn.evaluation.benchmark_figures import sample
@@ -200,11 +200,11 @@ def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, bool]:
 
     try:
         return Case(config_of(row), spec.name, True, TORCH_VERSION), True
-    except UsageError:
+    except CommandError:
         pass
     try:
         return Case(None, spec.name, True, TORCH_VERSION, module=workload_of(row)), True
-    except UsageError as error:
+    except CommandError as error:
         return Case(None, spec.name, True, TORCH_VERSION, module=_no_job(row, str(error))), False
 
 
@@ -226,7 +226,7 @@ def _family(row: PublishedRow) -> str:
         return row.family
     try:
         return config_of(row).family
-    except UsageError:
+    except CommandError:
         return MODULE
 
 

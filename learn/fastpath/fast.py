@@ -14,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from featurize.device_spec import DeviceSpec, device_features, plain_device
 from featurize.trial import TrialConfig
 from featurize.version import FEATURES_STAMP, is_current
@@ -237,13 +237,15 @@ class FastPath:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """What `save` wrote, answering the same. `UsageError` where it was distilled with other code's features, and
-        where it is not what was written (`learn.artifact_files`)."""
+        """What `save` wrote, answering the same. `EnvironmentProblem` where features of other code distilled it,
+        and where it is not what was written (`learn.artifact_files`)."""
         folder = Path(folder)
         state = read_json(folder / "fast.json")
         checked(folder, state, "fast.json", ours=True)
         if not is_current(state["features"]):
-            raise UsageError(f"{folder}: distilled with other features than this code computes; distil it again")
+            raise EnvironmentProblem(
+                f"{folder}: distilled with other features than this code computes; distil it again"
+            )
         families = {
             name: _OfFamily(
                 fields=_Fields(

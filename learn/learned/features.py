@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from featurize.device_spec import DeviceSpec
 from featurize.trial import TrialConfig
 from learn.cases import Case
@@ -38,7 +38,7 @@ def why_not(case: Case) -> str | None:
     """Why a case has no such features, or None: a module, or a config whose layers cannot be had."""
     try:
         case_features(case)
-    except UsageError as error:
+    except CommandError as error:
         return str(error)
     return None
 

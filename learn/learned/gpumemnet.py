@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from featurize.families import get_family
 from featurize.features import KINDS
 from featurize.trial import ACTIVATIONS, TrialConfig
@@ -101,11 +101,11 @@ class GPUMemNetEstimator(Estimator):
         rows = rows.trusted
         rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
         self.target, self._ensembles, self._nets = rows.target, {}, {}
-        problem = UsageError(f"target={rows.target.name}: there are no rows to fit on")
+        problem: CommandError = UsageError(f"target={rows.target.name}: there are no rows to fit on")
         for family in sorted(set(map(str, rows.family))):
             try:
                 self._ensembles[family] = self._fit_family(family, rows.subset(rows.family == family))
-            except UsageError as error:
+            except CommandError as error:
                 problem = error
         if not self._ensembles:
             raise problem
@@ -286,7 +286,7 @@ def why_not(case: Case) -> str | None:
         return "it reads the layer plans of trial configs, and this is a module"
     try:
         config_features(case.config)
-    except UsageError as error:
+    except CommandError as error:
         return str(error)
     return None
 

@@ -63,7 +63,7 @@ def test_dev_brings_all_and_a_plain_install_nothing_of_an_extra():
 def test_a_plain_install_estimates_configs_and_modules(tmp_path):
     done = run(
         f"""
-from learn import UsageError, estimate, estimate_many
+from learn import CommandError, estimate, estimate_many
 import torch
 
 for method in ("full", "fast"):
@@ -75,7 +75,7 @@ import warehouse
 for call in (lambda: estimate({CONFIG}, estimator="xmem"), lambda: warehouse.connect("x")):
     try:
         call()
-    except UsageError as error:
+    except CommandError as error:
         print(error)
 """,
         tmp_path,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize import vision
 from featurize.families import timm
 from featurize.features import group_key, scalar_features
@@ -104,7 +104,7 @@ def test_an_unknown_model_is_told_with_near_names_and_a_size_that_does_not_fit()
 def test_a_missing_timm_says_how_to_get_it(monkeypatch):
     timm.defaults.cache_clear()
     monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install --no-deps timm"):
+    with pytest.raises(EnvironmentProblem, match="pip install --no-deps timm"):
         timm.build(config())
 
 

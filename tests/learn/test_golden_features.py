@@ -12,7 +12,7 @@ import golden_features
 import pytest
 from golden_features import differences, golden, same_libraries, values_of
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem
 from featurize import kernel_constants, version
 from featurize.families import family_names
 from featurize.kernel_constants import KERNEL_GAP_US
@@ -130,7 +130,7 @@ def test_artifacts_that_carry_a_hash_open_and_those_of_other_hashes_do_not(tmp_p
     carry("fast", "fast.json", features="0123456789ab")
     with pytest.raises(StaleArtifact, match="features 0123456789ab, and this code computes features 1; fit it again"):
         require_current(open_artifact(models / "memory"))
-    with pytest.raises(UsageError, match="distil it again"):
+    with pytest.raises(EnvironmentProblem, match="distil it again"):
         FastPath.load(models / "fast")
 
 

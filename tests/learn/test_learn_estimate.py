@@ -15,7 +15,7 @@ from learn_rows import make_configs, restamp, write_runs
 from torch import nn
 
 from conf import cli
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import describe_device
 from featurize.families import get_family, mlp
@@ -323,7 +323,7 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
     restamp(path, feature_version="0ld")
     done = estimate(CONFIG, data=folder)
     assert done.answered_by["memory"] == DEFAULT and any("fitted with features 0ld" in w for w in done.warnings)
-    with pytest.raises(UsageError, match="fitted with features 0ld"):
+    with pytest.raises(EnvironmentProblem, match="fitted with features 0ld"):
         estimate(CONFIG, data=folder, estimator="lightgbm")
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize import vision
 from featurize.families import timm
 from featurize.skeleton import build_on_meta
@@ -97,7 +97,7 @@ def test_every_known_model_trains_a_step(name):
 def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
     timm.defaults.cache_clear()
     monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"timm is not installed.*pip install --no-deps timm"):
+    with pytest.raises(EnvironmentProblem, match=r"timm is not installed.*pip install --no-deps timm"):
         workload_of(timm_row("resnet10t"))
 
 
