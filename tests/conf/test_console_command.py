@@ -123,6 +123,7 @@ def test_folders_without_an_init_file_hide_nothing(tmp_path):
     assert "Sample trial configurations" in python("-m", "farm.submit", "--help", cwd=tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_gpufarm_runs_trials_from_a_folder_full_of_such_files_and_finds_the_users_model(tmp_path):
     """Also where the folder is in PYTHONPATH: the trial's own process has to find our packages, and the model."""
     folder = tmp_path / HOSTILE

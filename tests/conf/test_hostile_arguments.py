@@ -247,6 +247,7 @@ def refusal_problems(invoke, tried: Iterable[Case]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_500_hostile_command_lines_are_one_line_each_and_change_nothing(invoke):
     tried = cases()
     assert len(tried) == CASES and {case.command for case in tried} == set(COMMANDS)

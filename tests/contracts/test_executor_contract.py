@@ -94,6 +94,7 @@ def test_everything_listens_on_loopback_only(executor):
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_after_close_no_trial_server_is_left():
     before = below_us("workers.trial_server"), below_us("workers.keeper")
     executor = make_executor(CHOICE, ClusterSettings(kind="inline"))

@@ -180,6 +180,7 @@ def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, cap
     assert told in error and error.count("\n") == 1 and not root.exists()
 
 
+@pytest.mark.slow
 def test_when_the_time_is_up_what_ran_is_landed_and_the_rest_is_taken_out(root, capsys):
     assert grow(root, "hours=0.00000001", "n=5") == 0
     (cycle,) = cycles(root)
@@ -225,6 +226,7 @@ def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
     assert grow(root, "n=2") == 0 and len(cycles(root)) == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root, monkeypatch, capsys):
     write, landed = RunWriter.write, []
 
@@ -250,6 +252,7 @@ def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root,
     assert set(before) < set(runs(root, "run_id, finished_at"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "outcome"), [(signal.SIGINT, ""), (signal.SIGTERM, "cut short")])
 def test_a_signal_while_the_workers_close_ends_the_night_although_all_trials_ran(root, monkeypatch, number, outcome):
     close, timers = InlineExecutor.close, []
@@ -268,6 +271,7 @@ def test_a_signal_while_the_workers_close_ends_the_night_although_all_trials_ran
     assert cycle.open or cycle.done("learn")["results"] == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_a_long_trial(root):
     """A trial of ten minutes is given back: its task has no attempt, and none of the farm's processes is left."""
     long = ("device=cpu", "window=fixed", "window.seconds=600", "trial.timeout_s=1000")
@@ -389,6 +393,7 @@ def test_a_failure_that_cannot_even_be_written_down_is_told(root, tmp_path, caps
     assert "No space left on device" in capsys.readouterr().err and "No space left on device" in told()["said"]
 
 
+@pytest.mark.slow
 def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
     single = "space={input_size:64,classes:10,linear_layers:3,topology:uniform,activation:relu,batch_size:4,"
     single += "batch_norm:false,use_dropout:false,dropout:0.1}"
@@ -543,6 +548,7 @@ def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, 
     assert len(cycles(root)) == 1 and (code == 0 or "near names: factory" in told()["said"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "goes_on"),
     [

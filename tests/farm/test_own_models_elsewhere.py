@@ -84,6 +84,7 @@ NIGHT = ("families=[mlp]", "pool=30", "n=2", "device=simulated", "cluster=inline
          "learn.targets=[memory]", "learn.estimator=lightgbm")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_night_is_planned_measured_and_learnt_from(data, capsys):
     code, out, err = run("grow", grow_module, data, capsys, *NIGHT, "dry_run=true")
     assert code == 0 and "2 of 30 candidates" in out, err

@@ -21,6 +21,7 @@ from farm.space import parse_space, space_of_mapping
 from featurize import families
 from featurize.layers import Layer, rough_memory_mib, totals
 from featurize.trial import ACTIVATIONS, TrialConfig, config_from_mapping
+from tests.family_cases import FAMILIES
 
 ARCH = Path(__file__).parents[2] / "conf" / "arch"
 POLICIES = ("uniform", "stratified")
@@ -246,7 +247,7 @@ def test_limits_report_every_bad_value():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", families.family_names())
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
     space = space_of_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{name}.yaml")))
     limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)

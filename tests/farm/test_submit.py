@@ -53,6 +53,7 @@ def test_a_job_lands_every_trial_once_and_again_adds_nothing(data, capsys):
     assert rows(data, "SELECT run_id, finished_at FROM runs ORDER BY ALL") == before
 
 
+@pytest.mark.slow
 def test_a_larger_n_adds_the_difference(data, capsys):
     assert submit(data, "n=2") == 0
     assert submit(data, "n=5") == 0
@@ -80,6 +81,7 @@ def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):
     assert rows(data, "SELECT DISTINCT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
 
 
+@pytest.mark.slow
 def test_a_share_of_a_card_plays_a_smaller_one_and_the_row_says_so(data):
     wide = ("arch.space.input_size=20000", "arch.space.linear_layers=2", "arch.space.topology=uniform", "n=2")
     assert submit(data, *wide, "device=simulated") == 0

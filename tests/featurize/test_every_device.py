@@ -6,15 +6,15 @@ import pytest
 from small_configs import assert_ratios_hold, small_config
 
 from featurize.device_spec import device_names, load_device
-from featurize.families import family_names
 from featurize.kernels import KINDS
 from featurize.roofline import BOUNDS, features, price
 from featurize.simulate import simulate
 from featurize.trace import trace_config
+from tests.family_cases import FAMILIES
 
 
 @pytest.mark.parametrize("index", range(2))
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_figures_stay_in_their_ranges_on_every_device(family, index):
     config = small_config(family, index)
     for name in device_names():

@@ -6,10 +6,10 @@ from small_configs import small_config
 from torch import nn
 
 from featurize import recorder
-from featurize.families import family_names
 from featurize.meta_results import MetaResults
 from featurize.trace import trace_config, trace_step
 from featurize.training import Training
+from tests.family_cases import FAMILIES
 
 
 class RunsAll:
@@ -51,7 +51,7 @@ def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
     same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
 
 
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_families_are_traced_the_same(monkeypatch, family, number):
     config = small_config(family, number)

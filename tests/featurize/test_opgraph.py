@@ -12,9 +12,9 @@ from torch import nn
 
 from featurize import opgraph as module
 from featurize.device_spec import load_device
-from featurize.families import family_names
 from featurize.opgraph import VOCABULARY, OpGraph, category, opgraph
 from featurize.trace import Operator, StepTrace, trace_config, trace_step
+from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")
 
@@ -131,7 +131,7 @@ def test_operators_have_a_class(name, kind):
 
 @pytest.mark.parametrize("priced", [False, True])
 @pytest.mark.parametrize("index", range(2))
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_of_every_family_are_finite_acyclic_and_the_same_each_time(family, index, priced):
     config = small_config(family, index)
     trace = trace_config(config)

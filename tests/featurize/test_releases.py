@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # An older release's torch has no meta kernel of `aten::_convolution`: its registration is skipped here.
 TRACE = """
 import sys
@@ -36,6 +38,7 @@ def traced(release, way):
     return done.stdout.split(), done.stderr
 
 
+@pytest.mark.slow
 def test_a_convolution_is_traced_alike_on_every_release():
     expected, errors = traced("this", "as it is")
     assert len(expected) == 3, errors

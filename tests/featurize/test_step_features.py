@@ -8,10 +8,11 @@ import pytest
 from small_configs import small_config
 
 from featurize.device_spec import device_names, load_device
-from featurize.families import cnn, family_names, mlp, transformer
+from featurize.families import cnn, mlp, transformer
 from featurize.replay import replay
 from featurize.step_features import step_features
 from featurize.trace import trace_config
+from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")
 BATCHES = (2, 8, 13, 32, 48)
@@ -79,7 +80,7 @@ def test_what_a_job_takes_grows_with_the_batch(name):
     assert len({one["job_weights_mib"] for one in found}) == len({one["job_outside_mib"] for one in found}) == 1
 
 
-@pytest.mark.parametrize("family", family_names())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_finite_numbers_and_the_same_columns_for_every_job_and_device(family):
     columns = list(by_batch("mlp")[0])
     config = small_config(family, 0)

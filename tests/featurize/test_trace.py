@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UsageError
 from featurize.device_spec import load_device
-from featurize.families import family_names, get_family
+from featurize.families import get_family
 from featurize.library_calls import workspace_bytes
 from featurize.trace import BLOCK_KINDS, TraceError, trace_config, trace_step
 from featurize.training import Training
+from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")
 BATCH, WIDTH, HIDDEN, CLASSES = 64, 1000, 2000, 10
@@ -450,7 +451,7 @@ def test_a_model_far_larger_than_the_machine_is_traced_without_allocating_it():
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_traces_twice_to_the_same(name, precision):
     for index in range(2):
         config = dataclasses.replace(small_config(name, index), precision=precision)

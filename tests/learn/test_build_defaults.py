@@ -115,6 +115,7 @@ def built(place):
     return out, said.getvalue()
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_model_a_target_the_fast_path_and_a_card(built):
     out, said = built
     assert said == f"{out}\n"

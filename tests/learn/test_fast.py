@@ -57,6 +57,7 @@ def distilled():
         yield cases, FastPath.distil(cases, teacher(cases))
 
 
+@pytest.mark.slow
 def test_it_says_what_the_teacher_says_of_jobs_it_was_not_taught(distilled):
     _, fast = distilled
     for device in DEVICES:

@@ -298,6 +298,7 @@ def test_a_module_without_an_answer_is_let_go_too():
     assert known() is None
 
 
+@pytest.mark.slow
 def test_the_trace_kept_as_an_artifact_does_not_displace_a_learnt_model(tmp_path):
     folder = tmp_path / "d"
     write_runs(folder, make_configs(60, families=("mlp",)))
@@ -597,8 +598,8 @@ def test_models_that_return_objects_or_have_a_loss_of_their_own_are_estimated():
     ("library", "model", "shape", "parameters"),
     [
         ("torchvision", "torchvision.models:resnet18", "input=[2,3,64,64]", 11_689_512),
-        ("timm", "timm.models:resnet18", "input=[2,3,64,64]", 11_689_512),
-        ("transformers", "gpufarm_test_gpt:make", "input=[2,16]", 1_254_400),
+        pytest.param("timm", "timm.models:resnet18", "input=[2,3,64,64]", 11_689_512, marks=pytest.mark.slow),
+        pytest.param("transformers", "gpufarm_test_gpt:make", "input=[2,16]", 1_254_400, marks=pytest.mark.slow),
     ],
 )
 def test_command_builds_models_of_the_known_libraries(library, model, shape, parameters, tmp_path):

@@ -66,7 +66,9 @@ def test_labels_are_its_own_only_where_simulated_by_the_trace_and_equal():
     assert not labels_are_its_own("hybrid", simulated[:0], label[:0], label[:0])
 
 
-@pytest.mark.parametrize(("target", "estimator"), [("memory", "trace"), ("drama", "hybrid")])
+@pytest.mark.parametrize(
+    ("target", "estimator"), [("memory", "trace"), pytest.param("drama", "hybrid", marks=pytest.mark.slow)]
+)
 def test_a_fit_on_labels_of_the_trace_says_not_informative(traced, estimator, target):
     done = fit(FitSettings(target=target, estimator=estimator, data=str(traced)))
     rows = metric_rows(done.evaluation)
@@ -84,6 +86,7 @@ def test_a_fit_of_another_estimator_on_these_labels_has_figures(traced):
     assert "not informative" not in str(metric_rows(judged))
 
 
+@pytest.mark.slow
 def test_a_benchmark_on_labels_of_the_trace_says_not_informative(traced, capsys):
     from learn.evaluation.benchmark_view import classes_table, errors_table
 

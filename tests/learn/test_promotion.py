@@ -123,6 +123,7 @@ def test_a_cycle_that_was_killed_after_writing_neither_writes_again_nor_judges_i
     assert json.loads(json.dumps(third.to_mapping())) == third.to_mapping()
 
 
+@pytest.mark.slow
 def test_a_candidate_of_corrupted_labels_is_left_out(data):
     write_batch(data, POOL[:190], job="n0", statuses=["ok"] * 190)
     first = night(data, 0, "smact")
@@ -231,6 +232,7 @@ def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitt
     assert found.decision == "kept" and "has no answer for" in found.why and "too large" in found.why
 
 
+@pytest.mark.slow
 def test_devices_and_sources_have_models_of_their_own(data):
     write_batch(data, POOL[:60], job="a", statuses=["ok"] * 60)
     write_batch(data, POOL[:60], job="h", statuses=["ok"] * 60, device="H100-SXM5-80GB")

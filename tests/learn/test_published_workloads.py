@@ -101,6 +101,7 @@ def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
         workload_of(timm_row("resnet10t"))
 
 
+@pytest.mark.slow
 @needs["torchvision"]
 def test_torchvision_comes_up_also_beside_a_torch_that_it_was_not_built_for():
     code = (
@@ -115,6 +116,7 @@ def test_torchvision_comes_up_also_beside_a_torch_that_it_was_not_built_for():
     assert done.returncode == 0 and done.stdout.strip() == "ResNet", done.stderr
 
 
+@pytest.mark.slow
 @needs["torchvision"]
 @pytest.mark.parametrize("factory", ["torchvision.models:resnet18", "nets:make"])
 def test_an_estimates_factory_may_come_from_torchvision_or_import_it(factory, tmp_path):

@@ -329,6 +329,7 @@ ingest(IngestSettings(source="gpumemnet", path=sys.argv[1], data=sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survived", [0, 1, 2])
 def test_a_kill_leaves_whole_batches_and_a_repeat_adds_the_rest_once(place, take, survived):
     write(place / "set" / "a.csv", HEADER, ROWS[:2])

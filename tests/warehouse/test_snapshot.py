@@ -162,6 +162,7 @@ take_snapshot(DataFolder.resolve(sys.argv[1]), "s")
 """
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_snapshot_and_the_next_one_cleans_up(folder):
     a_full_folder(folder)
     before = everything(folder)

@@ -258,6 +258,7 @@ def test_a_process_that_forks_for_ever_is_ended(worker):
     assert run.status == "ok", run.error
 
 
+@pytest.mark.slow
 def test_another_trial_that_is_made_ready_is_not_touched(worker, notes):
     spec = hostile("daemonizes", notes, prepare_ahead="always")
     upcoming = hostile("changes_folder", prepare_ahead="always")

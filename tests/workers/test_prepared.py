@@ -103,6 +103,7 @@ def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
         small.close()
 
 
+@pytest.mark.slow
 def test_closing_the_worker_ends_what_was_made_ready():
     doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
     doomed.run(task(0), task(1))

@@ -287,6 +287,7 @@ def test_exceptions_are_told_apart(error, host_is_device, expected):
     assert classify(error, host_is_device) == expected
 
 
+@pytest.mark.slow
 def test_a_library_that_does_not_start_is_an_oom_only_on_a_full_card():
     error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
     assert classify(error, False, free_device_mib=100.0) == ("oom", "device")
