@@ -57,10 +57,15 @@ class MemoryProfile:
     timeline: tuple[Moment, ...] = field(default=(), repr=False)
 
 
+def loads_cudnn(trace: StepTrace) -> bool:
+    """Return whether a step runs cuDNN's layers."""
+    return any(block.call is not None and block.call.loads_cudnn for block in trace.blocks)
+
+
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
-    """What the process takes outside the allocator: the device's context, and cuDNN where its layers run."""
-    loads_cudnn = any(block.call is not None and block.call.loads_cudnn for block in trace.blocks)
-    return spec.context_mib + (CUDNN_MIB if loads_cudnn else 0)
+    """What the process takes outside the allocator where the device's description was measured: its context, and cuDNN
+    where its layers run. `featurize.machine` has other machines."""
+    return spec.context_mib + (CUDNN_MIB if loads_cudnn(trace) else 0)
 
 
 def replay(
@@ -70,17 +75,20 @@ def replay(
     cudnn_benchmark: bool = False,
     allocator: AllocatorSettings | None = None,
     timeline: bool = False,
+    taken_mib: float | None = None,
 ) -> MemoryProfile:
     """Replay a trace's set-up and both steps through the caching allocator of one GPU model.
 
-    The capacity is the device's memory without what lies outside the allocator. Where it does not suffice, cached
-    segments are given back first, then convolutions do without their workspace, as in PyTorch. Assumes one stream, and
-    a process that did nothing before. With `cudnn_benchmark`, PyTorch empties its cache after it has tried a
-    convolution's algorithms for the first time; what the tried ones take is assumed to be what the chosen one takes.
+    The capacity is the device's memory without what lies outside the allocator: `taken_mib`, by default `outside_mib`.
+    Where it does not suffice, cached segments are given back first, then convolutions do without their workspace, as in
+    PyTorch. Assumes one stream, and a process that did nothing before. With `cudnn_benchmark`, PyTorch empties its
+    cache after it has tried a convolution's algorithms for the first time; what the tried ones take is assumed to be
+    what the chosen one takes.
     """
     run = _Run(trace, spec, cudnn_benchmark, allocator, None)
     run.play(timeline)
-    capacity = int((spec.memory_mib - outside_mib(trace, spec)) * MIB)
+    taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
+    capacity = int((spec.memory_mib - taken_mib) * MIB)
     # Below the card's limit, only what the settings make of a limit differs.
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
     fits = run.allocator.peak_reserved_bytes <= capacity and not limits

@@ -76,10 +76,12 @@ def step_of(
         raise _explained(error) from error
     memory = replay(trace, spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline)
     step = simulate(trace, spec, job.settings, memory=memory)
-    return TracedStep(trace, memory, step, _breakdown(memory, outside_mib(trace, spec)))
+    return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))
 
 
-def _breakdown(memory: MemoryProfile, outside: float) -> dict[str, float]:
+def breakdown(memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0) -> dict[str, float]:
+    """Return part -> MiB at the peak. `outside_mib`: the process's memory outside the allocator; `others_mib`: what
+    others hold on the card, a part only where it is more than nothing."""
     live = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
     return {
         "parameters": live["parameter"],
@@ -90,7 +92,8 @@ def _breakdown(memory: MemoryProfile, outside: float) -> dict[str, float]:
         "buffers and batch": live["buffer"] + live["batch"],
         "workspace": live["workspace"],
         "fragmentation": memory.peak_reserved / MIB - sum(live.values()),
-        "context": outside,
+        "context": outside_mib,
+        **({"other users": others_mib} if others_mib else {}),
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
+from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
@@ -50,7 +51,9 @@ def entry(cfg: DictConfig) -> int:
         from warehouse.folder import DataFolder
 
         DataFolder.resolve(values["data"]).open()
-    settings = {key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report", "loop")}
+    settings = {
+        key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report", "loop", "machine")
+    }
     settings["trust"] = parse_trust(values["trust"])
     chosen = values.get("device")
     if chosen is not None and "backend" in chosen:
@@ -68,6 +71,8 @@ def entry(cfg: DictConfig) -> int:
         title, config = f"run {past.run_id}", past.config
         if chosen is None and past.device is not None:
             settings["device"] = past.device
+        if past.source != "measured":  # its label is of the machine that its device's description is of
+            settings["machine"] = settings["machine"] or DESCRIBED
         if settings["method"] == "full":
             settings["loop"] = settings["loop"] or past.loop  # so that like is compared with like
     elif values["config"] is not None:
@@ -101,7 +106,7 @@ def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
             configs.append(config_from_mapping(_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data", "trust", "loop")}
+    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data", "trust", "loop", "machine")}
     for done in estimate_many(configs, **chosen):
         print(json.dumps(done.to_mapping()))
     return 0

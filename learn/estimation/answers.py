@@ -15,9 +15,11 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
+from featurize.machine import MachineProfile
 from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
+from learn.estimation.on_machine import placed
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed
 class Estimate:
     """One training job on one GPU model. MiB, ms; ratios lie in [0, 1]. None: nobody who was asked knows.
 
+    peak_memory_mib   of the whole card, by the estimator that `answered_by` names
+    allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
+                  `torch.cuda.max_memory_allocated`, `max_memory_reserved`, the process in nvidia-smi, the card there
+    machine       the profile that says what lies outside the allocator; see `featurize.machine`
     upper_mib     99 of 100 jobs stay below it; None where no bound is calibrated (the trace alone has none)
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
                   which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
@@ -74,6 +80,11 @@ class Estimate:
     answered_by: Mapping[str, str]
     seconds: float
     device_memory_mib: float | None = None
+    allocated_mib: float | None = None
+    reserved_mib: float | None = None
+    process_mib: float | None = None
+    card_mib: float | None = None
+    machine: str | None = None
     held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loops: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,6 +114,13 @@ class _Gathered:
     absent: list[str] = field(default_factory=list)
     searched: str = ""
 
+    def move(self, mib: float) -> None:
+        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        if self.by.get("memory", "").endswith("(default)"):
+            for name in ("peak_memory_mib", "upper_mib"):
+                if self.values.get(name) is not None:
+                    self.values[name] += mib
+
 
 def answer(
     job: Workload,
@@ -113,6 +131,7 @@ def answer(
     allocator: AllocatorSettings | None = None,
     timeline: bool = False,
     loop: str | None = None,
+    on: MachineProfile,
 ) -> tuple[Estimate, TracedStep | None]:
     """The estimate of one job, and its trace where there is one (`timeline`: with its allocator's every move).
 
@@ -152,7 +171,13 @@ def answer(
         advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
         kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
         raise kind(f"{failure}{advice}") from failure
-    return _assembled(gathered, job, device, traced, failure, allocator, loop), traced
+    if traced is not None:
+        described_mib = traced.step.peak_memory_mib
+        traced = placed(
+            traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline
+        )
+        gathered.move(traced.step.peak_memory_mib - described_mib)
+    return _assembled(gathered, job, device, traced, failure, allocator, loop, on), traced
 
 
 def _recall(case: Case, steps: StepStore) -> None:
@@ -325,6 +350,7 @@ def _assembled(
     failure: CommandError | None,
     allocator: AllocatorSettings | None,
     loop: str | None,
+    on: MachineProfile,
 ) -> Estimate:
     """Return what was gathered, and the trace's figures for the rest."""
     from learn.analytical.trace import NO_BOUND
@@ -343,7 +369,11 @@ def _assembled(
         values |= {
             "parameters": traced.step.parameters,
             "breakdown": dict(traced.breakdown),
-            "trace_memory_mib": traced.step.peak_memory_mib,
+            "trace_memory_mib": step.peak_memory_mib,
+            "allocated_mib": step.peak_allocated_mib,
+            "reserved_mib": step.peak_reserved_mib,
+            "process_mib": step.peak_memory_mib - on.other_mib,
+            "card_mib": step.peak_memory_mib,
             "peak_operator": memory.peak_operator,
             "peak_module": memory.peak_module,
             "peak_phase": memory.peak_phase,
@@ -391,6 +421,7 @@ def _assembled(
         estimator=" + ".join(named),
         answered_by=by,
         loops=gathered.loops,
+        machine=on.name,
         seconds=0.0,
     )
 

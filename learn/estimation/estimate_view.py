@@ -52,6 +52,8 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     if done.loops:
         screen.print(legend(done.loops.values()), soft_wrap=True, highlight=False, markup=False)
 
+    if done.card_mib is not None:
+        screen.print(instruments_text(done), soft_wrap=True, highlight=False, markup=False)
     if done.breakdown:
         total = sum(done.breakdown.values())
         whose = f"the peak by {done.answered_by['memory']}" if done.trace_memory_mib is None else "the traced peak"
@@ -71,6 +73,18 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     for note in done.warnings:
         screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
     screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
+
+
+def instruments_text(done: Estimate) -> str:
+    """Return the traced peak as each instrument shows it."""
+    shown = {
+        "allocated": done.allocated_mib,
+        "reserved": done.reserved_mib,
+        "the process": done.process_mib,
+        "the card": done.card_mib,
+    }
+    parts = ", ".join(f"{name} {mib:,.0f} MiB" for name, mib in shown.items() if mib is not None)
+    return f"the traced peak, with the machine {done.machine}: {parts}"
 
 
 def peak_text(done: Estimate) -> str:

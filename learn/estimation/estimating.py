@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.extras import naming_the_extra
 from featurize.allocator_settings import AllocatorSettings
+from featurize.machine import MachineProfile
 from featurize.own_code import parse_trust, trusting
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
 from learn.estimation.loops import require_loop
+from learn.estimation.on_machine import machine_for
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,7 @@ def estimate(
     name: str | None = None,
     trust: Sequence[str] = (),
     loop: str | None = None,
+    machine: str | MachineProfile | None = None,
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
 
@@ -91,6 +94,9 @@ def estimate(
         loop: `resident` (one batch stays on the GPU, as in the farm's runs) or `pipeline` (a plain Python loop, whose
             steps wait for their input): utilization and step time are all of that loop. None: each figure is of the
             loop that its source knows, and `Estimate.loops` names it.
+        machine: What lies outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager` (all kernels
+            loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
+            file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
 
     Returns:
         The estimate, with the source of each figure (`Estimate.answered_by`).
@@ -115,7 +121,8 @@ def estimate(
     of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
         traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
-        return estimate_many([_config_for_fast(model, given, traced_only)], device=device, method="fast")[0]
+        config = _config_for_fast(model, given, traced_only)
+        return estimate_many([config], device=device, method="fast", data=data, machine=machine)[0]
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
     elif allocator is not None and not isinstance(allocator, AllocatorSettings):
@@ -136,9 +143,17 @@ def estimate(
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
+    on = machine_for(machine, device, data)
     with naming_the_extra(), _as_a_training_script():
         done, traced = answer(
-            job, device, estimator=estimator, data=data, allocator=allocator, timeline=page is not None, loop=loop
+            job,
+            device,
+            estimator=estimator,
+            data=data,
+            allocator=allocator,
+            timeline=page is not None,
+            loop=loop,
+            on=on,
         )
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
@@ -155,6 +170,7 @@ def estimate_many(
     data: Data | None = None,
     trust: Sequence[str] = (),
     loop: str | None = None,
+    machine: str | MachineProfile | None = None,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> list[Estimate]:
     """Estimate many trial configs, in their order.
@@ -163,7 +179,7 @@ def estimate_many(
 
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
-        device, method, estimator, data, trust, loop: As in `estimate`.
+        device, method, estimator, data, trust, loop, machine: As in `estimate`.
         progress: Is called with the number of configs done and their total, before each config that is traced.
 
     Returns:
@@ -181,11 +197,13 @@ def estimate_many(
             raise UsageError("method=fast is an estimator of its own; leave estimator= out")
         if require_loop(loop) is not None:
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
-        return fast_estimates(jobs, described)
+        return fast_estimates(jobs, described, machine_for(machine, described, data))
     estimates = []
     for done, config in enumerate(jobs):
         progress(done, len(jobs))
-        estimates.append(estimate(config, device=described, estimator=estimator, data=data, trust=trust, loop=loop))
+        estimates.append(
+            estimate(config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine)
+        )
     return estimates
 
 

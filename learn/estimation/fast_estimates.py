@@ -13,12 +13,14 @@ from pathlib import Path
 
 from conf.errors import EnvironmentProblem
 from featurize.device_spec import DeviceSpec, plain_device
+from featurize.machine import DESCRIBED, MachineProfile, machine
 from featurize.trial import MATH_BITS, OPTIMIZER_STATES, TrialConfig
 from featurize.version import is_current
 from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.estimation.answers import Estimate
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.fastpath.fast import FastPath
+from learn.fastpath.fast_replay import WITH_CUDNN
 from learn.learned.familiarity import Familiarity
 from learn.targets import get_target
 
@@ -28,7 +30,7 @@ _LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RES
 STALE = "the fast path was distilled from traces of other code than this: it may be a little off"
 
 
-def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[Estimate]:
+def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: MachineProfile) -> list[Estimate]:
     """One estimate a config, in order, without tracing: no breakdown, and `seconds` is each one's share of the time.
 
     Raises `UsageError` for a family that the fast path does not know, `EnvironmentProblem` where there is none.
@@ -45,7 +47,9 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
     }
     loops = {target: _LOOPS[target] for target in by}
     stale = () if is_current(path.teacher) else (STALE,)
-    memory = columns["peak_memory_mib"]
+    moved = [_moved_mib(config, device, on) for config in configs]
+    memory = [mib + more for mib, more in zip(columns["peak_memory_mib"], moved, strict=True)]
+    upper = [None if mib is None else mib + more for mib, more in zip(upper, moved, strict=True)]
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
     return [
         Estimate(
@@ -68,11 +72,19 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec) -> list[E
             estimator="fast",
             answered_by=by,
             loops=loops,
+            machine=on.name,
             seconds=seconds,
             held_out_errors=errors[config.family],
         )
         for i, config in enumerate(configs)
     ]
+
+
+def _moved_mib(config: TrialConfig, device: DeviceSpec, on: MachineProfile) -> float:
+    """Return what the card holds more on this machine than on the one that the fast path was distilled for."""
+    loads_cudnn = config.family in WITH_CUDNN
+    described = machine(DESCRIBED, device)
+    return on.outside_mib(loads_cudnn) + on.other_mib - described.outside_mib(loads_cudnn)
 
 
 def _warnings(mib: float, upper: float | None, unlike: Sequence[str], device: DeviceSpec) -> tuple[str, ...]:

@@ -255,10 +255,10 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
     described = {
         "name": device.name,
         "memory": f"{device.memory_mib:,.0f} MiB",
-        "context": f"{device.context_mib:,.0f} MiB",
         "compute capability": ".".join(map(str, device.compute_capability)),
         "bandwidth": f"{device.bandwidth_gb_s:,.0f} GB/s",
         "multiprocessors": str(device.sm_count),
+        "machine": done.machine or MISSING,
     }
     answers = tuple(
         (name, text(value), done.loops.get(target, ""), done.answered_by.get(target, ""))

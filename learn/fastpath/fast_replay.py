@@ -22,6 +22,7 @@ _SMALL_SEGMENT = 2 * MIB
 _PROGRAMS: dict[str, tuple[Callable[[Any, DeviceSpec], tuple[Program, int]], int]] = {
     "cnn": (cnn_program, CUDNN_MIB),
 }
+WITH_CUDNN = frozenset(family for family, (_, libraries_mib) in _PROGRAMS.items() if libraries_mib)
 
 
 def replayed_mib(configs: Sequence[TrialConfig], spec: DeviceSpec) -> np.ndarray | None:

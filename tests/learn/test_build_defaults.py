@@ -18,7 +18,7 @@ import pytest
 from learn_rows import write_runs
 
 from conf import cli
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.families import mlp
 from learn import build_defaults
 from learn.build_defaults import (
@@ -167,7 +167,7 @@ def test_models_that_path_names_are_kept_and_the_fast_path_is_distilled_from_the
     damaged = home / "memory" / "model" / "estimator.json"
     damaged.write_text(damaged.read_text().replace("1", "2", 1))
     before = contents(home)
-    with pytest.raises(UsageError, match="memory is damaged"):
+    with pytest.raises(EnvironmentProblem, match="memory is damaged"):
         build(settings, progress=nobody)
     assert contents(home) == before
 

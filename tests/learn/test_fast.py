@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import device_names, load_device
 from featurize.families import get_family
 from featurize.layers import totals
@@ -161,7 +161,7 @@ def test_one_distilled_with_other_features_is_refused(distilled, tmp_path):
     state = json.loads((tmp_path / "fast.json").read_text())
     other = stamped(tmp_path, {**state, "features": "0" * 12}, "fast.json")  # as other code would have written it
     (tmp_path / "fast.json").write_text(json.dumps(other))
-    with pytest.raises(UsageError, match="distil it again"):
+    with pytest.raises(EnvironmentProblem, match="distil it again"):
         FastPath.load(tmp_path)
 
 

@@ -466,11 +466,11 @@ def test_every_training_free_estimator_answers_modules(name):
         with pytest.raises(UsageError, match="estimator=llmem has no answer: precision=fp32 is not covered"):
             estimate(module, (128, 64), estimator=name)
         return
-    done = estimate(module, (128, 64), estimator=name)
+    done = estimate(module, (128, 64), estimator=name, machine="described")
     expected = analyse(get_estimator(name).method(), job, describe_device(DEVICE)).mib
     assert done.peak_memory_mib == pytest.approx(expected, rel=0.02)
     assert done.answered_by["memory"] == name and done.answered_by["step_time"] == "trace"
-    assert done.breakdown == estimate(module, (128, 64)).breakdown
+    assert done.breakdown == estimate(module, (128, 64), machine="described").breakdown
 
 
 def test_llmem_answers_a_language_model():

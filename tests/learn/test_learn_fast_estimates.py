@@ -73,7 +73,7 @@ def test_a_config_is_answered_without_tracing_it(monkeypatch):
     done = estimate(CONFIG, method="fast")
     assert done.estimator == "fast" and set(done.answered_by.values()) == {"fast (default)"}
     assert set(done.answered_by) == {"memory", "smact", "smocc", "drama", "step_time"}
-    assert A100.context_mib < done.peak_memory_mib < done.upper_mib and done.step_time_ms > 0
+    assert 450 < done.peak_memory_mib < done.upper_mib and done.step_time_ms > 0
     assert all(0 <= ratio <= 1 for ratio in (done.smact, done.smocc, done.drama))
     assert done.breakdown == {} and done.trace_memory_mib is done.peak_operator is done.parameters is None
     for target in done.answered_by:

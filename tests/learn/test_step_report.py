@@ -201,7 +201,7 @@ def test_the_report_leaves_the_callers_model_and_torch_as_they_were(tmp_path):
 def test_notes_are_folded_before_the_chart_and_what_may_not_fit_is_seen(tmp_path):
     estimate(CONFIG, estimator="trace", report=tmp_path / "fits.html")
     page = (tmp_path / "fits.html").read_text()
-    small = replace(DEVICE, memory_mib=600.0)
+    small = replace(DEVICE, memory_mib=470.0)
     done = estimate(CONFIG, estimator="trace", device=small, report=tmp_path / "over.html")
     over = (tmp_path / "over.html").read_text()
     assert any(text.startswith("out of memory") for text in done.warnings)

@@ -1,0 +1,82 @@
+"""An estimate's memory on one machine: what the process and the card hold beside the caching allocator.
+
+Start reading at `placed`; `featurize.machine` describes machines, `learn.calibration` fits one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.units import MIB
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import DeviceSpec
+from featurize.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
+
+if TYPE_CHECKING:
+    from learn.traced import TracedStep
+    from warehouse.folder import DataFolder
+
+
+def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
+    """Return where `learn.calibrate` keeps the profile of the machine with this GPU model."""
+    return folder.root / "machines" / f"{device.name}.json"
+
+
+def machine_for(given: str | MachineProfile | None, device: DeviceSpec, data: Any) -> MachineProfile:
+    """Return the machine that an estimate is for.
+
+    Args:
+        given: A profile, a name of `featurize.machine.MACHINES`, or the path of a profile's file. None: the profile
+            that was calibrated in the data folder, else `current`.
+
+    Raises:
+        UsageError: An unknown name.
+        EnvironmentProblem: A file that holds no profile.
+    """
+    if isinstance(given, MachineProfile):
+        return given
+    if given is None:
+        from warehouse.folder import DataFolder
+
+        calibrated = profile_path(DataFolder.resolve(data), device)
+        return read_machine(calibrated) if calibrated.is_file() else machine(CURRENT, device)
+    if given not in MACHINES and Path(given).is_file():
+        return read_machine(Path(given))
+    return machine(given, device)
+
+
+def placed(
+    traced: TracedStep,
+    device: DeviceSpec,
+    on: MachineProfile,
+    *,
+    cudnn_benchmark: bool,
+    allocator: AllocatorSettings | None,
+    timeline: bool,
+) -> TracedStep:
+    """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
+
+    The step is replayed anew only where the capacity that differs can matter.
+    """
+    from featurize.replay import loads_cudnn, replay
+    from learn.traced import breakdown
+
+    process_mib = on.outside_mib(loads_cudnn(traced.trace))
+    memory = traced.memory
+    taken_mib = process_mib + on.other_mib
+    near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
+    if near_limit:
+        memory = replay(
+            traced.trace, device, cudnn_benchmark=cudnn_benchmark, allocator=allocator, timeline=timeline,
+            taken_mib=taken_mib,
+        )  # fmt: skip
+    step = replace(
+        traced.step,
+        peak_allocated_mib=memory.peak_allocated / MIB,
+        peak_reserved_mib=memory.peak_reserved / MIB,
+        peak_memory_mib=memory.peak_reserved / MIB + taken_mib,
+        fits=memory.fits,
+    )
+    return replace(traced, memory=memory, step=step, breakdown=breakdown(memory, process_mib, on.other_mib))
