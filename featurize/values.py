@@ -67,7 +67,7 @@ def remember(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 class Values:
-    """The values of one trace's tensors: those of a storage on meta lie in a storage on the CPU, as long as it lives."""
+    """The values of one trace's tensors: for a storage on meta there is one on the CPU, as long as the former lives."""
 
     def __init__(self) -> None:
         self.assumed: dict[str, None] = {}  # in the order in which the step needed them
@@ -265,11 +265,13 @@ class Values:
         if not isinstance(first, Tensor) or not first.is_meta:
             return None
         if first.is_floating_point():
+            if first.untyped_storage()._cdata in self._known:
+                return None
             if name in _OF_FINITE:
-                return _OF_FINITE[name] if first.untyped_storage()._cdata not in self._known else None
-            if name in ("aten::eq", "aten::ne") and (args[1] is first or _is_infinite(args[1])):
-                if first.untyped_storage()._cdata not in self._known:
-                    return (name == "aten::eq") == (args[1] is first)
+                return _OF_FINITE[name]
+            itself = len(args) > 1 and args[1] is first  # as in isfinite
+            if name in ("aten::eq", "aten::ne") and (itself or _is_infinite(args[1])):
+                return (name == "aten::eq") == itself
             return None
         if first.dtype is not torch.bool or not self._uniform:
             return None

@@ -87,12 +87,12 @@ def of_module(
                  shapes stand for `input_dtype`. An argument may also be a list or mapping of tensors, and in a mapping
                  also a number, a text, a truth or None, which the model gets as it is
     settings     adam and fp32 by default
-    target       a tensor or the shape of class indices; None: whatever suits the model's output
+    target       a tensor or the shape of class indices; None: the output's own loss, or whatever suits the output
     loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
 
     Tensors that were given are copied with their values, on meta with those of small ones (`featurize.values`); of
-    shapes, integers are 0, so that they are valid token ids, and the rest is normal. Raises `UsageError` for inputs that are neither. What is no module, and
-    what a factory gives that is none, is one when it is built.
+    shapes, integers are 0, so that they are valid token ids, and the rest is normal. Raises `UsageError` for inputs
+    that are neither. What is no module, and what a factory gives that is none, is one when it is built.
     """
     from torch import nn
 

@@ -67,8 +67,8 @@ def estimate(
         model: A trial config (dataclass, or the mapping that `runs.config` holds), an `nn.Module`, or a zero-argument
             factory of one.
         inputs: For modules: a tensor or shape, a sequence of them, or a mapping of keyword arguments, as in
-            `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes are of `input_dtype`. Values of
-            small tensors on the CPU are kept, for models that read them: masks, labels, boxes.
+            `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes are of `input_dtype`. The
+            values of small tensors on the CPU are kept, for models that read them: masks, labels, boxes.
         optimizer: `adam` (the default), `adamw`, `sgd` or `momentum`. A trial config has its own optimizer, precision,
             cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16`.

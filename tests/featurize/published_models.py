@@ -91,7 +91,8 @@ class _Segmenter(nn.Module):
         from transformers import SamConfig, SamModel
 
         super().__init__()
-        vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+        sizes = {"image_size": 32, "patch_size": 8}
+        vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes,
                   "output_channels": 16, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 8,
                   "mlp_dim": 48}  # fmt: skip
         prompts = {
@@ -140,8 +141,9 @@ def _unet(_attention: str) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     return _Denoiser(UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8,
-        cross_attention_dim=16, attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16, 32), layers_per_block=1,
+        norm_num_groups=8, cross_attention_dim=16, attention_head_dim=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ))  # fmt: skip
 
@@ -196,7 +198,8 @@ def _timm(name: str) -> Callable[[str], nn.Module]:
 
 
 FLASH = ("eager", "sdpa", "flash_attention_2")
-VISION = {**SMALL, "intermediate_size": 48, "image_size": 32, "patch_size": 8, "num_labels": 3}
+VISION = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48,
+          "image_size": 32, "patch_size": 8, "num_labels": 3}  # fmt: skip
 MODELS: dict[str, Published] = {
     "llama": _text("LlamaForCausalLM", "LlamaConfig", attentions=FLASH, **GATED),
     "mistral": _text("MistralForCausalLM", "MistralConfig", attentions=FLASH, **GATED, sliding_window=8),
@@ -225,7 +228,7 @@ MODELS: dict[str, Published] = {
     "whisper": Published(
         _of("WhisperForConditionalGeneration", "WhisperConfig", **BART, **TOKENS, num_mel_bins=8,
             max_source_positions=16, max_target_positions=64, decoder_start_token_id=2), _speech, FLASH),
-    "vit": Published(_of("ViTForImageClassification", "ViTConfig", **{k: v for k, v in VISION.items() if k != "vocab_size"}),
+    "vit": Published(_of("ViTForImageClassification", "ViTConfig", **VISION),
                      _labelled_images, FLASH),
     "swin": Published(_of("SwinForImageClassification", "SwinConfig", image_size=32, patch_size=4, embed_dim=16,
                           depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=3), _labelled_images, ("eager",)),
