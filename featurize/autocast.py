@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from featurize.replacing import replaced
+
 # The lists of ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE) under
 # the names that Python code calls. Operators outside both lists run in their inputs' type, as with real autocast.
 _LOWER = {
@@ -185,23 +187,21 @@ def _casting(autocast: Autocast) -> Iterator[Autocast]:
     with contextlib.ExitStack() as stack:
         for owner in (torch, torch.amp, torch.amp.autocast_mode):
             stack.enter_context(replaced(owner, "autocast", OfAModel))
+        # Asked for the type of a tensor's device, which PyTorch knows no autocast of.
+        enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+        def is_enabled(device_type: str | None = None) -> bool:
+            if device_type == "meta":
+                return autocast.dtype is not None
+            return enabled() if device_type is None else enabled(device_type)
+
+        def autocast_dtype(device_type: str) -> torch.dtype:
+            return autocast.dtype or torch.float16 if device_type == "meta" else dtype_of(device_type)
+
+        stack.enter_context(replaced(torch, "is_autocast_enabled", is_enabled))
+        stack.enter_context(replaced(torch, "get_autocast_dtype", autocast_dtype))
         for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
             stack.enter_context(replaced(owner, "autocast", of_cuda))
         if autocast.dtype is not None:
             stack.enter_context(autocast.installed())
         yield autocast
-
-
-@contextlib.contextmanager
-def replaced(owner, name: str, value) -> Iterator[None]:
-    """An attribute of a module or class is another while this lasts."""
-    own = name in vars(owner)  # Tensor inherits most methods from its C base: what was set is deleted again
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -16,22 +16,28 @@ import torch
 import torch.nn.functional as F
 from torch import _VF, Tensor
 
-from featurize import cudnn_rnn
-from featurize.autocast import Autocast, casting, replaced
+from featurize import cudnn_rnn, detection, flash_attention
+from featurize.autocast import Autocast, casting
 from featurize.library_calls import channels_last
+from featurize.replacing import replaced
 
 
 @contextlib.contextmanager
 def as_on_cuda(
-    autocast_dtype: torch.dtype | None, compute_capability: tuple[int, int]
+    autocast_dtype: torch.dtype | None,
+    compute_capability: tuple[int, int],
+    assume: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Callable[[str], None]]:
-    """Within, meta tensors take CUDA's paths. Yields a function to call with each phase that begins."""
+    """Within, meta tensors take CUDA's paths. Yields a function to call with each phase that begins. `assume` hears
+    what is taken for granted of values that only computing the step would give."""
     with contextlib.ExitStack() as stack:
         autocast = stack.enter_context(casting(autocast_dtype))  # holds a lock: one trace at a time
         attention = functools.partial(
             _attention, F.scaled_dot_product_attention, autocast, flash=compute_capability >= (8, 0)
         )
         stack.enter_context(_fused_kernels())
+        stack.enter_context(detection.as_trained(autocast, assume))
+        stack.enter_context(flash_attention.as_installed())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "dropout", functools.partial(_dropout, F.dropout)))
         stack.enter_context(replaced(torch, "dropout", functools.partial(_dropout, torch.dropout)))
@@ -54,6 +60,7 @@ def _fused_kernels() -> Iterator[None]:
         implementations.impl("mish_backward", "Meta", lambda grad, x: torch.empty_like(x), False)
         implementations.impl("convolution", "Meta", _convolution, False)
         implementations.impl("convolution_backward", "Meta", _convolution_backward, False)
+        implementations.impl("_grouped_mm", "Meta", _grouped_product, False)
         implementations.impl("_cudnn_rnn", "Meta", cudnn_rnn.forward, False)
         implementations.impl("_cudnn_rnn_backward", "Meta", cudnn_rnn.backward, False)
         yield
@@ -78,6 +85,25 @@ def _convolution_backward(
         for t, needed in zip((x, weight), wanted, strict=False)
     )
     return x_grad, weight_grad, grad.new_empty(bias_sizes) if wanted[2] else None
+
+
+def _grouped_product(mat_a, mat_b, offs=None, bias=None, out_dtype=None):
+    """In any floating type, as CUDA has it; the meta kernel knows bf16 alone. Rows of the result begin at multiples of
+    16 bytes (ATen/native/GroupedMMUtils.h: create_grouped_gemm_output_tensor)."""
+    if mat_a.dtype != mat_b.dtype:
+        raise RuntimeError(f"expected two matrices of one type, got {mat_a.dtype} and {mat_b.dtype}")
+    if (mat_a.dim() == 3 or mat_b.dim() == 3) and mat_a.shape[-1] != mat_b.shape[-2]:
+        raise RuntimeError(f"matrices of shapes {list(mat_a.shape)} and {list(mat_b.shape)} have no product")
+    rows, columns = mat_a.shape[-2], mat_b.shape[-1]
+    if mat_a.dim() == mat_b.dim() == 2:
+        size = (offs.shape[0], rows, columns)
+    else:
+        size = (rows, columns) if mat_a.dim() != mat_b.dim() else (mat_a.shape[0], rows, columns)
+    dtype = out_dtype or mat_a.dtype
+    step = 16 // dtype.itemsize
+    width = -(-columns // step) * step
+    strides = (rows * width, width, 1)[-len(size) :]
+    return torch.empty_strided(size, strides, dtype=dtype, device="meta")
 
 
 def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
@@ -108,7 +134,8 @@ def _attention(
     aligned = query.shape[-1] % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
     fused = query.device.type == "meta" and query.dim() == key.dim() == value.dim() == 4
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if fused and flash and half and attn_mask is None and same_width and query.shape[-1] <= 256:
+    square = not is_causal or query.shape[-2] == key.shape[-2]  # flash aligns the causal mask differently
+    if fused and flash and half and attn_mask is None and same_width and square and query.shape[-1] <= 256:
         width = query.shape[-1]
         if width % 8:  # flash pads the head to a multiple of 8
             scale = scale if scale is not None else width**-0.5
@@ -116,11 +143,13 @@ def _attention(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         out = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out[..., :width] if width % 8 else out
-    if fused and aligned and not enable_gqa:
+    grouped = fused and query.shape[1] != key.shape[1]
+    if fused and aligned and not grouped:
         if attn_mask is not None:
             if attn_mask.dtype is torch.bool:
                 bias = torch.zeros_like(attn_mask, dtype=query.dtype)
                 attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = _aligned(attn_mask)
             batch, heads, length = query.shape[:3]
             attn_mask = attn_mask.expand(batch, heads, length, key.shape[-2])
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -128,3 +157,12 @@ def _attention(
         return kernel(query, key, value, attn_mask, keep, dropout_p, is_causal, scale=scale)[0]
     more = {"enable_gqa": True} if enable_gqa else {}
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded copy,
+    of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
+    if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
+        return mask
+    columns = mask.shape[-1]
+    return F.pad(mask, (0, 8 - columns % 8))[..., :columns]

@@ -61,6 +61,7 @@ _STREAMS = {
 _NAMED_KINDS = {
     "aten::_cudnn_rnn": "matmul", "aten::_cudnn_rnn_backward": "matmul",
     "aten::mm": "matmul", "aten::bmm": "matmul", "aten::addmm": "matmul", "aten::baddbmm": "matmul",
+    "aten::_grouped_mm": "matmul",
     "aten::sum": "reduction", "aten::mean": "reduction", "aten::nll_loss_forward": "reduction",
     "aten::amax": "reduction", "aten::linalg_vector_norm": "reduction",
     "aten::convolution": "convolution", "aten::convolution_backward": "convolution",
@@ -75,7 +76,7 @@ def kind_of(name: str) -> str:
     """Which of KINDS an operator is, by its name; what has no name of its own here is elementwise."""
     if name in _NAMED_KINDS:
         return _NAMED_KINDS[name]
-    if name.startswith("aten::_scaled_dot_product_"):
+    if name.startswith(("aten::_scaled_dot_product_", "aten::_flash_attention_")):
         return "attention"
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
         return "optimizer"
@@ -137,7 +138,10 @@ class Pricer:
     def attention(self, op: Operator, nbytes: int) -> tuple:
         backward = "backward" in op.name
         query = op.input_shapes[1 if backward else 0]
-        blocks = math.prod(query[:-2]) * -(-query[-2] // ATTENTION_ROWS)
+        if op.name.startswith("aten::_flash_attention_"):  # heads come after the length
+            blocks = -(-math.prod(query[:-1]) // ATTENTION_ROWS)
+        else:
+            blocks = math.prod(query[:-2]) * -(-query[-2] // ATTENTION_ROWS)
         waves = blocks / self.sms
         whole_waves = -(-blocks // self.sms) or 1
         rate = self.attention_rates.get(op.dtype)

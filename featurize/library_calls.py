@@ -115,9 +115,32 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def _flash_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """The fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd."""
     batch, heads, length, width = args[1].shape
-    rows = batch * heads * (-(-length // 128) * 128)
-    nbytes = 4 * rows * (-(-width // 32) * 32) + 4 * rows
+    nbytes = _flash_backward_bytes(batch, heads, length, width) + _expanded_bytes(args[2], args[1].shape[1], 1)
     return (LibraryCall("flash_backward", (tuple(args[1].shape),), args[1].element_size(), nbytes=nbytes),)
+
+
+def _package_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
+    """The same where heads come before the width; texts one behind the other are padded by 128 each
+    (mha_varlen_bwd)."""
+    query, key = args[1:3]
+    heads, width = query.shape[-2:]
+    if query.dim() == 3:
+        texts = args[6].numel() - 1
+        nbytes = _flash_backward_bytes(1, heads, query.shape[0] + 128 * texts, width)
+    else:
+        nbytes = _flash_backward_bytes(query.shape[0], heads, query.shape[1], width)
+    nbytes += _expanded_bytes(key, heads, key.dim() - 2)
+    return (LibraryCall("flash_backward", (tuple(query.shape),), query.element_size(), nbytes=nbytes),)
+
+
+def _flash_backward_bytes(batch: int, heads: int, length: int, width: int) -> int:
+    rows = batch * heads * (-(-length // 128) * 128)
+    return 4 * rows * (-(-width // 32) * 32) + 4 * rows
+
+
+def _expanded_bytes(key: Tensor, heads: int, at: int) -> int:
+    """Gradients of keys and values for every head of the queries, where several share one; summed up afterwards."""
+    return 0 if key.shape[at] == heads else 2 * _nbytes(key) // key.shape[at] * heads
 
 
 def _recurrent(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
@@ -180,6 +203,7 @@ def _cublas(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...
 
 
 _CALLS: dict[str, Callable] = {
+    "aten::_grouped_mm": _cublas,
     "aten::mm": _cublas,
     "aten::addmm": _cublas,
     "aten::bmm": _cublas,
@@ -187,6 +211,7 @@ _CALLS: dict[str, Callable] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_flash_attention_backward": _package_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_softmax": _contiguous_input,
     "aten::_log_softmax": _contiguous_input,

@@ -69,6 +69,13 @@ def _addmm(args: Sequence, outputs: Sequence[Tensor]) -> int:
     return 2 * outputs[0].numel() * args[1].shape[-1]
 
 
+def _grouped_mm(args: Sequence, outputs: Sequence[Tensor]) -> int:
+    first, second = args[:2]
+    if first.dim() == second.dim() == 2:  # the groups share the inner dimension
+        return 2 * first.numel() * second.shape[-1]
+    return 2 * outputs[0].numel() * first.shape[-1]
+
+
 def _conv_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
     return 2 * (x if transposed else y).numel() * math.prod(weight.shape[1:])
 
@@ -106,17 +113,32 @@ def _attention_backward(causal_at: int) -> Callable[[Sequence, Sequence[Tensor]]
     return formula
 
 
+def _package_attention(first: int, causal_at: int, backward: bool) -> Callable[[Sequence, Sequence[Tensor]], int]:
+    """Of [N, L, heads, E], or of texts one behind the other, each as long as the longest."""
+
+    def formula(args: Sequence, outputs: Sequence[Tensor]) -> int:
+        query, width = args[first], args[first].shape[-1]
+        keys = args[causal_at - 2] if query.dim() == 3 else args[first + 1].shape[1]
+        product = (1 if args[causal_at] else 2) * math.prod(query.shape[:-1]) * keys * width
+        return (5 if backward else 2) * product
+
+    return formula
+
+
 _FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
     "aten::mm": _mm,
     "aten::bmm": _mm,
     "aten::addmm": _addmm,
     "aten::baddbmm": _addmm,
+    "aten::_grouped_mm": _grouped_mm,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_efficient_attention": _attention_forward(6),
     "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
     "aten::_scaled_dot_product_flash_attention": _attention_forward(4),
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward(11),
+    "aten::_flash_attention_forward": _package_attention(0, 8, False),
+    "aten::_flash_attention_backward": _package_attention(1, 11, True),
     "aten::_embedding_bag": lambda args, outputs: args[1].numel() * args[0].shape[1],
     "aten::_cudnn_rnn": lambda args, outputs: cudnn_rnn.flops(args),
     "aten::_cudnn_rnn_backward": lambda args, outputs: 2 * cudnn_rnn.flops(args),

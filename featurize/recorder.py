@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize import op_cost
 from featurize.accumulation import in_place_overload, references_of_the_last_holder, taken_over
-from featurize.constants import READ, Constants
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
 from featurize.step_trace import BATCH, Block, Event, Operator
+from featurize.values import INDEXED_BY_MASKS, NONZERO, Values
 
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
         self._held_alone = references_of_the_last_holder()
         self._traits: dict[object, _Traits] = {}
         self._results = MetaResults()
-        self._constants = Constants()
+        self.values = Values()
 
     # -- what the caller says of the step
 
@@ -68,7 +68,8 @@ class Recorder(TorchDispatchMode):
         # Also where the forward pass raises: a checkpoint ends its recomputation that way, and goes on.
         after = module_hooks.register_module_forward_hook(self._left, always_call=True)
         try:
-            yield
+            with self.values.of_data():
+                yield
         finally:
             before.remove()
             after.remove()
@@ -81,12 +82,15 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Blocks that exist before the first step."""
-        for tensor in _meta_tensors(tensors):
+        held = _meta_tensors(tensors)
+        self.values.learn(held)
+        for tensor in held:
             self._see(tensor.untyped_storage(), kind)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
         """The step's batch is copied to the device, then the last step's is given back."""
         old, self._batch = self._batch, []
+        self.values.learn(tensors, default=1)
         for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}.values():
             block = self._take(storage.nbytes(), "batch", ("", "", None))
             self._live[storage._cdata] = (block, weakref.ref(storage))
@@ -105,6 +109,7 @@ class Recorder(TorchDispatchMode):
     def stop(self) -> None:
         """End the record: what dies from here on is not the step's doing."""
         self._live.clear()
+        self.values.forget()
 
     def final_blocks(self) -> list[Block]:
         """The blocks, those without a name classified by their lifetime."""
@@ -150,12 +155,14 @@ class Recorder(TorchDispatchMode):
             traits = self._traits[func] = _Traits(func)
         return traits
 
-    def run(self, func, name: str, args: tuple, kwargs: dict, mutates: bool):
-        """What the operator gives on meta tensors, and a value where a constant is read back."""
-        if name == READ and (value := self._constants.read(args[0])) is not None:
-            return value
-        out = self._results.of(func, name, args, kwargs)
-        self._constants.follow(func, name, args, kwargs, out, mutates)
+    def run(self, func, traits: _Traits, args: tuple, kwargs: dict):
+        """What the operator gives on meta tensors, and values where they are read back."""
+        decided = self.values.decide(func, traits.name, args, kwargs)
+        if decided is not NotImplemented:
+            return decided
+        out = self._results.of(func, traits.name, args, kwargs)
+        if traits.mutates or self.phase != "optimizer":
+            self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -165,8 +172,10 @@ class Recorder(TorchDispatchMode):
             if (kept := taken_over(func, args)) is not None:
                 return kept
         traits = self.traits_of(func)
+        if traits.takes_masks:
+            args = self.values.without_masks(args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,)))
         try:
-            out = self.run(func, traits.name, args, kwargs, traits.mutates)
+            out = self.run(func, traits, args, kwargs)
         except Exception as error:
             self.note_failure(error, traits.name)
             raise
@@ -292,8 +301,10 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         recorder, traits = self._recorder, self._recorder.traits_of(func)
+        if traits.takes_masks:
+            args = recorder.values.without_masks(args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,)))
         try:
-            return recorder.run(func, traits.name, args, kwargs or {}, traits.mutates)
+            return recorder.run(func, traits, args, kwargs or {})
         except Exception as error:
             recorder.note_failure(error, traits.name)
             raise
@@ -303,7 +314,8 @@ class _Traits:
     """What is the same for every call of one operator overload."""
 
     __slots__ = (
-        "adds", "calls_library", "foreach", "gathers", "kernel", "mutates", "name", "view", "write_only", "written",
+        "adds", "calls_library", "foreach", "gathers", "kernel", "mutates", "name", "random", "takes_masks", "view",
+        "write_only", "written", "written_names",
     )  # fmt: skip
 
     def __init__(self, func) -> None:
@@ -311,7 +323,10 @@ class _Traits:
         self.name: str = schema.name
         self.view: bool = func.is_view
         self.written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+        self.written_names = [schema.arguments[i].name for i in self.written]
         self.mutates = bool(self.written)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.takes_masks = self.name in INDEXED_BY_MASKS
         self.kernel = self.name not in op_cost.NO_KERNEL
         self.adds = self.name == "aten::add_"
         self.gathers = self.name in op_cost.GATHERS

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode
 
+from featurize.values import remember
+
 # Largest tensors, in elements, that a constructor gets as real memory. Those with chosen values may be index tables
 # that it reads back; nobody reads random or uninitialised ones, which are parameters to be.
 _REAL_VALUES = 2**22
@@ -192,7 +194,8 @@ def _emptied(tensor: Tensor) -> Tensor: ...
 
 
 def _emptied(tensor: Tensor) -> Tensor:
-    """On meta: same shape, strides, kind, flags and attributes; None of the values. Lazy ones stay lazy."""
+    """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
+    read, are remembered beside it. Lazy ones stay lazy."""
     if _is_lazy(tensor):
         made: Callable[..., Tensor] = type(tensor)  # of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
@@ -204,7 +207,7 @@ def _emptied(tensor: Tensor) -> Tensor:
         empty.requires_grad_()
     for name, value in vars(tensor).items():
         setattr(empty, name, value)  # what optimizers and models mark parameters with
-    return empty
+    return empty if isinstance(tensor, nn.Parameter) else remember(empty, tensor)
 
 
 def _writes_into_real(func: Callable, args: tuple, kwargs: dict) -> bool:

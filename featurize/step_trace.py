@@ -71,6 +71,7 @@ class StepTrace:
     parameters: int  # elements
     parameter_bytes: int
     compute_capability: tuple[int, int]
+    assumed: tuple[str, ...] = ()  # of values that the model reads and only computing the step would give
 
     @property
     def flops(self) -> int:

@@ -8,13 +8,15 @@ that the job needs is taken.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
+from featurize import flash_attention
+from featurize.batches import Inputs, arguments, as_meta, call, mapped, own_loss, tensors_of
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.recorder import Recorder, origin
@@ -65,9 +67,9 @@ def trace_config(
 
 def trace_step(
     model: nn.Module | Callable[[], nn.Module],
-    inputs: Tensor | tuple[Tensor, ...] | Callable,
+    inputs: Tensor | Inputs | Callable,
     target: Tensor | None = None,
-    loss: Callable[[object, Tensor], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
     optimizer: str | None = None,
     precision: str | None = None,
     device: str | DeviceSpec = DEFAULT_DEVICE,
@@ -78,9 +80,10 @@ def trace_step(
     """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
     model      a module, which is left as it is, or a zero-argument factory, built without memory
-    inputs     positional arguments of the model: meta tensors, or a function of the device that gives
-               `(inputs, target)`, where target may be None
-    target     class indices; None makes them to suit the model's output
+    inputs     the model's arguments: a tensor, a tuple of positional ones, or a mapping of keyword ones, with tensors
+               also in lists and mappings; or a function of the device that gives `(inputs, target)`, where target may
+               be None. Of tensors with memory, small ones keep their values (`featurize.values`), which models read
+    target     class indices; None takes the loss that the output holds, or makes indices to suit the output
     loss       `loss(output, target)`; None takes cross entropy of the output, its `logits` or its first tensor
     optimizer  adam (the default), adamw, sgd or momentum; precision: fp32 (default), tf32, bf16 or fp16
     device     the GPU model whose kernels are meant: its compute capability decides which attention kernels there are
@@ -104,19 +107,25 @@ def trace_step(
     gc.disable()  # a collection at a random moment would make two traces differ
     doing = "the model cannot be built on the meta device"
     try:
-        model = on_meta(model) if isinstance(model, nn.Module) else build_on_meta(model)
+        factory = model
+        model = (
+            on_meta(factory)
+            if isinstance(factory, nn.Module)
+            else flash_attention.building(lambda: build_on_meta(factory))
+        )
         if isinstance(model, nn.Module) and not any(p.requires_grad for p in model.parameters()):
             raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
         recorder = Recorder(model)
         step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
-        policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability)
+        policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability, recorder.values.assume)
         with recorder.modules(), policy as enter_policy:
             if callable(inputs):
                 with torch.device("meta"):
                     made, target = inputs("meta")
             else:
                 made = inputs
-            given = (made,) if isinstance(made, Tensor) else tuple(made)
+            given = arguments(mapped(made, as_meta))
+            target = None if target is None else as_meta(target)
             doing = "the model cannot be traced: it fails"
             if target is None:
                 target = _target_for(recorder, model, given, loss)
@@ -131,6 +140,7 @@ def trace_step(
             parameters=sum(p.numel() for p in model.parameters()),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
+            assumed=tuple(recorder.values.assumed),
         )
     except (CommandError, TraceError):
         raise
@@ -155,7 +165,7 @@ def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy
     for number in range(1, STEPS + 1):
         recorder.step, recorder.phase, recorder.keep_operators = number, "forward", number == STEPS
         if number == 1 or training_loop:
-            recorder.new_batch((*inputs, target))
+            recorder.new_batch(tuple(tensors_of((inputs, target))))
         with recorder:
             step(inputs, target)
         state = (v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
@@ -163,6 +173,13 @@ def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy
     recorder.stop()
 
 
-def _target_for(recorder: Recorder, model: nn.Module, inputs: tuple[Tensor, ...], loss: Callable | None) -> Tensor:
+def _target_for(recorder: Recorder, model: nn.Module, inputs: Inputs, loss: Callable | None) -> Tensor | None:
+    if loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None:
+        return None  # a second forward pass would only show that the output holds a loss
+    recorder.values.learn(model.buffers())
+    recorder.values.learn(tensors_of(inputs), default=1)
     with torch.no_grad(), recorder.watched():
-        return targets_for(model.train()(*inputs), loss)
+        output = call(model.train(), inputs)
+    if loss is None and own_loss(output) is not None:
+        return None
+    return targets_for(output, loss)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UsageError, unknown_name
+from featurize.batches import Inputs, arguments, call, mapped, own_loss
 from featurize.trial_config import OPTIMIZERS, PRECISIONS
 
 LEARNING_RATE = 1e-3
@@ -80,7 +81,7 @@ class TrainingStep:
         device: torch.device | str,
         *,
         on_phase: Callable[[str], None] | None = None,
-        loss: Callable[[object, Tensor], Tensor] | None = None,
+        loss: Callable[..., Tensor] | None = None,
         holds_output: bool = False,
     ) -> None:
         self.device = torch.device(device)
@@ -105,17 +106,18 @@ class TrainingStep:
             torch.backends.cudnn.allow_tf32 = settings.precision in ("fp32", "tf32")
             torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
-    def __call__(self, inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    def __call__(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
         """One step; returns the loss, detached and still on the device (no synchronisation).
 
-        `inputs` go to the model as positional arguments; `targets` hold class indices, as `cross_entropy` takes them.
+        `inputs` go to the model as positional arguments, a mapping as keyword arguments; `targets` hold class indices,
+        as `cross_entropy` takes them. None: the loss is the one in the model's output.
         """
         self.optimizer.zero_grad(set_to_none=True)
         self.on_phase("forward")
         if self.settings.channels_last:
-            inputs = tuple(_channels_last(x) for x in inputs)
+            inputs = arguments(mapped(inputs, _channels_last))
         with self._autocast():
-            output = self.model(*inputs)
+            output = call(self.model, inputs)
             if self.holds_output:
                 self._held = output, None
             loss = self.loss(output, targets)
@@ -158,11 +160,19 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], *, foreach: bo
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)
 
 
-def cross_entropy(output, targets: Tensor) -> Tensor:
+def cross_entropy(output, targets: Tensor | None) -> Tensor:
     """Cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
 
     An output object with `logits` (as many published models return) or a tuple's first tensor counts as the logits.
+    Without targets it is the loss that the output holds (`featurize.batches.own_loss`).
     """
+    if targets is None:
+        loss = own_loss(output)
+        if loss is None:
+            raise UsageError(
+                f"the model's output ({type(output).__name__}) has no loss of its own; give a target, or a loss"
+            )
+        return loss
     if not isinstance(output, Tensor):
         output = output.logits if hasattr(output, "logits") else output[0]
     if output.dim() > 2 and output.shape[:-1] == targets.shape:

@@ -5,7 +5,7 @@ Start reading at `Workload`; `of_config` and `of_module` make one. torch is impo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from featurize.trial import TrialConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from featurize.batches import Inputs
     from featurize.training import TrainingSettings
 
 
@@ -25,8 +26,9 @@ class Workload:
 
     name        for people: a family, a model's name
     build       makes the model, under whatever default device or fake-tensor mode the caller has entered
-    batch       `batch(device)` -> (inputs, targets) on that device; inputs are the model's positional arguments.
-                Targets None: to be made of the model's output, by `featurize.training.targets_for`
+    batch       `batch(device)` -> (inputs, targets) on that device; inputs are the model's arguments, positional ones
+                in a tuple or keyword ones in a mapping (`featurize.batches.call`). Targets None: the loss is the
+                output's own, or targets are made of the output, by `featurize.training.targets_for`
     settings    optimizer, precision, ...
     batch_size  samples in a batch
     config      the trial config, where the job is one of a family
@@ -36,7 +38,7 @@ class Workload:
 
     name: str
     build: Callable[[], nn.Module]
-    batch: Callable[[str], tuple[tuple[Tensor, ...], Tensor | None]]
+    batch: Callable[[str], tuple[Inputs, Tensor | None]]
     settings: TrainingSettings
     batch_size: int
     config: TrialConfig | None = None
@@ -81,27 +83,28 @@ def of_module(
 ) -> Workload:
     """The workload of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
-    inputs       a tensor or shape, or a sequence of them, as positional arguments; shapes stand for `input_dtype`
+    inputs       a tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
+                 shapes stand for `input_dtype`. An argument may also be a list or mapping of tensors, and in a mapping
+                 also a number, a text, a truth or None, which the model gets as it is
     settings     adam and fp32 by default
-    target       a tensor or the shape of class indices; None: whatever suits the model's output
+    target       a tensor or the shape of class indices; None: the output's own loss, or whatever suits the output
     loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
 
-    Tensors that were given are copied with their values, on meta without; of shapes, integers are 0, so that they are
-    valid token ids, and the rest is normal. Raises `UsageError` for inputs that are neither. What is no module, and
-    what a factory gives that is none, is one when it is built.
+    Tensors that were given are copied with their values, on meta with those of small ones (`featurize.values`); of
+    shapes, integers are 0, so that they are valid token ids, and the rest is normal. Raises `UsageError` for inputs
+    that are neither. What is no module, and what a factory gives that is none, is one when it is built.
     """
     from torch import nn
 
     from featurize.training import Training
 
-    if inputs is None or (not _is_tensor(inputs) and isinstance(inputs, Sequence) and not inputs):
+    if inputs is None or (not _is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
     dtype = _dtype(input_dtype)
-    single = _is_tensor(inputs) or _is_shape(inputs) or not isinstance(inputs, Sequence)
-    makers = [_maker(value, dtype) for value in ((inputs,) if single else inputs)]
+    single = _is_tensor(inputs) or _is_shape(inputs) or not isinstance(inputs, Sequence | Mapping)
+    maker = _maker_of_arguments((inputs,) if single else inputs, dtype)
     target_maker = None if target is None else _maker(target, _dtype("int64"))
-    (first, *_) = (inputs,) if single else inputs
-    sizes = first.shape if _is_tensor(first) else first
+    sizes = _first_sizes(inputs)
 
     def build() -> nn.Module:
         made = model if isinstance(model, nn.Module) else model()
@@ -110,8 +113,7 @@ def of_module(
         return made
 
     def batch(device: str):
-        made = tuple(make(device) for make in makers)
-        return made, None if target_maker is None else target_maker(device)
+        return maker(device), None if target_maker is None else target_maker(device)
 
     return Workload(
         name=name or _name_of(model),
@@ -154,9 +156,54 @@ def _dtype(name: str):
     return kind
 
 
+def _maker_of_arguments(given: Sequence | Mapping, dtype) -> Callable[[str], Inputs]:
+    """`make(device)` -> positional or keyword arguments on that device."""
+    if isinstance(given, Mapping):
+        by_name = {str(name): _maker_of_argument(value, dtype, in_mapping=True) for name, value in given.items()}
+        return lambda device: {name: make(device) for name, make in by_name.items()}
+    makers = [_maker_of_argument(value, dtype) for value in given]
+    return lambda device: tuple(make(device) for make in makers)
+
+
+def _maker_of_argument(value, dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
+    """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
+    if isinstance(value, Mapping):
+        return _maker_of_arguments(value, dtype)
+    if not _is_shape(value) and isinstance(value, list | tuple) and value and all(map(_holds_tensors, value)):
+        makers = [_maker_of_argument(one, dtype) for one in value]
+        return lambda device: [make(device) for make in makers]
+    if in_mapping and (value is None or isinstance(value, bool | int | float | str)):
+        return lambda device: value
+    return _maker(value, dtype)
+
+
+def _holds_tensors(value) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return _is_tensor(value) or (isinstance(value, list | tuple) and any(map(_holds_tensors, value)))
+
+
+def _first_sizes(value) -> Sequence[int]:
+    """The sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
+    if _is_tensor(value):
+        return value.shape
+    if _is_shape(value):
+        return value
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    for one in value if isinstance(value, list | tuple) else ():
+        if isinstance(one, list | tuple) and not _is_shape(one) and _holds_tensors(one):
+            return (len(one),)
+        if sizes := _first_sizes(one):
+            return sizes
+    return ()
+
+
 def _maker(value, dtype) -> Callable[[str], Tensor]:
     """`make(device)` -> the tensor on that device: a copy of one that was given, or one of a shape."""
     import torch
+
+    from featurize.values import remember
 
     if _is_tensor(value):
         given = value.detach()
@@ -167,6 +214,8 @@ def _maker(value, dtype) -> Callable[[str], Tensor]:
                 copied.copy_(given)
             elif device != "meta":
                 copied = _filled(copied)
+            elif not given.is_meta:
+                remember(copied, given)
             return copied.requires_grad_(value.requires_grad)
 
         return make

@@ -103,6 +103,7 @@ def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
     """The forward operators of model and loss, in order, from dispatch on meta tensors."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from featurize.batches import call
     from learn.analytical.modules import loss_of, tensors_in
 
     found: list[_Operator] = []
@@ -130,7 +131,7 @@ def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
             return result
 
     with Recorder():
-        loss_of(workload, model(*inputs), targets)
+        loss_of(workload, call(model, inputs), targets)
     return found
 
 

@@ -34,6 +34,7 @@ class Horus:
         import torch
 
         from conf.units import MIB
+        from featurize.batches import call
         from learn.analytical.modules import LeafCalls, explained, meta_model, tensors_in
 
         model = meta_model(workload)
@@ -46,7 +47,7 @@ class Horus:
 
         with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
             inputs, _targets = workload.batch("meta")
-            model(*inputs)
+            call(model, inputs)
         parameters = sum(p.numel() for p in model.parameters()) * BYTES / MIB
         return {
             "framework": FRAMEWORK_MIB,

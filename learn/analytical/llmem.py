@@ -94,6 +94,7 @@ def _shape_of(workload: Workload, model) -> _Shape:
     import torch
     from torch import nn
 
+    from featurize.batches import call
     from learn.analytical.modules import LeafCalls, explained, tensors_in
 
     def refuse(why: str) -> CannotEstimate:
@@ -114,7 +115,7 @@ def _shape_of(workload: Workload, model) -> _Shape:
 
     with explained("the forward pass", model), LeafCalls(model, see), torch.no_grad():
         inputs, _targets = workload.batch("meta")
-        model(*inputs)
+        call(model, inputs)
     words = [(m, s) for m, s in called if isinstance(m, nn.Embedding) and len(s) == 3]
     linear = [(m, s) for m, s in called if isinstance(m, nn.Linear)]
     if not words or not linear:

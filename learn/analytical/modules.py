@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from conf.errors import CommandError
 from conf.plain_text import exception_line
+from featurize.batches import Inputs, call, own_loss, tensors_of
 from featurize.skeleton import build_on_meta, kept_results
 from featurize.training import AUTOCAST_DTYPES, cross_entropy, make_optimizer, targets_for
 from learn.analytical.base import CannotEstimate
@@ -84,15 +85,17 @@ def tensors_in(value) -> Iterator[Tensor]:
 
 
 def loss_of(workload: Workload, output, targets: Tensor | None) -> Tensor:
-    """The workload's loss, cross entropy by default; targets that it leaves open are made of the output."""
+    """The workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
+    if targets is None and workload.loss is None and (own := own_loss(output)) is not None:
+        return own
     if targets is None:
         targets = targets_for(output, workload.loss)
     return (workload.loss or cross_entropy)(output, targets)
 
 
-def batch_tensors(inputs: tuple[Tensor, ...], targets: Tensor | None) -> list[Tensor]:
+def batch_tensors(inputs: Inputs, targets: Tensor | None) -> list[Tensor]:
     """What of a batch lies on the device."""
-    return [*inputs] if targets is None else [*inputs, targets]
+    return list(tensors_of((inputs, targets)))
 
 
 class PlainStep:
@@ -107,7 +110,7 @@ class PlainStep:
 
     def __call__(
         self,
-        inputs: tuple[Tensor, ...],
+        inputs: Inputs,
         targets: Tensor | None,
         phase: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
     ) -> None:
@@ -118,7 +121,7 @@ class PlainStep:
             if self._dtype is not None:
                 casts = torch.autocast(self._device, dtype=self._dtype)
             with casts:
-                loss = loss_of(self.workload, self.model(*inputs), targets)
+                loss = loss_of(self.workload, call(self.model, inputs), targets)
         with phase("backward"):
             loss.backward()
         with phase("optimizer"):

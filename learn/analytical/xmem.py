@@ -151,6 +151,7 @@ def _require_memory(workload: Workload) -> None:
     import torch
 
     from conf.units import MIB
+    from featurize.batches import call
     from learn.analytical.modules import LeafCalls, explained, meta_model, real_model, tensors_in, unique_bytes
 
     model = meta_model(workload)
@@ -176,7 +177,7 @@ def _require_memory(workload: Workload) -> None:
 
         with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
             inputs, _targets = workload.batch(device)
-            model(*inputs)
+            call(model, inputs)
         return total
 
     try:

@@ -385,6 +385,7 @@ def _assembled(
             notes.append(f"the trace finds that the step needs more than {device.name} has")
         elif memory.retries:
             notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
+        notes += [f"assumed: {text}" for text in traced.trace.assumed]
     else:
         missing = [target for target in TARGETS if target not in by]
         what = f"{', '.join(missing)}: not known" if missing else "not traced"

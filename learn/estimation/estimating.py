@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
     Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
     Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
+    Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
     Data: TypeAlias = str | os.PathLike[str] | DataFolder
 
 METHODS = ("full", "fast")
@@ -41,7 +42,7 @@ METHODS = ("full", "fast")
 
 def estimate(
     model: Job,
-    inputs: Tensors | None = None,
+    inputs: Inputs | None = None,
     *,
     optimizer: str | None = None,
     precision: str | None = None,
@@ -68,7 +69,9 @@ def estimate(
     Args:
         model: A trial config (dataclass, or the mapping that `runs.config` holds), an `nn.Module`, or a zero-argument
             factory of one.
-        inputs: For modules: a tensor or shape, or a sequence of them. Shapes are of `input_dtype`.
+        inputs: For modules: a tensor or shape, a sequence of them, or a mapping of keyword arguments, as in
+            `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes are of `input_dtype`. The
+            values of small tensors on the CPU are kept, for models that read them: masks, labels, boxes.
         optimizer: `adam` (the default), `adamw`, `sgd` or `momentum`. A trial config has its own optimizer, precision,
             cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16`.
@@ -85,8 +88,9 @@ def estimate(
         data: Data folder with the fitted models; None is the default folder.
         input_dtype: Type of the inputs that are given as shapes.
         target: For modules: a tensor or shape of class indices.
-        loss: For modules: `loss(output, target)`. None: cross entropy of the output, its `logits` or its first tensor,
-            with targets to suit.
+        loss: For modules: `loss(output, target)`. None: without a target the loss that the output holds (`output.loss`,
+            or a detector's mapping of losses), else cross entropy of the output, its `logits` or its first tensor, with
+            targets to suit.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
         trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
@@ -107,6 +111,8 @@ def estimate(
 
     Example:
         >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
+        >>> batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
     began = time.monotonic_ns()
     device = _checked(estimator, method, device)
@@ -279,7 +285,7 @@ def _job_of_config(
 
 def _job_of_module(
     model: Model,
-    inputs: Tensors | None,
+    inputs: Inputs | None,
     given: Mapping[str, Any],
     *,
     input_dtype: str,

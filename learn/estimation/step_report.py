@@ -241,8 +241,12 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
     if job.config is not None:
         settings |= job.config.to_mapping()
     else:
+        from featurize.batches import tensors_of
+
         inputs, _targets = job.batch("meta")
-        settings["inputs"] = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
+        settings["inputs"] = ", ".join(
+            f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors_of(inputs)
+        )
         for name in ("optimizer", "precision", "cudnn_benchmark", "channels_last"):
             settings[name] = getattr(job.settings, name)
     spelled = allocator.spelled() if allocator is not None else ""

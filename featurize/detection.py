@@ -1,0 +1,118 @@
+"""torchvision's detection on meta tensors: what its own operators give, and how many boxes its steps are taken to keep.
+
+Start reading at `as_trained`. How many proposals survive depends on numbers that the step computes. Taken is what the
+configured limits allow, since a step that reaches them takes the most memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.modules.utils import _pair
+
+from featurize.autocast import Autocast
+from featurize.replacing import replaced
+
+PROPOSALS = "a detector keeps as many proposals as its limits allow"
+MATCHES = "every other box that a detector proposes matches an object, so that its samples reach their limits"
+# Of all candidates, every so manieth matches an object: more than the limit on positive samples, so that it is reached.
+_EVERY = 2
+
+
+@contextlib.contextmanager
+def as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[None]:
+    """Within, torchvision's detectors run on meta tensors, if torchvision's operators are imported at all. `assume`
+    hears what is taken for granted."""
+    with contextlib.ExitStack() as stack:
+
+        def stand_in(module: str, owner: str | None, name: str, make: Callable) -> None:
+            place = sys.modules.get(f"torchvision.{module}")
+            if place is not None and owner is not None:
+                place = getattr(place, owner, None)
+            if place is not None and (original := getattr(place, name, None)) is not None:
+                stack.enter_context(replaced(place, name, make(original)))
+
+        stand_in("ops.boxes", None, "nms", lambda original: functools.partial(_nms, original, assume))
+        for module in ("ops.poolers", "ops", "models.detection.roi_heads"):
+            stand_in(module, None, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
+        stand_in("ops.poolers", "LevelMapper", "__call__", _levels)
+        stand_in("models.detection._utils", "Matcher", "__call__", lambda original: _matches(original, assume))
+        yield
+
+
+def _nms(
+    original: Callable, assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
+) -> Tensor:
+    """All boxes stay; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
+    if not boxes.is_meta:
+        return original(boxes, scores, iou_threshold)
+    assume(PROPOSALS)
+    count = boxes.shape[0]
+    order = scores.sort(dim=0, descending=True)[1]
+    ordered = boxes.index_select(0, order)
+    mask = boxes.new_empty(count * -(-count // 64), dtype=torch.int64)
+    kept = torch.arange(count, device=boxes.device)
+    del ordered, mask
+    return kept
+
+
+def _roi_align(original: Callable, autocast: Autocast, input: Tensor, boxes, output_size, *args, **kwargs) -> Tensor:
+    """In fp32 under autocast, as torchvision registers it."""
+    if not input.is_meta:
+        return original(input, boxes, output_size, *args, **kwargs)
+    rois = boxes
+    if not isinstance(rois, Tensor):
+        numbers = [torch.full_like(b[:, :1], i) for i, b in enumerate(boxes)]
+        rois = torch.cat([torch.cat(numbers), torch.cat(list(boxes))], dim=1)
+    wide = autocast.cast(input, torch.float32)
+    return _RoiAlign.apply(wide, autocast.cast(rois, torch.float32), tuple(_pair(output_size))).to(input.dtype)
+
+
+class _RoiAlign(torch.autograd.Function):
+    """Keeps the regions, and for the backward pass the shape of the input."""
+
+    @staticmethod
+    def forward(ctx, input: Tensor, rois: Tensor, size: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(rois)
+        ctx.shape = input.shape
+        return input.new_zeros(rois.shape[0], input.shape[1], *size)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].new_zeros(ctx.shape), None, None
+
+
+def _levels(original: Callable) -> Callable:
+    """The regions are spread evenly over the pyramid's levels."""
+
+    @functools.wraps(original)
+    def call(self, boxlists: list[Tensor]) -> Tensor:
+        levels = original(self, boxlists)
+        if not levels.is_meta:
+            return levels
+        return torch.arange(levels.shape[0], device=levels.device) % (self.k_max - self.k_min + 1)
+
+    return call
+
+
+def _matches(original: Callable, assume: Callable[[str], None]) -> Callable:
+    """Every other candidate matches, the objects in turn; the rest is background."""
+
+    @functools.wraps(original)
+    def call(self, match_quality_matrix: Tensor) -> Tensor:
+        if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
+            return original(self, match_quality_matrix)
+        assume(MATCHES)
+        objects, candidates = match_quality_matrix.shape
+        best, _ = match_quality_matrix.max(dim=0)
+        below = best < self.low_threshold
+        number = torch.arange(candidates, device=best.device)
+        del below
+        return torch.where(number % _EVERY == 0, number // _EVERY % objects, self.BELOW_LOW_THRESHOLD)
+
+    return call

@@ -1,0 +1,97 @@
+"""Models that people train, with masks, labels and the losses of their own: traced, and compared with a real step."""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from published_models import BATCH, MODELS
+
+from featurize.batches import arguments, call, own_loss, tensors_of
+from featurize.replacing import replaced
+from featurize.trace import trace_step
+from featurize.vision import mend_torchvision
+
+PACKAGES = {"unet2d": "diffusers", "dit": "diffusers", "faster_rcnn": "torchvision", "mask_rcnn": "torchvision"}
+DETECTORS = ("faster_rcnn", "mask_rcnn")
+CASES = [(name, attention) for name, model in MODELS.items() for attention in model.attentions]
+REAL = [name for name in MODELS if name not in DETECTORS]  # their operators need torchvision's own library
+
+
+def model_of(name):
+    package = PACKAGES.get(name, "timm" if name == "timm" else "transformers")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    mend_torchvision()
+    return MODELS[name]
+
+
+def bytes_of(trace, kind):
+    return sum(block.nbytes for block in trace.blocks if block.kind == kind)
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_a_step_with_a_mask_and_the_models_own_loss_is_traced_under_autocast(name, attention):
+    model = model_of(name)
+    trace = trace_step(lambda: model.build(attention), model.batch(), precision="bf16")
+    assert {op.phase for op in trace.operators} == {"forward", "backward", "optimizer"}
+    # Two states of the optimizer, as large as the gradients of two steps.
+    assert bytes_of(trace, "optimizer_state") == bytes_of(trace, "gradient")
+    names = {op.name for op in trace.operators}
+    if attention == "flash_attention_2":
+        assert "aten::_flash_attention_backward" in names
+    elif attention == "eager":
+        assert not any(name.startswith("aten::_scaled_dot_product_") for name in names)
+
+
+def kept_by_trace(trace):
+    """Bytes taken in the second step's forward pass and alive at its end."""
+    alive = {}
+    for event in trace.events:
+        if (event.step, event.phase) == (2, "forward"):
+            if event.nbytes > 0:
+                alive[event.block] = event.nbytes
+            else:
+                alive.pop(event.block, None)
+    return sum(nbytes for block, nbytes in alive.items() if trace.blocks[block].kind != "batch")
+
+
+def kept_by_real_step(model, batch):
+    """Bytes that autograd and the output hold after a forward pass on the CPU, and those of the gradients."""
+
+    def dropout(input, p=0.5, training=True, inplace=False):  # CUDA keeps a mask of one byte an element
+        return torch.native_dropout(input, p, True)[0] if training and p else input
+
+    outside = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *tensors_of(batch))}
+    held = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
+    with hooks, replaced(F, "dropout", dropout):
+        output = call(model, arguments(batch))
+        loss = own_loss(output)
+        if loss is None:
+            loss = F.cross_entropy(output, torch.zeros(BATCH, dtype=torch.long))
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*held, *tensors_of(vars_of(output)), loss)
+    }
+    kept = sum(storage.nbytes() for place, storage in storages.items() if place not in outside)
+    loss.backward()
+    return kept, sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+
+
+def vars_of(output):
+    """An output's tensors, also those of a cache of keys and values."""
+    caches = [vars(layer) for layer in getattr(getattr(output, "past_key_values", None), "layers", [])]
+    return [output, caches]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_trace_keeps_what_a_real_step_keeps(name):
+    published = model_of(name)
+    attention = published.attentions[0]
+    trace = trace_step(lambda: published.build(attention), published.batch())
+    torch.manual_seed(0)
+    model = published.build(attention).train()
+    kept, gradients = kept_by_real_step(model, published.batch())
+    assert trace.parameters == sum(p.numel() for p in model.parameters())
+    assert bytes_of(trace, "gradient") == 2 * gradients
+    assert kept_by_trace(trace) == pytest.approx(kept, rel=0.01)
