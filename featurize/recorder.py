@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref]] = {}
         self._made_by: list[int] = []  # block -> index of the operator that wrote it last
         self._batch: list[int] = []
-        self._cublas_phases: set[str] = set()
+        self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
         self._traits: dict[object, _Traits] = {}
         self._results = MetaResults()
@@ -154,6 +154,8 @@ class Recorder(TorchDispatchMode):
         """What the operator gives on meta tensors, and a value where a constant is read back."""
         if name == READ and (value := self._constants.read(args[0])) is not None:
             return value
+        if name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
+            return 1.0  # a norm that scales an update: it decides no size
         out = self._results.of(func, name, args, kwargs)
         self._constants.follow(func, name, args, kwargs, out, mutates)
         return out
@@ -193,9 +195,10 @@ class Recorder(TorchDispatchMode):
         if traits.calls_library:
             for call in library_calls(traits.name, args, outputs):
                 if call.kind == CUBLAS:  # its handles belong to threads, and keep what they took
-                    if self.phase in self._cublas_phases:
+                    thread = "backward" if self.phase == "backward" else "forward"
+                    if thread in self._cublas_threads:
                         continue
-                    self._cublas_phases.add(self.phase)
+                    self._cublas_threads.add(thread)
                 self._take(0, "workspace", (*maker[:2], call))
         if self.keep_operators and traits.kernel and (fresh or traits.mutates):
             self._note(traits, maker[1], args, inputs, outputs)
@@ -316,7 +319,7 @@ class _Traits:
         self.adds = self.name == "aten::add_"
         self.gathers = self.name in op_cost.GATHERS
         self.write_only = self.name in op_cost.WRITE_ONLY
-        self.foreach = self.name.startswith("aten::_foreach_")
+        self.foreach = self.name.startswith(op_cost.MULTI_TENSOR)
         self.calls_library = has_library_calls(self.name)
 
 

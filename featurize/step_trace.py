@@ -63,7 +63,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTrace:
-    """`operators` of the second step; `events` of the set-up and both steps."""
+    """`operators` of the second step; `events` of the set-up and both steps; `notes`: what the trace leaves out."""
 
     operators: tuple[Operator, ...]
     events: tuple[Event, ...]
@@ -71,6 +71,7 @@ class StepTrace:
     parameters: int  # elements
     parameter_bytes: int
     compute_capability: tuple[int, int]
+    notes: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:

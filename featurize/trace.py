@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from conf.errors import UsageError
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.quantized import replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_trace import BATCH as BATCH
@@ -27,6 +28,7 @@ from featurize.step_trace import Operator as Operator
 from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
 from featurize.trial_config import TrialConfig
+from featurize.wrappers import remarks
 
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 
@@ -82,9 +84,9 @@ def trace_step(
                `(inputs, target)`, where target may be None
     target     class indices; None makes them to suit the model's output
     loss       `loss(output, target)`; None takes cross entropy of the output, its `logits` or its first tensor
-    optimizer  adam (the default), adamw, sgd or momentum; precision: fp32 (default), tf32, bf16 or fp16
+    optimizer, precision  as `featurize.training_settings.Training` has them: adam and fp32 by default
     device     the GPU model whose kernels are meant: its compute capability decides which attention kernels there are
-    settings   all training settings at once, instead of `optimizer` and `precision`
+    settings   all training settings at once, instead of `optimizer` and `precision`: a `Training` has many more
     training_loop  the usual loop: each step's batch is copied to the device while the last one's is alive, and output
                and loss live until the next ones are assigned. Without, the batch lies on the device and the step
                leaves nothing behind, as in the farm's own trials.
@@ -107,8 +109,12 @@ def trace_step(
         model = on_meta(model) if isinstance(model, nn.Module) else build_on_meta(model)
         if isinstance(model, nn.Module) and not any(p.requires_grad for p in model.parameters()):
             raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
-        recorder = Recorder(model)
+        notes = remarks(model) if isinstance(model, nn.Module) else ()
+        if isinstance(model, nn.Module):
+            replace_bitsandbytes(model)
         step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
+        model = step.model
+        recorder = Recorder(model)
         policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability)
         with recorder.modules(), policy as enter_policy:
             if callable(inputs):
@@ -119,9 +125,11 @@ def trace_step(
             given = (made,) if isinstance(made, Tensor) else tuple(made)
             doing = "the model cannot be traced: it fails"
             if target is None:
-                target = _target_for(recorder, model, given, loss)
+                target = _target_for(recorder, step, given, loss)
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
+            recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
+            recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
             _record(recorder, step, given, target, enter_policy, training_loop)
         blocks = recorder.final_blocks()
         return StepTrace(
@@ -131,6 +139,7 @@ def trace_step(
             parameters=sum(p.numel() for p in model.parameters()),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
+            notes=notes,
         )
     except (UsageError, TraceError):
         raise
@@ -151,18 +160,21 @@ def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy
         if phase == "optimizer":
             recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
-    step.on_phase = enter
+    def next_batch() -> None:
+        if training_loop:
+            recorder.new_batch((*inputs, target))
+
+    step.on_phase, step.on_batch = enter, next_batch
     for number in range(1, STEPS + 1):
         recorder.step, recorder.phase, recorder.keep_operators = number, "forward", number == STEPS
         if number == 1 or training_loop:
             recorder.new_batch((*inputs, target))
         with recorder:
             step(inputs, target)
-        state = (v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
-        recorder.name(state, "optimizer_state")
+        recorder.name(step.optimizer_tensors(), "optimizer_state")
     recorder.stop()
 
 
-def _target_for(recorder: Recorder, model: nn.Module, inputs: tuple[Tensor, ...], loss: Callable | None) -> Tensor:
+def _target_for(recorder: Recorder, step: TrainingStep, inputs: tuple[Tensor, ...], loss: Callable | None) -> Tensor:
     with torch.no_grad(), recorder.watched():
-        return targets_for(model.train()(*inputs), loss)
+        return targets_for(step.model(*step.converted(inputs)), loss)
