@@ -5,6 +5,7 @@ Start reading at `quantize`; `replace_bitsandbytes` does the same for layers tha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,7 @@ WEIGHT_BLOCK = 64
 SCALE_BLOCK = 256
 
 _library = torch.library.Library("gpufarm", "DEF")
-_library.define(
-    "dequantize_4bit(Tensor packed, Tensor scales, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor"
-)
+_library.define("dequantize_4bit(Tensor packed, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
 _library.define("dequantize_scales(Tensor scales, Tensor outer) -> Tensor")
 _library.define("quantize_rows(Tensor x) -> (Tensor, Tensor)")
 _library.define("int8_product(Tensor x, Tensor weight) -> Tensor")
@@ -62,11 +61,15 @@ def _dequantize_product(product: Tensor, row_scales: Tensor, scales: Tensor, dty
 class Linear4Bit(nn.Module):
     """A frozen linear layer of 4-bit weights: two a byte, and their block constants.
 
-    The weight is dequantized into a temporary in the forward pass, and again in the backward; the input is not saved.
+    The weight is dequantized into a temporary in the forward pass, and again in the backward. The input is not saved,
+    unless `keeps_input`: bitsandbytes did so before 0.43.2, for nothing.
     """
 
-    def __init__(self, linear: nn.Linear, *, double: bool, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, linear: nn.Linear, *, double: bool, compute_dtype: torch.dtype | None = None, keeps_input: bool = False
+    ) -> None:
         super().__init__()
+        self.keeps_input = keeps_input
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = compute_dtype
         stored = linear.weight.dtype if linear.weight.dtype.is_floating_point else compute_dtype
@@ -105,6 +108,8 @@ class _Product4Bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear4Bit, bias: Tensor | None) -> Tensor:
         ctx.layer, ctx.sums_bias = layer, bias is not None and bias.requires_grad
+        if layer.keeps_input:
+            ctx.save_for_backward(x)
         return F.linear(x, layer.dequantized().to(x.dtype), bias)
 
     @staticmethod
@@ -158,7 +163,7 @@ class _Product8Bit(torch.autograd.Function):
         return torch.matmul(gradient.to(dtype), weight), None, of_bias
 
 
-def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None) -> None:
+def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *, keeps_inputs: bool = False) -> None:
     """Replace the model's linear layers by quantized ones. Changes the model, which must be on meta.
 
     Layers with trainable weights stay as they are where other weights are frozen: they are adapters. In a model that
@@ -168,6 +173,7 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None) ->
         model: The model, on the meta device.
         how: One of `featurize.training_settings.QUANTIZATIONS`.
         skip: Names of layers that stay, whole or their last part. None: the output layer, as in transformers.
+        keeps_inputs: Each 4-bit layer keeps its input for the backward pass, as bitsandbytes did before 0.43.2.
 
     Raises:
         UsageError: The model is not on meta, a name of `skip` is no linear layer's, or nothing is left to quantize.
@@ -192,7 +198,8 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None) ->
     made: dict[int, nn.Module] = {}
     for name, layer in chosen.items():
         if id(layer) not in made:
-            made[id(layer)] = Linear8Bit(layer) if how == "int8" else Linear4Bit(layer, double=how.endswith("-dq"))
+            four = functools.partial(Linear4Bit, double=how.endswith("-dq"), keeps_input=keeps_inputs)
+            made[id(layer)] = Linear8Bit(layer) if how == "int8" else four(layer)
         _put(model, name, made[id(layer)])
 
 

@@ -107,13 +107,14 @@ def trace_step(
     doing = "the model cannot be built on the meta device"
     try:
         model = on_meta(model) if isinstance(model, nn.Module) else build_on_meta(model)
-        if isinstance(model, nn.Module) and not any(p.requires_grad for p in model.parameters()):
-            raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
-        notes = remarks(model) if isinstance(model, nn.Module) else ()
+        notes: tuple[str, ...] = ()
         if isinstance(model, nn.Module):
+            _require_trainable(model)
+            notes = remarks(model)
             replace_bitsandbytes(model)
         step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
         model = step.model
+        _require_trainable(model)  # quantized weights are frozen
         recorder = Recorder(model)
         policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability)
         with recorder.modules(), policy as enter_policy:
@@ -149,6 +150,11 @@ def trace_step(
     finally:
         if collecting:
             gc.enable()
+
+
+def _require_trainable(model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
 
 
 def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy, training_loop: bool) -> None:

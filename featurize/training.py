@@ -220,7 +220,8 @@ def _prepared(model: nn.Module, settings: Training) -> nn.Module:
     if (dtype := WEIGHT_DTYPES.get(settings.precision)) is not None:
         model = model.to(dtype)
     if settings.quantize is not None:
-        quantize(model, settings.quantize, settings.quantize_skip)
+        keeps = settings.quantize_keeps_inputs
+        quantize(model, settings.quantize, settings.quantize_skip, keeps_inputs=keeps)
     if settings.checkpointing is not None:
         checkpoint_blocks(
             model, settings.checkpointing, every=settings.checkpoint_every, reentrant=settings.checkpoint_reentrant

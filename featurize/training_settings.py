@@ -71,6 +71,7 @@ class Training:
         offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
         quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
         quantize_skip: Names of the linear layers that stay as they are. None: the output layer, as in transformers.
+        quantize_keeps_inputs: 4-bit layers keep their inputs for the backward pass, as in bitsandbytes before 0.43.2.
 
     Raises:
         UsageError: A value is unknown, or two settings exclude each other.
@@ -95,6 +96,7 @@ class Training:
     offload_optimizer: bool = False
     quantize: str | None = None
     quantize_skip: tuple[str, ...] | None = None
+    quantize_keeps_inputs: bool = False
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -156,6 +158,7 @@ class Training:
             (self.checkpointing == "selective" and self.checkpoint_reentrant,
              "checkpointing=selective is not reentrant: leave checkpoint_reentrant out"),
             (self.quantize is None and self.quantize_skip is not None, "quantize_skip needs quantize"),
+            (self.quantize is None and self.quantize_keeps_inputs, "quantize_keeps_inputs needs quantize"),
             (self.grad_scaler is True and self.precision == "fp16-true",
              "grad_scaler refuses fp16 gradients: take precision=fp16 with it"),
             (self.offload_optimizer and self.optimizer not in _ON_HOST,
@@ -188,7 +191,7 @@ _CHOICES = {
 _MAY_BE_NONE = ("implementation", "checkpointing", "quantize")
 _BOOLEANS = (
     "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",
-    "offload_activations", "offload_optimizer",
+    "offload_activations", "offload_optimizer", "quantize_keeps_inputs",
 )  # fmt: skip
 
 
