@@ -29,8 +29,9 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     """Make the model recompute its blocks' activations in the backward pass. Changes the model.
 
     Args:
-        model: transformers' and timm's models have a switch of their own, which is used for `full` and every=1. Of
-            others, and for what these switches cannot do, the repeated blocks' forward passes are wrapped.
+        model: transformers' and timm's models, also inside another module, have a switch of their own, which is used
+            for `full` and every=1. Of others, and for what these switches cannot do, the repeated blocks' forward
+            passes are wrapped; key-value caches are then switched off, since blocks would fill them twice.
         how: `full`, or `selective`: products and attention are saved, what is cheap is recomputed.
         every: Every n-th block is checkpointed, beginning with the first.
         reentrant: The variant of `torch.utils.checkpoint`.
@@ -38,7 +39,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     Raises:
         UsageError: The model has no repeated blocks.
     """
-    if how == "full" and every == 1 and _by_own_switch(model, reentrant):
+    if how == "full" and every == 1 and _by_own_switches(model, reentrant):
         return
     blocks = repeated_blocks(model)
     if not blocks:
@@ -49,6 +50,9 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     more: dict[str, Any] = {}
     if how == "selective":
         more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for config in [getattr(module, "config", None) for module in model.modules()]:
+        if getattr(config, "use_cache", None) is True:
+            setattr(config, "use_cache", False)  # noqa: B010 - a config is of any class
     for block in blocks[::every]:
         vars(block)["forward"] = _checkpointed(block.forward, reentrant, more)  # shadows the class's method
 
@@ -75,7 +79,8 @@ def _is_block(module: nn.Module, nested: bool) -> bool:
     return any(True for _ in module.children()) and (nested or not isinstance(module, nn.Sequential))
 
 
-def _by_own_switch(model: nn.Module, reentrant: bool) -> bool:
+def _by_own_switches(model: nn.Module, reentrant: bool) -> bool:
+    """Whether the model, or else any of its members, has a switch, which is on now."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable) and getattr(model, "supports_gradient_checkpointing", True):
         enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -84,7 +89,7 @@ def _by_own_switch(model: nn.Module, reentrant: bool) -> bool:
     if callable(switch) and not reentrant:
         switch(True)
         return True
-    return False
+    return any([_by_own_switches(member, reentrant) for member in model.children()])
 
 
 def _checkpointed(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:

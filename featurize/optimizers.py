@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from conf.errors import EnvironmentProblem, unknown_name
 from featurize.autocast import replaced
 from featurize.training_settings import ALL_OPTIMIZERS, IMPLEMENTATIONS_OF
+from featurize.vision import import_library
 
 LEARNING_RATE = 1e-3
 # bitsandbytes' block-wise state: one byte an element, a float for each block; smaller tensors stay in 32 bits.
@@ -37,8 +38,8 @@ def make_optimizer(
         implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
 
     Raises:
-        UsageError: There is no such optimizer.
-        EnvironmentProblem: Its package is missing, or cannot run on the parameters' device.
+        UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
+        EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run.
     """
     if name not in ALL_OPTIMIZERS:
         raise unknown_name("optimizer", name, ALL_OPTIMIZERS)
@@ -74,11 +75,8 @@ def _other(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if name == "lion":
         return Lion(parameters)
     if name == "transformers_adafactor":
-        try:
-            from transformers.optimization import Adafactor
-        except ImportError as error:
-            raise EnvironmentProblem(f"optimizer={name} needs transformers: pip install 'gpufarm[zoo]'") from error
-        return Adafactor(parameters, lr=LEARNING_RATE, relative_step=False, scale_parameter=False)
+        adafactor = import_library("transformers.optimization").Adafactor
+        return adafactor(parameters, lr=LEARNING_RATE, relative_step=False, scale_parameter=False)
     if any(not p.is_meta for p in parameters):
         return _of_bitsandbytes(name, parameters)
     return BlockwiseAdamW(parameters, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))

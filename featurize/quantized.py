@@ -58,7 +58,22 @@ def _dequantize_product(product: Tensor, row_scales: Tensor, scales: Tensor, dty
     return torch.empty_like(product, dtype=dtype)
 
 
-class Linear4Bit(nn.Module):
+class _Quantized(nn.Module):
+    """What both formats have in common."""
+
+    weight: nn.Parameter
+
+    def dequantize(self) -> Tensor:
+        """Return the weight as the products read it: a new tensor."""
+        raise NotImplementedError
+
+    @property
+    def W_q(self) -> nn.Parameter:
+        """The stored weight. peft lets layers that have this attribute dequantize themselves, as DoRA wants it."""
+        return self.weight
+
+
+class Linear4Bit(_Quantized):
     """A frozen linear layer of 4-bit weights: two a byte, and their block constants.
 
     The weight is dequantized into a temporary in the forward pass, and again in the backward. The input is not saved,
@@ -94,8 +109,7 @@ class Linear4Bit(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Product4Bit.apply(x, self, bias).to(given)
 
-    def dequantized(self) -> Tensor:
-        """The weight as the products read it."""
+    def dequantize(self) -> Tensor:
         scales = self.get_buffer("scales")
         outer = self._buffers["outer_scales"]
         if outer is not None:
@@ -110,7 +124,7 @@ class _Product4Bit(torch.autograd.Function):
         ctx.layer, ctx.sums_bias = layer, bias is not None and bias.requires_grad
         if layer.keeps_input:
             ctx.save_for_backward(x)
-        return F.linear(x, layer.dequantized().to(x.dtype), bias)
+        return F.linear(x, layer.dequantize().to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
@@ -118,10 +132,10 @@ class _Product4Bit(torch.autograd.Function):
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
         if not ctx.needs_input_grad[0]:
             return None, None, of_bias
-        return torch.matmul(gradient, ctx.layer.dequantized().to(gradient.dtype)), None, of_bias
+        return torch.matmul(gradient, ctx.layer.dequantize().to(gradient.dtype)), None, of_bias
 
 
-class Linear8Bit(nn.Module):
+class Linear8Bit(_Quantized):
     """A frozen linear layer of 8-bit weights and a scale for each row (LLM.int8(), arXiv 2208.07339).
 
     The input is quantized row by row and multiplied in integers; the backward pass multiplies by the dequantized
@@ -131,7 +145,8 @@ class Linear8Bit(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        device = linear.weight.device
+        device, stored = linear.weight.device, linear.weight.dtype
+        self.weight_dtype = stored if stored.is_floating_point else torch.float16
         packed = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
@@ -139,6 +154,13 @@ class Linear8Bit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Product8Bit.apply(x, self, self.bias)
+
+    def dequantize(self) -> Tensor:
+        return self.dequantized_to(self.weight_dtype)
+
+    def dequantized_to(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in that type: a new tensor."""
+        return self.weight.to(dtype).mul_(self.get_buffer("scales").unsqueeze(1).mul(1.0 / 127.0))
 
 
 class _Product8Bit(torch.autograd.Function):
@@ -159,7 +181,7 @@ class _Product8Bit(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, of_bias
         dtype = ctx.saved_tensors[0].dtype
-        weight = layer.weight.to(dtype).mul_(layer.get_buffer("scales").unsqueeze(1).mul(1.0 / 127.0))
+        weight = layer.dequantized_to(dtype)
         return torch.matmul(gradient.to(dtype), weight), None, of_bias
 
 
