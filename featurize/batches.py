@@ -41,7 +41,7 @@ def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
         return {key: mapped(one, function) for key, one in value.items()}
     if isinstance(value, list | tuple):
         made = [mapped(one, function) for one in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return getattr(type(value), "_make", type(value))(made)  # a named tuple takes no list
     return value
 
 

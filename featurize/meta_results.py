@@ -20,6 +20,8 @@ _FOREACH_IN_PLACE = frozenset(
         "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "sub", "zero",
     )
 )  # fmt: skip
+# Likewise whole steps of an optimizer in one kernel.
+_FUSED_IN_PLACE = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
 # The same, giving new tensors like those of their first list; all of them floating-point.
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
@@ -40,7 +42,9 @@ class MetaResults:
 
     def of(self, func, name: str, args: tuple, kwargs: dict):
         """`func(*args, **kwargs)`, below autograd. Raises what the operator raises."""
-        if name in _FOREACH_IN_PLACE and all(t.is_meta for t in args[0]):  # an optimizer's step counters are not
+        if (name in _FOREACH_IN_PLACE or name in _FUSED_IN_PLACE) and all(
+            t.is_meta for t in args[0]
+        ):  # an optimizer's step counters are not
             return None
         if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
             return [torch.empty_like(t) for t in args[0]]

@@ -36,6 +36,8 @@ WRITE_ONLY = frozenset(
         "aten::_foreach_copy_", "aten::_foreach_zero_",
     }
 )  # fmt: skip
+# Operators on lists of tensors.
+MULTI_TENSOR = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 # Tensors per launch of the multi-tensor kernels by number of lists (ATen/native/cuda/MultiTensorApply.cuh).
 _FOREACH_TENSORS = (110, 64, 48, 36, 30)
 

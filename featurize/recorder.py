@@ -20,7 +20,7 @@ from featurize.accumulation import in_place_overload, references_of_the_last_hol
 from featurize.library_calls import CUBLAS, has_library_calls, library_calls
 from featurize.meta_results import MetaResults
 from featurize.step_trace import BATCH, Block, Event, Operator
-from featurize.values import INDEXED_BY_MASKS, NONZERO, Values
+from featurize.values import INDEXED_BY_MASKS, NONZERO, READ, Values
 
 _next_node = torch.autograd._get_sequence_nr  # of the autograd node that will be made next
 _current_node = torch._C._current_autograd_node
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref]] = {}
         self._made_by: list[int] = []  # block -> index of the operator that wrote it last
         self._batch: list[int] = []
-        self._cublas_phases: set[str] = set()
+        self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
         self._traits: dict[object, _Traits] = {}
         self._results = MetaResults()
@@ -157,6 +157,8 @@ class Recorder(TorchDispatchMode):
 
     def run(self, func, traits: _Traits, args: tuple, kwargs: dict):
         """What the operator gives on meta tensors, and values where they are read back."""
+        if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
+            return 1.0  # a norm that scales an update: it decides no size
         decided = self.values.decide(func, traits.name, args, kwargs)
         if decided is not NotImplemented:
             return decided
@@ -202,9 +204,10 @@ class Recorder(TorchDispatchMode):
         if traits.calls_library:
             for call in library_calls(traits.name, args, outputs):
                 if call.kind == CUBLAS:  # its handles belong to threads, and keep what they took
-                    if self.phase in self._cublas_phases:
+                    thread = "backward" if self.phase == "backward" else "forward"
+                    if thread in self._cublas_threads:
                         continue
-                    self._cublas_phases.add(self.phase)
+                    self._cublas_threads.add(thread)
                 self._take(0, "workspace", (*maker[:2], call))
         if self.keep_operators and traits.kernel and (fresh or traits.mutates):
             self._note(traits, maker[1], args, inputs, outputs)
@@ -331,7 +334,7 @@ class _Traits:
         self.adds = self.name == "aten::add_"
         self.gathers = self.name in op_cost.GATHERS
         self.write_only = self.name in op_cost.WRITE_ONLY
-        self.foreach = self.name.startswith("aten::_foreach_")
+        self.foreach = self.name.startswith(op_cost.MULTI_TENSOR)
         self.calls_library = has_library_calls(self.name)
 
 

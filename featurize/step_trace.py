@@ -63,7 +63,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTrace:
-    """`operators` of the second step; `events` of the set-up and both steps."""
+    """`operators` of the second step; `events` of the set-up and both steps; `notes`: what the trace leaves out."""
 
     operators: tuple[Operator, ...]
     events: tuple[Event, ...]
@@ -72,6 +72,7 @@ class StepTrace:
     parameter_bytes: int
     compute_capability: tuple[int, int]
     assumed: tuple[str, ...] = ()  # of values that the model reads and only computing the step would give
+    notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
 
     @property
     def flops(self) -> int:

@@ -19,6 +19,7 @@ from featurize import flash_attention
 from featurize.batches import Inputs, arguments, as_meta, call, mapped, own_loss, tensors_of
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
+from featurize.quantized import replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_trace import BATCH as BATCH
@@ -30,6 +31,7 @@ from featurize.step_trace import Operator as Operator
 from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
 from featurize.trial_config import TrialConfig
+from featurize.wrappers import remarks
 
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 
@@ -85,9 +87,9 @@ def trace_step(
                be None. Of tensors with memory, small ones keep their values (`featurize.values`), which models read
     target     class indices; None takes the loss that the output holds, or makes indices to suit the output
     loss       `loss(output, target)`; None takes cross entropy of the output, its `logits` or its first tensor
-    optimizer  adam (the default), adamw, sgd or momentum; precision: fp32 (default), tf32, bf16 or fp16
+    optimizer, precision  as `featurize.training_settings.Training` has them: adam and fp32 by default
     device     the GPU model whose kernels are meant: its compute capability decides which attention kernels there are
-    settings   all training settings at once, instead of `optimizer` and `precision`
+    settings   all training settings at once, instead of `optimizer` and `precision`: a `Training` has many more
     training_loop  the usual loop: each step's batch is copied to the device while the last one's is alive, and output
                and loss live until the next ones are assigned. Without, the batch lies on the device and the step
                leaves nothing behind, as in the farm's own trials.
@@ -113,10 +115,15 @@ def trace_step(
             if isinstance(factory, nn.Module)
             else flash_attention.building(lambda: build_on_meta(factory))
         )
-        if isinstance(model, nn.Module) and not any(p.requires_grad for p in model.parameters()):
-            raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
-        recorder = Recorder(model)
+        notes: tuple[str, ...] = ()
+        if isinstance(model, nn.Module):
+            _require_trainable(model)
+            notes = remarks(model)
+            replace_bitsandbytes(model)
         step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
+        model = step.model
+        _require_trainable(model)  # quantized weights are frozen
+        recorder = Recorder(model)
         policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability, recorder.values.assume)
         with recorder.modules(), policy as enter_policy:
             if callable(inputs):
@@ -128,9 +135,11 @@ def trace_step(
             target = None if target is None else as_meta(target)
             doing = "the model cannot be traced: it fails"
             if target is None:
-                target = _target_for(recorder, model, given, loss)
+                target = _target_for(recorder, step, given, loss)
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
+            recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
+            recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
             _record(recorder, step, given, target, enter_policy, training_loop)
         blocks = recorder.final_blocks()
         return StepTrace(
@@ -141,6 +150,7 @@ def trace_step(
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
             assumed=tuple(recorder.values.assumed),
+            notes=notes,
         )
     except (CommandError, TraceError):
         raise
@@ -152,6 +162,11 @@ def trace_step(
             gc.enable()
 
 
+def _require_trainable(model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
+
+
 def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy, training_loop: bool) -> None:
     parameters = list(step.model.parameters())
 
@@ -161,25 +176,28 @@ def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy
         if phase == "optimizer":
             recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
-    step.on_phase = enter
+    def next_batch() -> None:
+        if training_loop:
+            recorder.new_batch(tuple(tensors_of((inputs, target))))
+
+    step.on_phase, step.on_batch = enter, next_batch
     for number in range(1, STEPS + 1):
         recorder.step, recorder.phase, recorder.keep_operators = number, "forward", number == STEPS
         if number == 1 or training_loop:
             recorder.new_batch(tuple(tensors_of((inputs, target))))
         with recorder:
             step(inputs, target)
-        state = (v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
-        recorder.name(state, "optimizer_state")
+        recorder.name(step.optimizer_tensors(), "optimizer_state")
     recorder.stop()
 
 
-def _target_for(recorder: Recorder, model: nn.Module, inputs: Inputs, loss: Callable | None) -> Tensor | None:
+def _target_for(recorder: Recorder, step: TrainingStep, inputs: Inputs, loss: Callable | None) -> Tensor | None:
     if loss is None and isinstance(inputs, Mapping) and inputs.get("labels") is not None:
         return None  # a second forward pass would only show that the output holds a loss
-    recorder.values.learn(model.buffers())
+    recorder.values.learn(step.model.buffers())
     recorder.values.learn(tensors_of(inputs), default=1)
     with torch.no_grad(), recorder.watched():
-        output = call(model.train(), inputs)
+        output = call(step.model, step.converted(inputs))
     if loss is None and own_loss(output) is not None:
         return None
     return targets_for(output, loss)

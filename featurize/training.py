@@ -6,21 +6,36 @@ Start reading at `TrainingStep`; `preload` is for the process that forks trials.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError
 from featurize.batches import Inputs, arguments, call, mapped, own_loss
-from featurize.trial_config import OPTIMIZERS, PRECISIONS
+from featurize.checkpointing import checkpoint_blocks
+from featurize.offloading import saved_on_host
+from featurize.optimizers import (
+    MovingAverage,
+    OptimizerInBackward,
+    OptimizerOnHost,
+    clip_norm,
+    clip_value,
+    run_step,
+    state_tensors,
+)
+from featurize.optimizers import make_optimizer as make_optimizer
+from featurize.quantized import quantize
+from featurize.training_settings import Training as Training
+from featurize.training_settings import TrainingSettings as TrainingSettings
+from featurize.training_settings import training_of
 
-LEARNING_RATE = 1e-3
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
 
 # What a first step imports lazily. The optimizer's first call imports torch._dynamo (about a second). The
 # rest of the list comes with it or with a checkpointed backward; names that a release does not have are skipped.
@@ -34,44 +49,17 @@ _LAZY_MODULES = (
 )
 
 
-class TrainingSettings(Protocol):
-    """What a step needs to know besides the model; every `featurize.trial.TrialConfig` has it."""
-
-    @property
-    def optimizer(self) -> str: ...  # one of featurize.trial.OPTIMIZERS
-    @property
-    def precision(self) -> str: ...  # one of featurize.trial.PRECISIONS
-    @property
-    def cudnn_benchmark(self) -> bool: ...
-    @property
-    def channels_last(self) -> bool: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Training settings by themselves, for a model that is no family's. Unknown names raise `UsageError`."""
-
-    optimizer: str = "adam"
-    precision: str = "fp32"
-    cudnn_benchmark: bool = False
-    channels_last: bool = False
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
-        if self.precision not in PRECISIONS:
-            raise unknown_name("precision", self.precision, PRECISIONS)
-
-
 class TrainingStep:
     """`step(inputs, targets)` runs zero_grad, forward, cross entropy, backward and the optimizer once.
 
     `model` must lie on `device` already. Precisions: `fp32` is PyTorch's default (matrix products in fp32; on Ampere
     and later cuDNN's convolutions may use TF32), `tf32` allows TF32 in both, `bf16` and `fp16` are autocast over fp32
-    weights; fp16 on CUDA scales the loss. Sets torch's global TF32 and cuDNN flags (not for the meta device), so one
-    process should train one model. `loss(output, targets)` is cross entropy by default. With `holds_output`, output and
-    loss live until the next step assigns its own, as the variables of a usual loop do. `on_phase(name)` is called as
-    `forward`, `backward` and `optimizer` begin.
+    weights; fp16 on CUDA scales the loss; `bf16-true` and `fp16-true` convert the model. Sets torch's global TF32 and
+    cuDNN flags (not for the meta device), so one process should train one model. `loss(output, targets)` is cross
+    entropy by default. With `holds_output`, output and loss live until the next step assigns its own, as the variables
+    of a usual loop do. `on_phase(name)` is called as `forward`, `backward` and `optimizer` begin, `on_batch()` before
+    every further micro-step of an accumulated step. Settings of `Training` that concern the model (precision,
+    checkpointing, quantization) change it.
     """
 
     def __init__(
@@ -81,25 +69,24 @@ class TrainingStep:
         device: torch.device | str,
         *,
         on_phase: Callable[[str], None] | None = None,
+        on_batch: Callable[[], None] | None = None,
         loss: Callable[..., Tensor] | None = None,
         holds_output: bool = False,
     ) -> None:
         self.device = torch.device(device)
-        self.settings = settings
+        self.settings = training_of(settings)
         self.on_phase = on_phase or (lambda name: None)
+        self.on_batch = on_batch or (lambda: None)
         self.loss = loss or cross_entropy
         self.holds_output = holds_output
         self._held: tuple = ()
-        if settings.channels_last:
-            layout: dict[str, Any] = {"memory_format": torch.channels_last}  # which the stubs of torch leave out
-            model = model.to(**layout)
-        self.model = model.train()
-        self.optimizer = make_optimizer(
-            settings.optimizer, self.model.parameters(), foreach=True if self.device.type == "meta" else None
-        )
+        self.model = _prepared(model, self.settings).train()
+        self.average = MovingAverage(self.model) if self.settings.ema else None
+        self.optimizer = self._make_optimizer()
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
+        self._weight_dtype = WEIGHT_DTYPES.get(settings.precision)
         self._scaler = None
-        if settings.precision == "fp16" and self.device.type == "cuda":
+        if self.settings.scales_loss and self.device.type == "cuda":
             self._scaler = torch.amp.GradScaler("cuda")
         if self.device.type != "meta":
             torch.backends.cuda.matmul.allow_tf32 = settings.precision == "tf32"
@@ -110,13 +97,73 @@ class TrainingStep:
         """One step; returns the loss, detached and still on the device (no synchronisation).
 
         `inputs` go to the model as positional arguments, a mapping as keyword arguments; `targets` hold class indices,
-        as `cross_entropy` takes them. None: the loss is the one in the model's output.
+        as `cross_entropy` takes them. None: the loss is the one in the model's output. An accumulated step trains on
+        them once for each micro-step, and returns the last loss.
         """
-        self.optimizer.zero_grad(set_to_none=True)
-        self.on_phase("forward")
+        settings = self.settings
+        self._zero_grad()
+        for number in range(settings.accumulation):
+            if number:
+                self.on_batch()
+            self.on_phase("forward")
+            given = self.converted(inputs)  # which live until the next, as a script's variables do
+            loss = self._forward(given, targets)
+            if settings.accumulation > 1:
+                loss = loss / settings.accumulation
+            self.on_phase("backward")
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        if not settings.optimizer_in_backward:
+            self.on_phase("optimizer")
+            self._optimize()
+        if self.average is not None:
+            self.on_phase("optimizer")
+            self.average.update()
+        return loss.detach()
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """The tensors of the optimizer's state that lie on the device."""
+        if isinstance(self.optimizer, OptimizerInBackward):
+            return self.optimizer.tensors()
+        if isinstance(self.optimizer, OptimizerOnHost):
+            return iter(())
+        return state_tensors(self.optimizer)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost:
+        settings = self.settings
+        foreach = True if self.device.type == "meta" else None
+        make = functools.partial(
+            make_optimizer, settings.optimizer, foreach=foreach, implementation=settings.implementation
+        )
+        if settings.optimizer_in_backward:
+            return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
+        if settings.offload_optimizer:
+            return OptimizerOnHost(self.model.parameters(), functools.partial(make, foreach=None))
+        return make(self.model.parameters())
+
+    @contextlib.contextmanager
+    def _while_updating(self, parameter: nn.Parameter) -> Iterator[None]:
+        self.on_phase("optimizer")
+        yield
+        self.on_phase("backward")
+
+    def _zero_grad(self) -> None:
+        if isinstance(self.optimizer, OptimizerInBackward):
+            return
+        if isinstance(self.optimizer, OptimizerOnHost):
+            self.model.zero_grad(set_to_none=self.settings.set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
+
+    def converted(self, inputs: Inputs) -> Inputs:
+        """The inputs in the format and type that the model takes."""
         if self.settings.channels_last:
             inputs = arguments(mapped(inputs, _channels_last))
-        with self._autocast():
+        if (dtype := self._weight_dtype) is not None:
+            inputs = arguments(mapped(inputs, lambda x: _in_dtype(x, dtype)))
+        return inputs
+
+    def _forward(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
+        with self._autocast(), self._saving():
             output = call(self.model, inputs)
             if self.holds_output:
                 self._held = output, None
@@ -124,21 +171,38 @@ class TrainingStep:
             if self.holds_output:
                 self._held = output, loss
             del output
-        self.on_phase("backward")
-        if self._scaler is not None:
-            self._scaler.scale(loss).backward()
-            self.on_phase("optimizer")
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-            return loss.detach()
-        loss.backward()
-        self.on_phase("optimizer")
-        if self.device.type == "meta" and self.settings.precision == "fp16":
+        return loss
+
+    def _optimize(self) -> None:
+        """Unscale, clip and step."""
+        optimizer, scaler, settings = self.optimizer, self._scaler, self.settings
+        assert not isinstance(optimizer, OptimizerInBackward)
+        clips = settings.clip_norm is not None or settings.clip_value is not None
+        if scaler is not None and isinstance(optimizer, torch.optim.Optimizer):
+            if clips:
+                scaler.unscale_(optimizer)
+                self._clip()
+            scaler.step(optimizer)
+            scaler.update()
+            return
+        if self.device.type == "meta" and settings.scales_loss:
             # The scaler reads a value back, which meta can't; its unscaling is one in-place pass over the gradients.
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], 1.0)
-        self.optimizer.step()
-        return loss.detach()
+            torch._foreach_mul_([g._values() if g.is_sparse else g for g in self._gradients()], 1.0)
+        if clips:
+            self._clip()
+        if isinstance(optimizer, OptimizerOnHost):
+            optimizer.step()
+        else:
+            run_step(optimizer)
+
+    def _clip(self) -> None:
+        if self.settings.clip_norm is not None:
+            clip_norm(self._gradients(), self.settings.clip_norm)
+        elif self.settings.clip_value is not None:
+            clip_value(self._gradients(), self.settings.clip_value)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         # Autocast does nothing to meta tensors; the trace brings its own (featurize.cuda_policy).
@@ -146,18 +210,25 @@ class TrainingStep:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
+    def _saving(self) -> contextlib.AbstractContextManager[object]:
+        return saved_on_host(self.device) if self.settings.offload_activations else contextlib.nullcontext()
 
-def make_optimizer(name: str, parameters: Iterable[nn.Parameter], *, foreach: bool | None) -> torch.optim.Optimizer:
-    """`adam`, `adamw`, `sgd` or `momentum` (0.9) at learning rate 1e-3, torch's defaults otherwise.
 
-    `foreach=None` leaves the choice to torch, which takes the for-each implementation on CUDA and the loop on CPU.
-    """
-    if name not in OPTIMIZERS:
-        raise unknown_name("optimizer", name, OPTIMIZERS)
-    if name in ("adam", "adamw"):
-        cls = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-        return cls(parameters, lr=LEARNING_RATE, foreach=foreach)
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)
+def _prepared(model: nn.Module, settings: Training) -> nn.Module:
+    """The model in the types, formats and wrappers that the settings ask for."""
+    if settings.channels_last:
+        layout: dict[str, Any] = {"memory_format": torch.channels_last}  # which the stubs of torch leave out
+        model = model.to(**layout)
+    if (dtype := WEIGHT_DTYPES.get(settings.precision)) is not None:
+        model = model.to(dtype)
+    if settings.quantize is not None:
+        keeps = settings.quantize_keeps_inputs
+        quantize(model, settings.quantize, settings.quantize_skip, keeps_inputs=keeps)
+    if settings.checkpointing is not None:
+        checkpoint_blocks(
+            model, settings.checkpointing, every=settings.checkpoint_every, reentrant=settings.checkpoint_reentrant
+        )
+    return model
 
 
 def cross_entropy(output, targets: Tensor | None) -> Tensor:
@@ -217,3 +288,7 @@ def preload() -> None:
 
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_floating_point() else x
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x

@@ -9,13 +9,14 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
+from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.commands.plain_settings import plain_settings
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FORMATS = ("table", "json")
-SETTINGS = ("optimizer", "precision", "cudnn_benchmark", "channels_last")  # a trial config has its own
+SETTINGS = tuple(field.name for field in fields(Training))  # a trial config has its own
 PATHS = ("configs", "report", "data")  # of the command's keys
 
 

@@ -16,6 +16,7 @@ from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.machine import MachineProfile
+from featurize.training_settings import training_of
 from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
@@ -161,6 +162,8 @@ def answer(
         _recall(case, steps)
     if estimator in TRAINING_FREE and estimator != "trace":
         _ask(gathered, job, device, estimator)
+    elif estimator is None and (beyond := training_of(job.settings).beyond_trials()):
+        gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
     elif estimator != "trace":
         with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
             in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent))
@@ -212,6 +215,8 @@ def _ask(gathered: _Gathered, job: Workload, device: DeviceSpec, estimator: str)
     from learn.estimators import get_estimator
     from learn.traced import wants_values
 
+    if beyond := training_of(job.settings).beyond_trials():
+        raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
     known = get_estimator(estimator)
     assert issubclass(known, AnalyticalEstimator), estimator
     by_method = analyse(known.method(), job, device)
@@ -356,7 +361,8 @@ def _assembled(
     from learn.analytical.trace import NO_BOUND
     from learn.targets import get_target
 
-    values, by, notes = gathered.values, gathered.by, []
+    values, by = gathered.values, gathered.by
+    notes: list[str] = []
     if traced is not None:
         step = _priced(traced, job, device, loop)
         for target in TARGETS:
@@ -364,6 +370,7 @@ def _assembled(
             if column not in values:
                 values[column], by[target] = getattr(step, column), "trace"
                 gathered.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
+        notes += traced.trace.notes
         memory = traced.memory
         largest = list(memory.peak_modules.items())[:TOP_MODULES]
         values |= {

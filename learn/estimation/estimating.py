@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +18,9 @@ from conf.extras import naming_the_extra
 from featurize.allocator_settings import AllocatorSettings
 from featurize.machine import MachineProfile
 from featurize.own_code import parse_trust, trusting
+from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
+from featurize.trial_config import TRAINING_FIELDS
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
 from learn.estimation.loops import require_loop
@@ -48,6 +50,7 @@ def estimate(
     precision: str | None = None,
     cudnn_benchmark: bool | None = None,
     channels_last: bool | None = None,
+    settings: Training | None = None,
     allocator: str | AllocatorSettings | None = None,
     device: str | DeviceSpec = DEFAULT_DEVICE,
     estimator: str | None = None,
@@ -61,6 +64,7 @@ def estimate(
     trust: Sequence[str] = (),
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    **training: Any,
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
 
@@ -72,11 +76,12 @@ def estimate(
         inputs: For modules: a tensor or shape, a sequence of them, or a mapping of keyword arguments, as in
             `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes are of `input_dtype`. The
             values of small tensors on the CPU are kept, for models that read them: masks, labels, boxes.
-        optimizer: `adam` (the default), `adamw`, `sgd` or `momentum`. A trial config has its own optimizer, precision,
-            cudnn_benchmark and channels_last; another value is an error.
-        precision: `fp32` (the default), `tf32`, `bf16` or `fp16`.
+        optimizer: A name of `featurize.training_settings.ALL_OPTIMIZERS`; `adam` by default. A trial config has its own
+            optimizer, precision, cudnn_benchmark and channels_last; another value is an error.
+        precision: `fp32` (the default), `tf32`, `bf16` or `fp16` (autocast), `bf16-true` or `fp16-true` (weights).
         cudnn_benchmark: Whether cuDNN searches for its fastest algorithms; False by default.
         channels_last: Whether the model and its inputs are in channels-last format; False by default.
+        settings: For modules: all training settings at once, instead of single ones.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         device: A GPU model of `conf/device`, by name or as its description.
         estimator: A name of `learn.estimators.ESTIMATORS`. None takes, for each target, the newest model in the data
@@ -101,6 +106,8 @@ def estimate(
         machine: What lies outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager` (all kernels
             loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
             file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
+        **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
+            as accumulation=4, checkpointing="full" or quantize="nf4".
 
     Returns:
         The estimate, with the source of each figure (`Estimate.answered_by`).
@@ -122,8 +129,9 @@ def estimate(
         "precision": precision,
         "cudnn_benchmark": cudnn_benchmark,
         "channels_last": channels_last,
+        **training,
     }
-    given = {key: value for key, value in given.items() if value is not None}
+    given = _training_settings(given, settings)
     of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
         traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
@@ -256,8 +264,26 @@ def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mappi
     return model
 
 
+def _training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
+    """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
+    names = [field.name for field in fields(Training)]
+    for name in given:
+        if name not in names:
+            raise unknown_name("training setting", name, names)
+    single = {name: value for name, value in given.items() if value is not None}
+    if settings is None:
+        return single
+    if not isinstance(settings, Training):
+        raise UsageError(f"settings is a featurize.training.Training, got {type(settings).__name__}")
+    if single:
+        raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
+    return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+
+
 def _require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
     for key, value in given.items():
+        if key not in TRAINING_FIELDS:
+            raise UsageError(f"{key} is for modules; a trial config has its own training settings")
         if value != getattr(config, key):
             raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
 
@@ -293,10 +319,6 @@ def _job_of_module(
     loss: Callable[..., torch.Tensor] | None,
     name: str | None,
 ) -> Workload:
-    from featurize.training import Training
     from learn.workload import of_module
 
-    for key in ("cudnn_benchmark", "channels_last"):
-        if not isinstance(given.get(key, False), bool):
-            raise UsageError(f"{key} is true or false, got {given[key]!r}")
     return of_module(model, inputs, Training(**given), input_dtype=input_dtype, target=target, loss=loss, name=name)

@@ -39,6 +39,7 @@ from conf.reports.page_text import MISSING, count_of
 from conf.reports.render import render_page
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.training_settings import training_of
 from learn.estimation.answers import Estimate, times
 from learn.estimation.estimate_view import figures, peak_text
 from learn.estimation.loops import legend
@@ -249,6 +250,7 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
         )
         for name in ("optimizer", "precision", "cudnn_benchmark", "channels_last"):
             settings[name] = getattr(job.settings, name)
+        settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())
     spelled = allocator.spelled() if allocator is not None else ""
     settings["allocator"] = spelled.replace(",", ", ") or "defaults"
     settings["loop"] = (

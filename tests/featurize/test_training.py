@@ -76,8 +76,11 @@ def test_the_loss_of_a_sequence_is_the_mean_over_its_positions():
 
 
 def test_unknown_settings_list_the_known_ones():
-    with pytest.raises(UsageError, match="unknown optimizer 'lion'; known: adam, adamw, momentum, sgd"):
-        make_optimizer("lion", [], foreach=None)
+    with pytest.raises(
+        UsageError,
+        match="unknown optimizer 'ftrl'; known: adafactor, adagrad, adam, adamw, adamw_8bit, lion",
+    ):
+        make_optimizer("ftrl", [], foreach=None)
     with pytest.raises(UsageError, match="unknown precision 'int8'"):
         Training(precision="int8")
 

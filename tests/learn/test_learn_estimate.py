@@ -336,7 +336,7 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
         (lambda: estimate(CONFIG, optimizer="sgd"), "the trial config has optimizer=adam"),
         (lambda: estimate(CONFIG, (3, 4)), "leave inputs out"),
         (lambda: estimate(nn.Linear(3, 4)), "a module needs inputs"),
-        (lambda: estimate(nn.Linear(3, 4), (2, 3), optimizer="lion"), "unknown optimizer 'lion'; known: adam"),
+        (lambda: estimate(nn.Linear(3, 4), (2, 3), optimizer="ftrl"), "unknown optimizer 'ftrl'; known: adafactor"),
         (lambda: estimate(nn.Linear(3, 4), (2, 0)), "sizes must be >= 1"),
         (lambda: estimate(nn.Linear(3, 4), "2,3"), "an input is a tensor or a shape"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), estimator="lightgbm"), "modules are answered by hybrid, gnn, trace"),

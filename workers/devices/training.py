@@ -92,7 +92,7 @@ def measure_training(
         return end_ns, step_ms
 
     def optimizer_ready() -> bool:
-        return config.optimizer == "sgd" or bool(step.optimizer.state)  # plain SGD keeps no state
+        return config.optimizer == "sgd" or any(True for _ in step.optimizer_tensors())  # plain SGD keeps no state
 
     link.report("warmup", t_ns=time.monotonic_ns())
     warm_up(run_step, memory, settings.window, optimizer_ready)

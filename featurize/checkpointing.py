@@ -1,0 +1,123 @@
+"""Activation checkpointing as a setting: applied to a model's repeated blocks, or by the model's own switch.
+
+Start reading at `checkpoint_blocks`; `repeated_blocks` says what counts as a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from conf.errors import UsageError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# What selective checkpointing saves: the results that take long to compute again.
+_SAVED = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_cudnn_rnn",
+)  # fmt: skip
+
+
+def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: bool = False) -> None:
+    """Make the model recompute its blocks' activations in the backward pass. Changes the model.
+
+    Args:
+        model: transformers' and timm's models, also inside another module, have a switch of their own, which is used
+            for `full` and every=1. Of others, and for what these switches cannot do, the repeated blocks' forward
+            passes are wrapped; key-value caches are then switched off, since blocks would fill them twice.
+        how: `full`, or `selective`: products and attention are saved, what is cheap is recomputed.
+        every: Every n-th block is checkpointed, beginning with the first.
+        reentrant: The variant of `torch.utils.checkpoint`.
+
+    Raises:
+        UsageError: The model has no repeated blocks.
+    """
+    if how == "full" and every == 1 and _by_own_switches(model, reentrant):
+        return
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise UsageError(
+            "checkpointing is for models of repeated blocks, and this one has no nn.ModuleList or nn.Sequential of "
+            "them; call torch.utils.checkpoint in its forward pass"
+        )
+    more: dict[str, Any] = {}
+    if how == "selective":
+        more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for config in [getattr(module, "config", None) for module in model.modules()]:
+        if getattr(config, "use_cache", None) is True:
+            setattr(config, "use_cache", False)  # noqa: B010 - a config is of any class
+    for block in blocks[::every]:
+        vars(block)["forward"] = _checkpointed(block.forward, reentrant, more)  # shadows the class's method
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks, in order: members of the outermost nn.ModuleList and nn.Sequential that hold at least two of
+    one class, where that class has modules of its own. Blocks that are nn.Sequential count where nothing else does."""
+    return _blocks(model, nested=False) or _blocks(model, nested=True)
+
+
+def _blocks(module: nn.Module, *, nested: bool) -> list[nn.Module]:
+    members = list(module.children())
+    if isinstance(module, _CONTAINERS):
+        counts = Counter(type(member) for member in members if _is_block(member, nested))
+        repeated = {kind for kind, count in counts.items() if count >= 2}
+        if repeated:
+            return [member for member in members if type(member) in repeated]
+    return [block for member in members for block in _blocks(member, nested=nested)]
+
+
+def _is_block(module: nn.Module, nested: bool) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # which have no forward pass
+        return False
+    return any(True for _ in module.children()) and (nested or not isinstance(module, nn.Sequential))
+
+
+def _by_own_switches(model: nn.Module, reentrant: bool) -> bool:
+    """Whether the model, or else any of its members, has a switch, which is on now."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable) and getattr(model, "supports_gradient_checkpointing", True):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        return True
+    switch = getattr(model, "set_grad_checkpointing", None)
+    if callable(switch) and not reentrant:
+        switch(True)
+        return True
+    return any([_by_own_switches(member, reentrant) for member in model.children()])
+
+
+def _checkpointed(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not reentrant:
+            return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+        if kwargs:  # the reentrant variant takes positional arguments only
+            bound = inspect.signature(forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            names = [n for n, p in inspect.signature(forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+            rest = {key: value for key, value in bound.arguments.items() if key not in names}
+            call = functools.partial(_call_named, forward, tuple(names), rest)
+            return checkpoint(call, *(bound.arguments[name] for name in names), use_reentrant=True)
+        return checkpoint(forward, *args, use_reentrant=True)
+
+    return recomputed
+
+
+def _call_named(forward: Callable[..., Any], names: tuple[str, ...], rest: dict[str, Any], *values: Any) -> Any:
+    given = dict(zip(names, values, strict=True))
+    for more in rest.values():
+        given |= more
+    return forward(**given)
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = operator._schema.name.removeprefix("aten::")
+    return CheckpointPolicy.MUST_SAVE if name in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

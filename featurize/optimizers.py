@@ -1,0 +1,298 @@
+"""Optimizers by name: torch's and transformers' own, and those whose package needs a GPU, as they take memory.
+
+Start reading at `make_optimizer`; `OptimizerInBackward` and `OptimizerOnHost` say where and when one runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from conf.errors import EnvironmentProblem, unknown_name
+from featurize.autocast import replaced
+from featurize.training_settings import ALL_OPTIMIZERS, IMPLEMENTATIONS_OF
+from featurize.vision import import_library
+
+LEARNING_RATE = 1e-3
+# bitsandbytes' block-wise state: one byte an element, a float for each block; smaller tensors stay in 32 bits.
+STATE_BLOCK = 256
+SMALLEST_IN_8_BITS = 4096
+SMALLEST_PAGED = 100_000  # smaller state is not worth a page
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], *, foreach: bool | None, implementation: str | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer at learning rate 1e-3, with its library's defaults otherwise.
+
+    Args:
+        name: One of `ALL_OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
+        parameters: What it updates.
+        foreach: As torch takes it; None leaves the choice to torch, which takes the for-each implementation on CUDA
+            and the loop on CPU. Adafactor's default is the loop everywhere.
+        implementation: `foreach`, `fused` or `loop`, instead of `foreach`.
+
+    Raises:
+        UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
+        EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run.
+    """
+    if name not in ALL_OPTIMIZERS:
+        raise unknown_name("optimizer", name, ALL_OPTIMIZERS)
+    given = list(parameters)
+    if name not in IMPLEMENTATIONS_OF:
+        return _other(name, given)
+    if implementation is not None:
+        foreach = implementation == "foreach"
+    elif name == "adafactor":
+        foreach = None
+    more: dict[str, Any] = {}
+    if "fused" in IMPLEMENTATIONS_OF[name] and implementation == "fused":
+        more["fused"] = True
+    with _fused_on_meta():
+        return _torchs(name, given, foreach=foreach, **more)
+
+
+def _torchs(name: str, parameters: list[nn.Parameter], **more: Any) -> torch.optim.Optimizer:
+    if name in ("adam", "adamw"):
+        cls = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+        return cls(parameters, lr=LEARNING_RATE, **more)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(parameters, lr=LEARNING_RATE, **more)
+    if name == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=LEARNING_RATE, **more)
+    if name == "adafactor":
+        return torch.optim.Adafactor(parameters, lr=LEARNING_RATE, **more)
+    momentum = 0.0 if name == "sgd" else 0.9
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, nesterov=name == "nesterov", **more)
+
+
+def _other(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "lion":
+        return Lion(parameters)
+    if name == "transformers_adafactor":
+        adafactor = import_library("transformers.optimization").Adafactor
+        return adafactor(parameters, lr=LEARNING_RATE, relative_step=False, scale_parameter=False)
+    if any(not p.is_meta for p in parameters):
+        return _of_bitsandbytes(name, parameters)
+    return BlockwiseAdamW(parameters, bits=32 if name == "paged_adamw" else 8, paged=name.startswith("paged"))
+
+
+def _of_bitsandbytes(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if any(p.device.type != "cuda" for p in parameters):
+        raise EnvironmentProblem(f"optimizer={name} runs on CUDA only; take adamw")
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise EnvironmentProblem(f"optimizer={name} needs bitsandbytes: pip install bitsandbytes") from error
+    names = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit", "paged_adamw": "PagedAdamW"}
+    return getattr(optim, names[name])(parameters, lr=LEARNING_RATE)
+
+
+class _TensorByTensor(torch.optim.Optimizer):
+    """A step that updates one parameter after the other; a subclass sets `update`."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, group)
+        return loss
+
+
+class Lion(_TensorByTensor):
+    """The sign of an interpolation of momentum and gradient (arXiv 2302.06675), without weight decay.
+
+    State: one tensor like each parameter. A step takes two temporaries of the parameter's size.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)):
+        super().__init__(parameters, {"lr": lr, "betas": betas})
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        momentum, (short, long) = state["exp_avg"], group["betas"]
+        direction = momentum.clone().mul_(short).add(gradient, alpha=1 - short).sign_()
+        parameter.add_(direction, alpha=-group["lr"])
+        momentum.mul_(long).add_(gradient, alpha=1 - long)
+
+
+class BlockwiseAdamW(_TensorByTensor):
+    """What bitsandbytes' AdamW takes of the device; it updates nothing, so it is for meta tensors.
+
+    Two states of one byte an element and a float for every 256 of them; tensors of fewer than 4096 elements keep
+    32-bit states. All share two code books of 256 floats. The kernels work in place. Paged state lies in managed
+    memory, which the caching allocator does not hold, and which the driver moves to the host where room is short.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, bits: int, paged: bool) -> None:
+        super().__init__(parameters, {"lr": LEARNING_RATE})
+        self.bits, self.paged = bits, paged
+        self._code_books: tuple[Tensor, ...] = ()
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        if parameter not in self.state:
+            self._make_state(parameter)
+        parameter.add_(gradient)  # stands for the kernel, which makes no temporary
+
+    def _make_state(self, p: nn.Parameter) -> None:
+        small = self.bits == 32 or p.numel() < SMALLEST_IN_8_BITS
+        state = self.state[p]
+        if not (self.paged and p.numel() >= SMALLEST_PAGED):
+            dtype = torch.float32 if small else torch.uint8
+            state |= {name: torch.zeros_like(p, dtype=dtype) for name in ("state1", "state2")}
+        if small:
+            return
+        if not self._code_books:
+            self._code_books = tuple(torch.empty(256, device=p.device) for _ in range(2))
+        blocks = -(-p.numel() // STATE_BLOCK)
+        state |= {f"qmap{i + 1}": book for i, book in enumerate(self._code_books)}
+        state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
+
+
+class OptimizerInBackward:
+    """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
+
+    `around(parameter)` is entered for each step.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        around: Callable[[nn.Parameter], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self.optimizers = {p: make([p]) for p in parameters if p.requires_grad}
+        self._around = around
+        for parameter in self.optimizers:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        optimizer = self.optimizers[parameter]
+        with self._around(parameter):
+            run_step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for optimizer in self.optimizers.values():
+            yield from state_tensors(optimizer)
+
+
+class OptimizerOnHost:
+    """State and step in host memory, as in ZeRO-Offload: gradients are copied to the host, weights copied back.
+
+    The device holds nothing of it. On meta tensors, which stand for the device, nothing is left to do.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+        trained = [p for p in parameters if p.requires_grad]
+        if all(p.is_meta for p in trained):
+            return
+        self.pairs = [(p, nn.Parameter(p.detach().to("cpu", copy=True))) for p in trained]
+        self.optimizer = make([host for _, host in self.pairs])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.optimizer is None:
+            return
+        for on_device, on_host in self.pairs:
+            on_host.grad = None if on_device.grad is None else on_device.grad.to("cpu")
+        self.optimizer.step()
+        for on_device, on_host in self.pairs:
+            on_device.copy_(on_host)
+
+
+def run_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step; also the fused implementation on meta tensors, which torch reserves for real devices."""
+    with _fused_on_meta():
+        optimizer.step()
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every tensor of the optimizer's state."""
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+@contextlib.contextmanager
+def _fused_on_meta() -> Iterator[None]:
+    name = "_get_fused_kernels_supported_devices"
+    known = getattr(torch_optimizer, name, None)
+    if known is None:  # a release that does not ask
+        yield
+        return
+    with replaced(torch_optimizer, name, lambda: [*known(), "meta"]):
+        yield
+
+
+@torch.no_grad()
+def clip_norm(gradients: list[Tensor], largest: float) -> None:
+    """Scale the gradients in place so that the norm of all is at most `largest`, as `clip_grad_norm_` does on CUDA:
+    one norm a tensor, their norm, and one pass of for-each kernels."""
+    groups = _by_type(gradients)
+    norms = [norm for group in groups for norm in torch._foreach_norm(group)]
+    if not norms:
+        return
+    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    factor = torch.clamp(largest / (total + 1e-6), max=1.0)
+    for group in groups:
+        torch._foreach_mul_(group, factor)
+
+
+@torch.no_grad()
+def clip_value(gradients: list[Tensor], largest: float) -> None:
+    """Clamp the gradients in place to [-largest, largest]."""
+    for group in _by_type(gradients):
+        torch._foreach_clamp_min_(group, -largest)
+        torch._foreach_clamp_max_(group, largest)
+
+
+def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+class MovingAverage:
+    """Exponential moving averages of a model's parameters and buffers, beside them on the device."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        self.decay = decay
+        self._sources = [t for t in (*model.parameters(), *model.buffers())]
+        with torch.no_grad():
+            self.tensors = [t.detach().clone() for t in self._sources]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        averaged = [(a, s) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
+        groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, source in averaged:
+            ours, theirs = groups.setdefault(average.dtype, ([], []))
+            ours.append(average)
+            theirs.append(source.detach())
+        for ours, theirs in groups.values():
+            torch._foreach_lerp_(ours, theirs, 1 - self.decay)

@@ -1,0 +1,254 @@
+"""Linear layers with 4- and 8-bit weights, as bitsandbytes stores and multiplies them, on meta tensors.
+
+Start reading at `quantize`; `replace_bitsandbytes` does the same for layers that are bitsandbytes' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.errors import UsageError
+
+# bitsandbytes' block constants: a 32-bit scale for every block of 4-bit weights; with double quantization the scales
+# themselves are bytes, with a 32-bit scale for every block of them.
+WEIGHT_BLOCK = 64
+SCALE_BLOCK = 256
+
+_library = torch.library.Library("gpufarm", "DEF")
+_library.define("dequantize_4bit(Tensor packed, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
+_library.define("dequantize_scales(Tensor scales, Tensor outer) -> Tensor")
+_library.define("quantize_rows(Tensor x) -> (Tensor, Tensor)")
+_library.define("int8_product(Tensor x, Tensor weight) -> Tensor")
+_library.define("dequantize_product(Tensor product, Tensor row_scales, Tensor scales, ScalarType dtype) -> Tensor")
+
+
+def _meta(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return torch.library.impl(_library, name, "Meta")
+
+
+@_meta("dequantize_4bit")
+def _dequantize_4bit(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=packed.device)
+
+
+@_meta("dequantize_scales")
+def _dequantize_scales(scales: Tensor, outer: Tensor) -> Tensor:
+    return torch.empty(scales.shape, dtype=torch.float32, device=scales.device)
+
+
+@_meta("quantize_rows")
+def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+@_meta("int8_product")
+def _int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int32, device=x.device)
+
+
+@_meta("dequantize_product")
+def _dequantize_product(product: Tensor, row_scales: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(product, dtype=dtype)
+
+
+class _Quantized(nn.Module):
+    """What both formats have in common."""
+
+    weight: nn.Parameter
+
+    def dequantize(self) -> Tensor:
+        """Return the weight as the products read it: a new tensor."""
+        raise NotImplementedError
+
+    @property
+    def W_q(self) -> nn.Parameter:
+        """The stored weight. peft lets layers that have this attribute dequantize themselves, as DoRA wants it."""
+        return self.weight
+
+
+class Linear4Bit(_Quantized):
+    """A frozen linear layer of 4-bit weights: two a byte, and their block constants.
+
+    The weight is dequantized into a temporary in the forward pass, and again in the backward. The input is not saved,
+    unless `keeps_input`: bitsandbytes did so before 0.43.2, for nothing.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, *, double: bool, compute_dtype: torch.dtype | None = None, keeps_input: bool = False
+    ) -> None:
+        super().__init__()
+        self.keeps_input = keeps_input
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype = compute_dtype
+        stored = linear.weight.dtype if linear.weight.dtype.is_floating_point else compute_dtype
+        self.weight_dtype = stored or torch.bfloat16
+        device = linear.weight.device
+        elements = self.in_features * self.out_features
+        blocks = math.ceil(elements / WEIGHT_BLOCK)
+        packed = torch.empty((math.ceil(elements / 2), 1), dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("code", torch.empty(16, device=device), persistent=False)
+        scales = torch.empty(blocks, dtype=torch.uint8 if double else torch.float32, device=device)
+        self.register_buffer("scales", scales, persistent=False)
+        outer = torch.empty(math.ceil(blocks / SCALE_BLOCK), device=device) if double else None
+        self.register_buffer("outer_scales", outer, persistent=False)
+        self.register_buffer("offset", torch.empty((), device=device) if double else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.dtype
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _Product4Bit.apply(x, self, bias).to(given)
+
+    def dequantize(self) -> Tensor:
+        scales = self.get_buffer("scales")
+        outer = self._buffers["outer_scales"]
+        if outer is not None:
+            scales = torch.ops.gpufarm.dequantize_scales(scales, outer).add_(self.get_buffer("offset"))
+        shape = (self.out_features, self.in_features)
+        return torch.ops.gpufarm.dequantize_4bit(self.weight, scales, shape, self.weight_dtype)
+
+
+class _Product4Bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Linear4Bit, bias: Tensor | None) -> Tensor:
+        ctx.layer, ctx.sums_bias = layer, bias is not None and bias.requires_grad
+        if layer.keeps_input:
+            ctx.save_for_backward(x)
+        return F.linear(x, layer.dequantize().to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        gradient = gradients[0]
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
+        if not ctx.needs_input_grad[0]:
+            return None, None, of_bias
+        return torch.matmul(gradient, ctx.layer.dequantize().to(gradient.dtype)), None, of_bias
+
+
+class Linear8Bit(_Quantized):
+    """A frozen linear layer of 8-bit weights and a scale for each row (LLM.int8(), arXiv 2208.07339).
+
+    The input is quantized row by row and multiplied in integers; the backward pass multiplies by the dequantized
+    weight. The input stays alive for the backward pass. The few outlier columns are left out.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        device, stored = linear.weight.device, linear.weight.dtype
+        self.weight_dtype = stored if stored.is_floating_point else torch.float16
+        packed = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("scales", torch.empty(self.out_features, device=device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product8Bit.apply(x, self, self.bias)
+
+    def dequantize(self) -> Tensor:
+        return self.dequantized_to(self.weight_dtype)
+
+    def dequantized_to(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in that type: a new tensor."""
+        return self.weight.to(dtype).mul_(self.get_buffer("scales").unsqueeze(1).mul(1.0 / 127.0))
+
+
+class _Product8Bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Linear8Bit, bias: Tensor | None) -> Tensor:
+        ctx.layer, ctx.sums_bias = layer, bias is not None and bias.requires_grad
+        ctx.save_for_backward(x)
+        rows, row_scales = torch.ops.gpufarm.quantize_rows(x.to(torch.float16))
+        product = torch.ops.gpufarm.int8_product(rows, layer.weight)
+        scales = layer.get_buffer("scales")
+        out = torch.ops.gpufarm.dequantize_product(product, row_scales, scales, torch.float16).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        gradient, layer = gradients[0], ctx.layer
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
+        if not ctx.needs_input_grad[0]:
+            return None, None, of_bias
+        dtype = ctx.saved_tensors[0].dtype
+        weight = layer.dequantized_to(dtype)
+        return torch.matmul(gradient.to(dtype), weight), None, of_bias
+
+
+def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *, keeps_inputs: bool = False) -> None:
+    """Replace the model's linear layers by quantized ones. Changes the model, which must be on meta.
+
+    Layers with trainable weights stay as they are where other weights are frozen: they are adapters. In a model that
+    is trainable throughout, every layer is replaced and so frozen.
+
+    Args:
+        model: The model, on the meta device.
+        how: One of `featurize.training_settings.QUANTIZATIONS`.
+        skip: Names of layers that stay, whole or their last part. None: the output layer, as in transformers.
+        keeps_inputs: Each 4-bit layer keeps its input for the backward pass, as bitsandbytes did before 0.43.2.
+
+    Raises:
+        UsageError: The model is not on meta, a name of `skip` is no linear layer's, or nothing is left to quantize.
+    """
+    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    if any(not layer.weight.is_meta for layer in layers.values()):
+        raise UsageError("quantize= is for estimates, whose models are on meta; real models are quantized as they load")
+    for name in skip or ():
+        if not any(_is_named(layer, name) for layer in layers):
+            raise UsageError(f"quantize_skip: the model has no linear layer {name!r}")
+    output = _output_layer(model, layers) if skip is None else None
+    adapters = any(not p.requires_grad for p in model.parameters())
+    chosen = {
+        name: layer
+        for name, layer in layers.items()
+        if layer is not output
+        and not any(_is_named(name, kept) for kept in skip or ())
+        and not (adapters and layer.weight.requires_grad)
+    }
+    if not chosen:
+        raise UsageError(f"quantize={how}: the model has no linear layer to quantize")
+    made: dict[int, nn.Module] = {}
+    for name, layer in chosen.items():
+        if id(layer) not in made:
+            four = functools.partial(Linear4Bit, double=how.endswith("-dq"), keeps_input=keeps_inputs)
+            made[id(layer)] = Linear8Bit(layer) if how == "int8" else four(layer)
+        _put(model, name, made[id(layer)])
+
+
+def replace_bitsandbytes(model: nn.Module) -> None:
+    """Replace bitsandbytes' own layers, whose kernels need a GPU, by ones that take the same memory on meta."""
+    for name, module in list(model.named_modules()):
+        kind = next((c.__name__ for c in type(module).__mro__ if c.__module__.startswith("bitsandbytes.")), None)
+        if not isinstance(module, nn.Linear) or kind is None:
+            continue
+        if kind == "Linear8bitLt":
+            _put(model, name, Linear8Bit(module))
+        elif "4" in kind:
+            double = bool(getattr(module.weight, "compress_statistics", False))
+            _put(model, name, Linear4Bit(module, double=double, compute_dtype=getattr(module, "compute_dtype", None)))
+
+
+def _is_named(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _output_layer(model: nn.Module, layers: dict[str, nn.Linear]) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    if callable(getter) and (found := getter()) is not None:
+        return found
+    return next(reversed(layers.values()), None)
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)

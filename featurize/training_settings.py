@@ -1,0 +1,207 @@
+"""The training settings of a model that is no family's: what they may be, and which of them exclude each other.
+
+Start reading at `Training`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from conf.errors import UsageError, unknown_name
+from featurize.trial_config import OPTIMIZERS, PRECISIONS
+
+# Beyond those of trial configs. `featurize.optimizers` makes them.
+MORE_OPTIMIZERS = (
+    "nesterov", "rmsprop", "adagrad", "adafactor", "transformers_adafactor", "lion", "adamw_8bit", "paged_adamw_8bit",
+    "paged_adamw",
+)  # fmt: skip
+ALL_OPTIMIZERS = (*OPTIMIZERS, *MORE_OPTIMIZERS)
+# Weights, gradients and optimizer state in that type, without autocast.
+LOW_PRECISIONS = ("bf16-true", "fp16-true")
+ALL_PRECISIONS = (*PRECISIONS, *LOW_PRECISIONS)
+IMPLEMENTATIONS = ("foreach", "fused", "loop")
+# Which of torch's implementations each optimizer has; one that is not listed has its own loop only.
+IMPLEMENTATIONS_OF = {
+    **dict.fromkeys(("adam", "adamw", "sgd", "momentum", "nesterov", "adagrad"), IMPLEMENTATIONS),
+    **dict.fromkeys(("rmsprop", "adafactor"), ("foreach", "loop")),
+}
+CHECKPOINTING = ("full", "selective")
+_ON_HOST = (*OPTIMIZERS, "nesterov", "adagrad")  # optimizers with an implementation for the CPU
+QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
+
+
+class TrainingSettings(Protocol):
+    """What every training job states besides its model; each `featurize.trial.TrialConfig` has it."""
+
+    @property
+    def optimizer(self) -> str: ...  # one of ALL_OPTIMIZERS
+    @property
+    def precision(self) -> str: ...  # one of ALL_PRECISIONS
+    @property
+    def cudnn_benchmark(self) -> bool: ...
+    @property
+    def channels_last(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training settings by themselves, for a model that is no family's.
+
+    Args:
+        optimizer: One of `ALL_OPTIMIZERS`.
+        precision: `fp32`, `tf32`; `bf16` and `fp16`: autocast over the model's weights; `bf16-true` and `fp16-true`:
+            weights, gradients and optimizer state in that type.
+        cudnn_benchmark: cuDNN searches for its fastest algorithms.
+        channels_last: Model and inputs are in channels-last format.
+        implementation: `foreach`, `fused` or `loop`; None is torch's own choice on a GPU.
+        accumulation: Micro-steps, each of one batch, before the optimizer's step. Gradients live over all of them.
+        clip_norm: Largest norm of all gradients together; None does not clip.
+        clip_value: Largest absolute value of a gradient; None does not clip.
+        set_to_none: `zero_grad` frees the gradients; False fills them with zeros.
+        grad_scaler: The loss is scaled by a `GradScaler`. None: with precision=fp16 only.
+        ema: An exponential moving average of all weights and buffers is kept on the device.
+        optimizer_in_backward: Each weight is updated, and its gradient freed, as soon as the gradient is complete.
+        checkpointing: Activations of the repeated blocks are recomputed in the backward pass: `full`, or `selective`:
+            all but the results of matrix products and attention.
+        checkpoint_every: Every n-th block is checkpointed.
+        checkpoint_reentrant: The variant of `torch.utils.checkpoint`.
+        offload_activations: Saved tensors lie in host memory until the backward pass (`save_on_cpu`).
+        offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
+        quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
+        quantize_skip: Names of the linear layers that stay as they are. None: the output layer, as in transformers.
+        quantize_keeps_inputs: 4-bit layers keep their inputs for the backward pass, as in bitsandbytes before 0.43.2.
+
+    Raises:
+        UsageError: A value is unknown, or two settings exclude each other.
+    """
+
+    optimizer: str = "adam"
+    precision: str = "fp32"
+    cudnn_benchmark: bool = False
+    channels_last: bool = False
+    implementation: str | None = None
+    accumulation: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    set_to_none: bool = True
+    grad_scaler: bool | None = None
+    ema: bool = False
+    optimizer_in_backward: bool = False
+    checkpointing: str | None = None
+    checkpoint_every: int = 1
+    checkpoint_reentrant: bool = False
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    quantize: str | None = None
+    quantize_skip: tuple[str, ...] | None = None
+    quantize_keeps_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if not (value is None and name in _MAY_BE_NONE) and not (isinstance(value, str) and value in known):
+                raise unknown_name(name, value, known)
+        problems = [*self._wrong_values(), *self._exclusions()]
+        if problems:
+            raise UsageError("; ".join(problems))
+        if isinstance(self.quantize_skip, list):
+            object.__setattr__(self, "quantize_skip", tuple(self.quantize_skip))
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a `GradScaler` takes part."""
+        return self.precision == "fp16" if self.grad_scaler is None else self.grad_scaler
+
+    def beyond_trials(self) -> tuple[str, ...]:
+        """Return the settings, as `name=value`, that no trial config has, so that no model was fitted on them."""
+        default = Training()
+        return tuple(
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+            and not (field.name == "optimizer" and self.optimizer in OPTIMIZERS)
+            and not (field.name == "precision" and self.precision in PRECISIONS)
+            and field.name not in ("cudnn_benchmark", "channels_last")
+        )
+
+    def _wrong_values(self) -> list[str]:
+        problems = []
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name} is true or false, got {getattr(self, name)!r}")
+        if self.grad_scaler is not None and not isinstance(self.grad_scaler, bool):
+            problems.append(f"grad_scaler is true, false or null, got {self.grad_scaler!r}")
+        for name in ("accumulation", "checkpoint_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                problems.append(f"{name} must be an integer >= 1, got {value!r}")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and math.isfinite(value) and value > 0):
+                problems.append(f"{name} must be a number > 0, got {value!r}")
+        skip = self.quantize_skip
+        if skip is not None and not (isinstance(skip, tuple | list) and all(isinstance(name, str) for name in skip)):
+            problems.append(f"quantize_skip is a list of modules' names, got {skip!r}")
+        return problems
+
+    def _exclusions(self) -> list[str]:
+        known = IMPLEMENTATIONS_OF.get(self.optimizer, ("loop",))
+        rules = (
+            (self.implementation not in (None, *known),
+             f"optimizer={self.optimizer} has no implementation={self.implementation}; it has {', '.join(known)}"),
+            (self.clip_norm is not None and self.clip_value is not None, "give either clip_norm or clip_value"),
+            (self.checkpointing is None and self.checkpoint_every != 1, "checkpoint_every needs checkpointing"),
+            (self.checkpointing is None and self.checkpoint_reentrant, "checkpoint_reentrant needs checkpointing"),
+            (self.checkpointing == "selective" and self.checkpoint_reentrant,
+             "checkpointing=selective is not reentrant: leave checkpoint_reentrant out"),
+            (self.quantize is None and self.quantize_skip is not None, "quantize_skip needs quantize"),
+            (self.quantize is None and self.quantize_keeps_inputs, "quantize_keeps_inputs needs quantize"),
+            (self.grad_scaler is True and self.precision == "fp16-true",
+             "grad_scaler refuses fp16 gradients: take precision=fp16 with it"),
+            (self.offload_optimizer and self.optimizer not in _ON_HOST,
+             f"offload_optimizer runs {', '.join(_ON_HOST)} on the host, not {self.optimizer}"),
+            (self.offload_optimizer and self.scales_loss, "offload_optimizer has no GradScaler: take precision=bf16"),
+            (self.offload_optimizer and self.implementation is not None, "offload_optimizer takes no implementation"),
+        )  # fmt: skip
+        found = [problem for broken, problem in rules if broken]
+        if self.optimizer_in_backward:
+            others = {
+                "accumulation": self.accumulation != 1,
+                "clip_norm": self.clip_norm is not None,
+                "clip_value": self.clip_value is not None,
+                "grad_scaler": self.scales_loss,
+                "offload_optimizer": self.offload_optimizer,
+                "set_to_none=false": self.set_to_none is False,
+            }
+            if given := [name for name, value in others.items() if value]:
+                found.append(f"optimizer_in_backward frees each gradient at once: leave {', '.join(given)} out")
+        return found
+
+
+_CHOICES = {
+    "optimizer": ALL_OPTIMIZERS,
+    "precision": ALL_PRECISIONS,
+    "implementation": IMPLEMENTATIONS,
+    "checkpointing": CHECKPOINTING,
+    "quantize": QUANTIZATIONS,
+}
+_MAY_BE_NONE = ("implementation", "checkpointing", "quantize")
+_BOOLEANS = (
+    "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",
+    "offload_activations", "offload_optimizer", "quantize_keeps_inputs",
+)  # fmt: skip
+
+
+def training_of(settings: TrainingSettings) -> Training:
+    """Return the settings with every field; a trial config has the first four, and its model does the rest."""
+    if isinstance(settings, Training):
+        return settings
+    return Training(
+        optimizer=settings.optimizer,
+        precision=settings.precision,
+        cudnn_benchmark=settings.cudnn_benchmark,
+        channels_last=settings.channels_last,
+    )

@@ -1,0 +1,115 @@
+"""peft's methods on a real transformer built on meta, with quantized weights and with checkpointing."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from featurize.trace import trace_step
+from featurize.training import Training
+from featurize.vision import import_library
+
+transformers = import_library("transformers")
+LAYERS, WIDTH, INNER, VOCABULARY, TOKENS = 3, 128, 256, 500, 32
+
+
+def base(dtype=torch.bfloat16):
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens, labels=tokens)
+
+
+def batch(device):
+    return (torch.zeros((2, TOKENS), dtype=torch.long, device=device),), torch.zeros((), device=device)
+
+
+def traced(build, **settings):
+    training = Training(optimizer="adamw", **settings)
+    return trace_step(
+        lambda: WithLoss(build()), batch, loss=lambda out, _target: out.loss, settings=training, training_loop=False
+    )
+
+
+def bytes_of(trace, kind):
+    return sum(block.nbytes for block in trace.blocks if block.kind == kind)
+
+
+def most_activations(trace):
+    live = most = 0
+    for event in trace.events:
+        if trace.blocks[event.block].kind == "activation":
+            live += event.nbytes
+            most = max(most, live)
+    return most
+
+
+METHODS = {
+    "lora": ("LoraConfig", {"r": 8, "target_modules": ["q_proj", "v_proj"]}),
+    "dora": ("LoraConfig", {"r": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": True}),
+    "ia3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 8}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 8}),
+    "adapter": ("AdaptionPromptConfig", {"adapter_len": 8, "adapter_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weights(method):
+    peft = pytest.importorskip("peft")
+    name, arguments = METHODS[method]
+
+    def build():
+        return peft.get_peft_model(base(), getattr(peft, name)(task_type="CAUSAL_LM", **arguments))
+
+    trained = sum(p.numel() * p.element_size() for p in build().parameters() if p.requires_grad)
+    plain, quantized = traced(build), traced(build, quantize="nf4-dq")
+    assert bytes_of(plain, "optimizer_state") == bytes_of(quantized, "optimizer_state") == 2 * trained
+    linear = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * INNER)
+    assert bytes_of(plain, "parameter") - bytes_of(quantized, "parameter") == 2 * linear - linear // 2
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"checkpoint_every": 2}, {"how": "selective"}], ids=["own", "every", "selective"]
+)
+def test_transformers_models_are_checkpointed_by_their_switch_and_by_their_blocks(settings):
+    how = settings.get("how", "full")
+    every = settings.get("checkpoint_every", 1)
+    plain, checkpointed = traced(base), traced(base, checkpointing=how, checkpoint_every=every)
+    assert most_activations(checkpointed) < most_activations(plain)
+    attention = "aten::_scaled_dot_product_flash_attention"
+    again = sum(op.name == attention for op in checkpointed.operators) - sum(
+        op.name == attention for op in plain.operators
+    )
+    assert again == {"full": -(-LAYERS // every), "selective": 0}[how]
+
+
+def test_layers_of_the_real_bitsandbytes_are_traced_on_meta():
+    pytest.importorskip("bitsandbytes")
+    layers = importlib.import_module("bitsandbytes.nn")
+
+    def of_package():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), layers.LinearNF4(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 4))
+
+    def of_setting():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 4))
+        model[1].requires_grad_(False)
+        return model
+
+    def vectors(device):
+        return (torch.zeros(8, WIDTH, device=device),), torch.zeros(8, dtype=torch.long, device=device)
+
+    by_package = trace_step(of_package, vectors, settings=Training())
+    by_setting = trace_step(of_setting, vectors, settings=Training(quantize="nf4-dq"))
+    assert by_package.events == by_setting.events

@@ -1,0 +1,162 @@
+"""Linear layers with 4- and 8-bit weights: bytes counted on paper, and the layers that take part."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.quantized import Linear4Bit, Linear8Bit, quantize, replace_bitsandbytes
+from featurize.trace import trace_step
+from featurize.training import Training
+
+BATCH, WIDTH, LAYERS, CLASSES = 64, 512, 3, 8
+ELEMENTS = WIDTH * WIDTH
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a low-rank adapter beside it, as peft builds them."""
+
+    def __init__(self, rank=4):
+        super().__init__()
+        self.base_layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+
+
+def adapted():
+    head = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
+    return nn.Sequential(*(Adapted() for _ in range(LAYERS)), head)
+
+
+def head():
+    return nn.Sequential(nn.Linear(WIDTH, CLASSES, bias=False))
+
+
+def batch(device):
+    return (torch.zeros(BATCH, WIDTH, device=device),), torch.zeros(BATCH, dtype=torch.long, device=device)
+
+
+def traced(**settings):
+    return trace_step(adapted, batch, settings=Training(**settings), training_loop=False)
+
+
+def sum_of(trace, kind, sizes=None):
+    return sum(b.nbytes for b in trace.blocks if b.kind == kind and (sizes is None or b.nbytes in sizes))
+
+
+def kept_after_forward(trace):
+    last = max(i for i, e in enumerate(trace.events) if e.step == 2 and e.phase == "forward")
+    return sum(e.nbytes for e in trace.events[: last + 1] if trace.blocks[e.block].kind == "activation")
+
+
+@pytest.mark.parametrize(
+    "how, weight, constants",
+    [
+        ("nf4", ELEMENTS // 2, 4 * ELEMENTS // 64 + 4 * 16),
+        ("nf4-dq", ELEMENTS // 2, ELEMENTS // 64 + 4 * ELEMENTS // 64 // 256 + 4 + 4 * 16),
+        ("int8", ELEMENTS, 4 * WIDTH),
+    ],
+)
+def test_quantized_weights_and_their_constants_take_what_their_format_says(how, weight, constants):
+    plain, trace = traced(), traced(quantize=how)
+    assert sum_of(plain, "parameter") - sum_of(trace, "parameter") == LAYERS * (4 * ELEMENTS - weight)
+    assert sum_of(trace, "buffer") == LAYERS * constants
+
+
+@pytest.mark.parametrize("how", ["nf4", "nf4-dq", "int8"])
+def test_the_weight_is_a_temporary_of_the_backward_pass_and_for_4_bits_of_the_forward(how):
+    trace = traced(quantize=how)
+    made = {(op.phase, op.name) for op in trace.operators}
+    of_weights = [e for e in trace.events if e.nbytes == 4 * ELEMENTS and e.step == 2]
+    phases = [e.phase for e in of_weights if trace.blocks[e.block].kind == "temporary"]
+    assert phases.count("forward") == (0 if how == "int8" else LAYERS)
+    assert phases.count("backward") == LAYERS - 1  # nothing below the first layer wants a gradient
+    assert ("forward", "gpufarm::int8_product" if how == "int8" else "gpufarm::dequantize_4bit") in made
+
+
+def test_the_inputs_of_4_bit_layers_are_kept_where_an_older_bitsandbytes_kept_them():
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.head = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
+
+        def forward(self, x):
+            return self.head(self.frozen(2.0 * self.first(x)))  # multiplying by a number keeps nothing
+
+    def kept(**settings):
+        return kept_after_forward(trace_step(Base, batch, settings=Training(**settings), training_loop=False))
+
+    older = kept(quantize="nf4", quantize_keeps_inputs=True)
+    assert older - kept(quantize="nf4") == 4 * BATCH * WIDTH
+
+
+def test_adapters_and_the_output_layer_are_not_quantized():
+    with torch.device("meta"):
+        model = adapted()
+    quantize(model, "nf4")
+    kinds = {name: type(module) for name, module in model.named_modules() if not list(module.children())}
+    assert kinds["0.base_layer"] is Linear4Bit
+    assert kinds["0.lora_a"] is kinds["0.lora_b"] is kinds[str(LAYERS)] is nn.Linear
+    quantize(model, "int8", skip=())
+    assert type(model[LAYERS]) is Linear8Bit
+
+
+def test_a_model_without_adapters_is_frozen_where_it_is_quantized():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
+    quantize(model, "nf4-dq", skip=("2",))
+    assert [type(m) for m in model] == [Linear4Bit, nn.LayerNorm, nn.Linear, Linear4Bit]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.weight", "3.weight"]
+
+
+@pytest.mark.parametrize("width", [3, 65])
+def test_odd_sizes_are_rounded_up_to_whole_bytes_and_blocks(width):
+    layer = Linear4Bit(nn.Linear(width, width, bias=False, device="meta"), double=True)
+    assert layer.weight.numel() == math.ceil(width * width / 2)
+    assert layer.scales.numel() == math.ceil(width * width / 64)
+
+
+class FromBitsAndBytes:
+    """Layers as bitsandbytes makes them on meta: full weights, which only a GPU would pack."""
+
+    @staticmethod
+    def layer(name, **attributes):
+        kind = type(name, (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+        layer = kind(64, 64, bias=False, device="meta").requires_grad_(False)
+        for key, value in attributes.items():
+            setattr(layer, key, value)
+        return layer
+
+
+def test_layers_of_bitsandbytes_take_the_same_as_those_of_the_setting():
+    four = FromBitsAndBytes.layer("Linear4bit", compute_dtype=torch.bfloat16)
+    four.weight.compress_statistics = True
+    model = nn.Sequential(four, FromBitsAndBytes.layer("Linear8bitLt"), nn.Linear(64, 64, device="meta"))
+    replace_bitsandbytes(model)
+    assert [type(m) for m in model] == [Linear4Bit, Linear8Bit, nn.Linear]
+    assert model[0].compute_dtype is torch.bfloat16
+    assert model[0].scales.dtype is torch.uint8
+
+
+@pytest.mark.parametrize(
+    "build, settings, message",
+    [
+        (adapted, {"quantize": "nf4", "quantize_skip": ("nope",)}, "the model has no linear layer 'nope'"),
+        (head, {"quantize": "nf4"}, "has no linear layer to quantize"),
+        (head, {"quantize": "int8", "quantize_skip": ()}, "nothing to train"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(build, settings, message):
+    with pytest.raises(UsageError, match=message):
+        trace_step(build, batch, settings=Training(**settings))
+
+
+def test_real_memory_is_not_quantized():
+    with pytest.raises(UsageError, match="for estimates"):
+        quantize(adapted(), "nf4")

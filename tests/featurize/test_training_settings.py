@@ -1,0 +1,381 @@
+"""What each training setting does to a traced step, counted on paper or on a real step on the CPU."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import EnvironmentProblem, UsageError
+from featurize.checkpointing import repeated_blocks
+from featurize.device_spec import load_device
+from featurize.optimizers import MovingAverage, OptimizerOnHost, make_optimizer
+from featurize.replay import replay
+from featurize.trace import trace_step
+from featurize.training import Training, TrainingStep
+from featurize.training_settings import ALL_OPTIMIZERS, LOW_PRECISIONS
+
+BATCH, WIDTH, BLOCKS, CLASSES = 256, 128, 4, 8
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm, self.widen, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x, *, scale=1.0):
+        return x + scale * self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=BLOCKS):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+
+def batch(device, dtype=torch.float32):
+    return (torch.zeros(BATCH, WIDTH, device=device, dtype=dtype),), torch.zeros(BATCH, dtype=torch.long, device=device)
+
+
+def traced(**settings):
+    return trace_step(Net, batch, settings=Training(**settings), training_loop=False)
+
+
+def alive_after(trace, step, *phases):
+    """Bytes by kind when the last of these phases has ended."""
+    last = max(i for i, e in enumerate(trace.events) if e.step == step and e.phase in phases)
+    live = {}
+    for event in trace.events[: last + 1]:
+        kind = trace.blocks[event.block].kind
+        live[kind] = live.get(kind, 0) + event.nbytes
+    return live
+
+
+def most_of(trace, kind, step=2, phases=("forward", "backward", "optimizer")):
+    live = most = 0
+    for event in trace.events:
+        if trace.blocks[event.block].kind == kind:
+            live += event.nbytes
+            if event.step == step and event.phase in phases:
+                most = max(most, live)
+    return most
+
+
+def weights(dtype_bytes=4):
+    return dtype_bytes * sum(p.numel() for p in Net().parameters())
+
+
+def real_step(**settings):
+    torch.manual_seed(0)
+    model = Net()
+    step = TrainingStep(model, Training(**settings), "cpu")
+    torch.manual_seed(1)
+    step((torch.randn(BATCH, WIDTH),), torch.arange(BATCH) % CLASSES)
+    return step
+
+
+def gradients(**settings):
+    return [p.grad.clone() for p in real_step(**settings).model.parameters()]
+
+
+# -- optimizers
+
+
+@pytest.mark.parametrize("optimizer", [name for name in ALL_OPTIMIZERS if "bit" not in name and name != "paged_adamw"])
+def test_the_traced_state_of_an_optimizer_is_that_of_a_real_step(optimizer):
+    states = real_step(optimizer=optimizer).optimizer.state.values()
+    on_device = [  # step counters stay on the host
+        t for state in states for name, t in state.items() if isinstance(t, torch.Tensor) and name != "step"
+    ]
+    real = sum(t.numel() * t.element_size() for t in on_device)
+    assert alive_after(traced(optimizer=optimizer), 2, "optimizer").get("optimizer_state", 0) == real
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "rmsprop", "adagrad", "adafactor", "nesterov", "transformers_adafactor"])
+def test_the_further_optimizers_train_for_real(optimizer):
+    torch.manual_seed(0)
+    step = TrainingStep(
+        nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)), Training(optimizer=optimizer), "cpu"
+    )
+    inputs = torch.randn(64, 8)
+    losses = [step((inputs,), inputs[:, :3].argmax(dim=1)).item() for _ in range(30)]
+    assert losses[-1] < losses[0]
+
+
+def test_block_wise_state_is_a_byte_an_element_and_a_float_for_every_256_of_them():
+    by_parameter = 0
+    for p in Net().parameters():
+        n = p.numel()
+        by_parameter += 8 * n if n < 4096 else 2 * n + 2 * 4 * math.ceil(n / 256)
+    code_books = 2 * 4 * 256
+    assert alive_after(traced(optimizer="adamw_8bit"), 2, "optimizer")["optimizer_state"] == by_parameter + code_books
+
+
+def test_paged_state_of_large_tensors_is_not_on_the_device():
+    width = 400  # 160,000 weights: above what is paged
+
+    def model():
+        return nn.Linear(width, width)
+
+    def one(device):
+        return (torch.zeros(4, width, device=device),), None
+
+    trace = trace_step(model, one, settings=Training(optimizer="paged_adamw"), training_loop=False)
+    assert alive_after(trace, 2, "optimizer")["optimizer_state"] == 2 * 4 * width  # the bias alone
+
+
+def test_a_foreach_step_takes_a_temporary_of_all_weights_a_loop_of_one_and_a_fused_one_none():
+    largest = 4 * 4 * WIDTH * WIDTH
+    taken = {name: most_of(traced(implementation=name), "temporary", phases=("optimizer",)) for name in
+             ("foreach", "loop", "fused")}  # fmt: skip
+    assert taken["foreach"] >= weights()
+    assert largest <= taken["loop"] <= 3 * largest
+    assert taken["fused"] < 4096
+
+
+def test_frozen_weights_have_neither_gradient_nor_state():
+    def frozen():
+        model = Net()
+        model.blocks.requires_grad_(False)
+        return model
+
+    live = alive_after(trace_step(frozen, batch, settings=Training(), training_loop=False), 2, "optimizer")
+    trained = 4 * sum(p.numel() for p in frozen().parameters() if p.requires_grad)
+    assert (live["gradient"], live["optimizer_state"]) == (trained, 2 * trained)
+
+
+# -- gradients
+
+
+def test_gradients_live_over_all_micro_steps():
+    assert alive_after(traced(accumulation=1), 2, "forward").get("gradient", 0) == 0
+    assert alive_after(traced(accumulation=3), 2, "forward")["gradient"] == weights()
+
+
+def test_accumulated_steps_run_every_micro_step_and_one_update():
+    one, three = traced(accumulation=1), traced(accumulation=3)
+    products = ("aten::addmm", "aten::mm")
+    assert sum(op.name in products for op in three.operators) == 3 * sum(op.name in products for op in one.operators)
+    assert len([op for op in three.operators if op.phase == "optimizer"]) == len(
+        [op for op in one.operators if op.phase == "optimizer"]
+    )
+
+
+def test_accumulated_gradients_of_equal_batches_are_those_of_one():
+    for summed, single in zip(gradients(accumulation=4), gradients(), strict=True):
+        assert torch.allclose(summed, single, atol=1e-6)
+
+
+def test_gradients_that_are_filled_with_zeros_live_in_the_next_forward_pass():
+    assert alive_after(traced(set_to_none=False), 2, "forward")["gradient"] == weights()
+
+
+def test_clipping_by_norm_and_by_value_does_what_torch_does():
+    plain = gradients(optimizer="sgd")
+    expected = [g.clone() for g in plain]
+    total = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected]))
+    assert total > 0.01
+    for found, wanted in zip(gradients(optimizer="sgd", clip_norm=0.01), expected, strict=True):
+        assert torch.allclose(found, wanted * 0.01 / (total + 1e-6), atol=1e-8)
+    for found, wanted in zip(gradients(optimizer="sgd", clip_value=1e-4), expected, strict=True):
+        assert torch.equal(found, wanted.clamp(-1e-4, 1e-4))
+
+
+def test_an_optimizer_in_the_backward_pass_keeps_one_gradient_at_a_time_and_trains_alike():
+    trace = traced(optimizer_in_backward=True)
+    largest = 4 * 4 * WIDTH * WIDTH
+    assert most_of(trace, "gradient") <= 2 * largest
+    assert alive_after(trace, 2, "optimizer")["optimizer_state"] == 2 * weights()
+    usual, inside = real_step(optimizer="sgd"), real_step(optimizer="sgd", optimizer_in_backward=True)
+    for a, b in zip(usual.model.parameters(), inside.model.parameters(), strict=True):
+        assert torch.allclose(a, b)
+        assert b.grad is None
+
+
+def test_a_grad_scaler_unscales_in_one_pass_also_under_bf16():
+    def passes(trace):
+        return [op for op in trace.operators if op.phase == "optimizer" and op.name == "aten::_foreach_mul_"]
+
+    plain, scaled = traced(precision="bf16"), traced(precision="bf16", grad_scaler=True)
+    assert len(passes(scaled)) == len(passes(plain)) + 1
+
+
+# -- weights
+
+
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+def test_low_precision_weights_halve_weights_gradients_and_state(precision):
+    live = alive_after(traced(precision=precision), 2, "optimizer")
+    assert (live["parameter"], live["gradient"], live["optimizer_state"]) == (weights(2), weights(2), 2 * weights(2))
+
+
+def test_a_module_that_comes_in_bf16_is_the_same_as_the_setting():
+    by_module = trace_step(
+        lambda: Net().to(torch.bfloat16), lambda d: batch(d, torch.bfloat16), settings=Training(), training_loop=False
+    )
+    by_setting = trace_step(
+        Net, lambda d: batch(d, torch.bfloat16), settings=Training(precision="bf16-true"), training_loop=False
+    )
+    assert by_module.events == by_setting.events
+
+
+def test_a_moving_average_is_a_copy_of_all_weights_and_follows_them():
+    assert alive_after(traced(ema=True), 2, "optimizer")["buffer"] == weights()
+    model = nn.Linear(2, 2)
+    average = MovingAverage(model, decay=0.5)
+    before = [t.clone() for t in average.tensors]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    average.update()
+    assert all(torch.allclose(after, start + 0.5) for after, start in zip(average.tensors, before, strict=True))
+
+
+# -- activations
+
+
+def saved_bytes(model, inputs):
+    """Bytes that a real forward pass saves, each storage once, without the weights."""
+    saved = {}
+    own = {p.untyped_storage()._cdata for p in model.parameters()} | {inputs.untyped_storage()._cdata}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(inputs)
+    return sum(storage.nbytes() for storage in saved.values()), out
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpointed_blocks_keep_what_a_real_forward_pass_keeps(every):
+    real = TrainingStep(Net(), Training(checkpointing="full", checkpoint_every=every), "cpu").model
+    nbytes, _out = saved_bytes(real, torch.randn(BATCH, WIDTH, requires_grad=True))
+    trace = traced(checkpointing="full", checkpoint_every=every)
+    kept = alive_after(trace, 2, "forward")["activation"]
+    losses = BATCH * CLASSES * 4 * 2  # of cross entropy: the logits, their log softmax, and two scalars
+    assert abs(kept - nbytes - losses) <= losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"checkpointing": "full"}, {"checkpointing": "full", "checkpoint_every": 3}, {"checkpointing": "selective"},
+     {"checkpointing": "full", "checkpoint_reentrant": True}, {"offload_activations": True}],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)  # fmt: skip
+def test_what_is_recomputed_or_moved_changes_no_gradient_and_takes_less(settings):
+    for found, wanted in zip(gradients(**settings), gradients(), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-6)
+    assert most_of(traced(**settings), "activation") < most_of(traced(), "activation")
+
+
+def test_selective_checkpointing_saves_products_and_recomputes_the_rest():
+    def count(trace, name):
+        return sum(op.name == name for op in trace.operators)
+
+    plain, selective, full = traced(), traced(checkpointing="selective"), traced(checkpointing="full")
+    assert count(selective, "aten::addmm") == count(plain, "aten::addmm") < count(full, "aten::addmm")
+    assert count(selective, "aten::gelu") == count(full, "aten::gelu") == count(plain, "aten::gelu") + BLOCKS
+    levels = [most_of(trace, "activation") for trace in (full, selective, plain)]
+    assert levels == sorted(levels) and len(set(levels)) == 3
+
+
+def test_offloaded_activations_leave_the_device_and_come_back_one_operator_at_a_time():
+    trace = traced(offload_activations=True)
+    assert alive_after(trace, 2, "forward").get("activation", 0) <= 4 * BATCH * CLASSES * 4
+    assert most_of(trace, "temporary") >= 4 * BATCH * 4 * WIDTH
+
+
+def test_a_model_s_own_switch_is_used_for_full_checkpointing():
+    class Switched(Net):
+        asked = None
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
+            self.asked = gradient_checkpointing_kwargs
+
+    step = TrainingStep(Switched(), Training(checkpointing="full", checkpoint_reentrant=True), "cpu")
+    assert step.model.asked == {"use_reentrant": True}
+    step = TrainingStep(Switched(), Training(checkpointing="full", checkpoint_every=2), "cpu")
+    assert step.model.asked is None
+
+
+def test_repeated_blocks_are_the_outermost_members_of_one_class():
+    stages = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), Block()), nn.ReLU(), nn.Sequential(Block(), Block()))
+    assert repeated_blocks(stages) == [stages[1][0], stages[1][1], stages[3][0], stages[3][1]]
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+    assert repeated_blocks(nested) == list(nested)
+    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
+
+
+# -- the host
+
+
+def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_device():
+    live = alive_after(traced(offload_optimizer=True), 2, "optimizer")
+    assert "optimizer_state" not in live
+    assert live["gradient"] == weights()
+    usual, on_host = real_step(optimizer="adamw"), real_step(optimizer="adamw", offload_optimizer=True)
+    assert isinstance(on_host.optimizer, OptimizerOnHost)
+    for a, b in zip(usual.model.parameters(), on_host.model.parameters(), strict=True):
+        assert torch.allclose(a, b)
+
+
+# -- mistakes
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"optimizer": "ftrl"}, "unknown optimizer 'ftrl'; known: adafactor"),
+        ({"precision": "int8"}, "unknown precision 'int8'"),
+        ({"quantize": "int4"}, "unknown quantize 'int4'; known: fp4"),
+        ({"checkpointing": True}, "unknown checkpointing True"),
+        ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
+        ({"clip_norm": float("nan")}, "clip_norm must be a number > 0, got nan"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "either clip_norm or clip_value"),
+        ({"ema": 1}, "ema is true or false, got 1"),
+        ({"optimizer": "rmsprop", "implementation": "fused"}, "optimizer=rmsprop has no implementation=fused"),
+        ({"optimizer": "lion", "implementation": "foreach"}, "optimizer=lion has no implementation=foreach"),
+        ({"optimizer_in_backward": True, "accumulation": 2, "clip_norm": 1.0}, "leave accumulation, clip_norm out"),
+        ({"optimizer_in_backward": True, "precision": "fp16"}, "leave grad_scaler out"),
+        ({"checkpoint_every": 2}, "checkpoint_every needs checkpointing"),
+        ({"checkpointing": "selective", "checkpoint_reentrant": True}, "is not reentrant"),
+        ({"quantize_skip": ["head"]}, "quantize_skip needs quantize"),
+        ({"precision": "fp16-true", "grad_scaler": True}, "grad_scaler refuses fp16 gradients"),
+        ({"offload_optimizer": True, "optimizer": "lion"}, "runs adam, adamw, sgd, momentum, nesterov, adagrad on"),
+        ({"offload_optimizer": True, "precision": "fp16"}, "take precision=bf16"),
+    ],
+)  # fmt: skip
+def test_wrong_and_contradicting_settings_are_named(settings, message):
+    with pytest.raises(UsageError, match=message):
+        Training(**settings)
+
+
+def test_a_model_without_repeated_blocks_cannot_be_checkpointed_by_a_setting():
+    with pytest.raises(UsageError, match=r"call torch\.utils\.checkpoint"):
+        trace_step(lambda: nn.Linear(WIDTH, CLASSES), batch, settings=Training(checkpointing="full"))
+
+
+def test_an_optimizer_of_a_package_that_needs_a_gpu_says_so_on_the_cpu():
+    with pytest.raises(EnvironmentProblem, match="runs on CUDA only"):
+        make_optimizer("adamw_8bit", nn.Linear(2, 2).parameters(), foreach=None)
+
+
+def test_the_settings_fit_into_a_replay():
+    trace, spec = traced(accumulation=2, checkpointing="full", ema=True), load_device("A100-SXM4-40GB")
+    assert replay(trace, spec).peak_allocated >= trace.peak_live_bytes

@@ -1,0 +1,103 @@
+"""Training settings of `learn.estimate`, as keywords, as one object and as keys of the command."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.families import mlp
+from featurize.training import Training
+from learn import estimate
+
+CONFIG = mlp.Config(batch_size=8, input_size=8, classes=2, depth=1)
+SHAPE = (256, 512)
+
+
+def net():
+    return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512), nn.ReLU(), nn.Linear(512, 8))
+
+
+def parameters_mib():
+    return 4 * sum(p.numel() for p in net().parameters()) / 2**20
+
+
+def run(*argv):
+    from learn.commands.estimate import entry
+
+    return cli.run("estimate", entry, list(argv))
+
+
+def test_keywords_and_settings_give_the_same_estimate():
+    chosen = {"optimizer": "adamw_8bit", "accumulation": 2, "clip_norm": 1.0, "precision": "bf16-true"}
+    by_keywords = estimate(net, SHAPE, **chosen)
+    by_settings = estimate(net, SHAPE, settings=Training(**chosen))
+    assert by_keywords.peak_memory_mib == by_settings.peak_memory_mib
+    assert by_keywords.breakdown == by_settings.breakdown
+
+
+def test_settings_that_no_model_was_fitted_on_are_answered_by_the_trace_which_says_so():
+    answered = estimate(net, SHAPE, ema=True, optimizer="sgd")
+    assert set(answered.answered_by.values()) == {"trace"}
+    assert any("no model was fitted on ema=True" in warning for warning in answered.warnings)
+    assert answered.breakdown["buffers and batch"] == pytest.approx(parameters_mib(), rel=0.2)
+
+
+def test_other_methods_refuse_settings_that_they_do_not_know():
+    with pytest.raises(UsageError, match="estimator=horus has no answer: it does not know accumulation=4"):
+        estimate(net, SHAPE, accumulation=4, estimator="horus")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"accumulate": 2}, "unknown training setting 'accumulate'; known: .*accumulation"),
+        ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
+        ({"settings": Training(), "accumulation": 2}, "accumulation and settings= exclude each other"),
+        ({"settings": {"accumulation": 2}}, "settings is a featurize.training.Training, got dict"),
+    ],
+)
+def test_wrong_settings_are_named(given, message):
+    with pytest.raises(UsageError, match=message):
+        estimate(net, SHAPE, **given)
+
+
+def test_a_trial_config_takes_no_settings_of_modules():
+    with pytest.raises(UsageError, match="accumulation is for modules"):
+        estimate(CONFIG, accumulation=2)
+
+
+def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gpufarm_settings_net.py").write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    job = ["model=gpufarm_settings_net:net", "input=[8,64]", "format=json"]
+    assert (
+        run(*job, "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false", "quantize_skip=[head]") == 2
+    )
+    assert "quantize_skip needs quantize" in capsys.readouterr().err
+    assert run(*job, "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false") == 0
+    done = json.loads(capsys.readouterr().out)
+    assert any("accumulation=2, clip_norm=1" in warning for warning in done["warnings"])
+    with_config = ["config={family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}", "accumulation=2"]
+    assert run(*with_config) == 2
+    assert "accumulation is for modules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrap, words",
+    [
+        (lambda module: torch.compile(module), "is compiled"),
+        (lambda module: nn.DataParallel(module), "is an nn.DataParallel"),
+    ],
+    ids=["compile", "data_parallel"],
+)
+def test_wrappers_that_the_trace_does_not_follow_are_warned_of(wrap, words):
+    plain, wrapped = estimate(net(), SHAPE), estimate(wrap(net()), SHAPE)
+    assert any(words in warning for warning in wrapped.warnings)
+    assert not any(words in warning for warning in plain.warnings)
+    assert wrapped.trace_memory_mib == plain.trace_memory_mib
