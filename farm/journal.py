@@ -149,10 +149,10 @@ class Journal:
         self._append({"cycle": cycle, "event": "failed", "step": step, "payload": {"error": error}})
         return self.cycle(cycle)
 
-    def end(self, cycle: str, outcome: str, said: str) -> Cycle:
+    def end(self, cycle: str, outcome: str, sentence: str) -> Cycle:
         """The cycle is over; as it is now."""
         assert outcome in OUTCOMES, outcome
-        self._append({"cycle": cycle, "event": "end", "outcome": outcome, "said": said})
+        self._append({"cycle": cycle, "event": "end", "outcome": outcome, "said": sentence})
         return self.cycle(cycle)
 
     def _append(self, entry: Mapping[str, Any]) -> None:

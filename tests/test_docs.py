@@ -25,8 +25,8 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to
 
 def code_blocks(language):
     """The fenced blocks in that language of the pages whose code is run here."""
-    found = [re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S) for page in RUN]
-    return [block for blocks in found for block in blocks]
+    page_blocks = [re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S) for page in RUN]
+    return [block for blocks in page_blocks for block in blocks]
 
 
 def generate(*arguments, script=ROOT / "infra" / "generate_docs.py"):
@@ -155,9 +155,9 @@ def test_a_query_of_the_documents_gives_rows(connection, sql):
 
 @pytest.mark.parametrize("code", code_blocks("python"))
 def test_code_of_the_documents_runs(code):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         exec(compile(code, "README.md", "exec"), {})
-    assert "9,666,232,320 parameters" in said.getvalue()
+    assert "9,666,232,320 parameters" in printed.getvalue()
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert [line for line in said.getvalue().splitlines() if line not in readme] == [], "make readme"
+    assert [line for line in printed.getvalue().splitlines() if line not in readme] == [], "make readme"

@@ -68,7 +68,7 @@ class _Rule:
 
     name: str
     severity: str
-    said: str
+    sentence: str
     broken: str
     shown: str = ""  # column whose value the examples tell
     table: str = "attempts"
@@ -112,16 +112,16 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
                     f"ORDER BY ALL LIMIT {_EXAMPLES}"
                 ).fetchall()
                 yield Finding(
-                    rule=rule.name, severity=rule.severity, count=count, said=rule.said,
+                    rule=rule.name, severity=rule.severity, count=count, said=rule.sentence,
                     examples=tuple(text for (text,) in rows),
                 )  # fmt: skip
-    for name, severity, said, query in _GROUPED:
+    for name, severity, sentence, query in _GROUPED:
         # `query` gives one text for each row that breaks the rule
         ((count, examples),) = connection.execute(
             f"SELECT count(*), list(said ORDER BY said)[:{_EXAMPLES}] FROM ({query}) AS found(said)"
         ).fetchall()
         if count:
-            yield Finding(rule=name, severity=severity, count=count, said=said, examples=tuple(examples))
+            yield Finding(rule=name, severity=severity, count=count, said=sentence, examples=tuple(examples))
 
 
 def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
@@ -131,15 +131,15 @@ def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
     for field in schema:
         name = field.name
         if name in ratios:
-            broken, said = f"NOT {name} BETWEEN 0 AND 1", "a ratio outside [0, 1]"
+            broken, sentence = f"NOT {name} BETWEEN 0 AND 1", "a ratio outside [0, 1]"
         elif pa.types.is_floating(field.type) and name != "temperature_c":
-            broken, said = f"{name} < 0 OR NOT isfinite({name})", "below 0, or not finite"
+            broken, sentence = f"{name} < 0 OR NOT isfinite({name})", "below 0, or not finite"
         elif pa.types.is_integer(field.type):
-            broken, said = f"{name} < 0", "below 0"
+            broken, sentence = f"{name} < 0", "below 0"
         else:
             continue
         where = "" if table == "attempts" else "telemetry."
-        rules.append(_Rule(f"range.{where}{name}", "error", said, broken, name, table))
+        rules.append(_Rule(f"range.{where}{name}", "error", sentence, broken, name, table))
     return rules
 
 

@@ -86,7 +86,7 @@ TELEMETRY = {
     "phase": "warmup or window; NULL before and after",
     "quality": "measured, repeated, unavailable or suspect",
     "reasons": "why it is unavailable or suspect",
-    **{name: f"{what}; {unit}" for name, (unit, what) in METRICS.items()},
+    **{name: f"{meaning}; {unit}" for name, (unit, meaning) in METRICS.items()},
 }
 
 JOBS = {

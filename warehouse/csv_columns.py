@@ -52,19 +52,21 @@ class CsvMapping:
     def __post_init__(self) -> None:
         if self.family not in group_options("arch"):
             raise unknown_name("family", self.family, group_options("arch"))
-        found = []
-        for key, told in (("columns", self.columns), ("constants", self.constants)):
-            unknown = [name for name in told if name not in TARGETS and not (name.startswith(FIELD) and name != FIELD)]
+        problems = []
+        for key, given_names in (("columns", self.columns), ("constants", self.constants)):
+            unknown = [
+                name for name in given_names if name not in TARGETS and not (name.startswith(FIELD) and name != FIELD)
+            ]
             if unknown:
-                found.append(f"{key}: unknown {', '.join(unknown)}; known: {', '.join(TARGETS)} and config.FIELD")
+                problems.append(f"{key}: unknown {', '.join(unknown)}; known: {', '.join(TARGETS)} and config.FIELD")
         if both := sorted(set(self.columns) & set(self.constants)):
-            found.append(f"{', '.join(both)}: in columns and in constants")
+            problems.append(f"{', '.join(both)}: in columns and in constants")
         if not self.columns:
-            found.append("columns='{peak_memory_mib: COLUMN, ...}' is missing: source=csv reads what it names")
+            problems.append("columns='{peak_memory_mib: COLUMN, ...}' is missing: source=csv reads what it names")
         if "device_name" not in self.columns and "device_name" not in self.constants:
-            found.append("device_name=... is missing: the GPU model that was measured")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append("device_name=... is missing: the GPU model that was measured")
+        if problems:
+            raise UsageError("; ".join(problems))
 
     def file(self, path: Path) -> ImportedFile:
         """The rows of one file. `UsageError` for a file that lacks a column, or is no CSV file."""
@@ -110,14 +112,14 @@ class CsvMapping:
 
     def _missing(self, run: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         batch, card = config.get("batch_size"), run.get("device_memory_mib")
-        found = [] if batch is not None else ["no batch size"]
+        missing = [] if batch is not None else ["no batch size"]
         if isinstance(batch, int | float) and batch < 1:
-            found.append(f"batch_size: {batch}")
+            missing.append(f"batch_size: {batch}")
         if card is not None and card <= 0:
-            found.append(f"device_memory_mib: {card:g}")
+            missing.append(f"device_memory_mib: {card:g}")
         if run["status"] == "ok" and all(run.get(name) is None for name in LABELS):
-            found.append("no figure")
-        return found
+            missing.append("no figure")
+        return missing
 
 
 def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -126,12 +128,12 @@ def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, An
         return {}
     try:
         written = str(text).strip()
-        found = yaml.safe_load(written if written.startswith("{") else f"{{{written}}}")
+        mapping = yaml.safe_load(written if written.startswith("{") else f"{{{written}}}")
     except (yaml.YAMLError, ValueError, RecursionError):  # a day such as 2026-99-99 is a ValueError
-        found = None
-    if not isinstance(found, dict) or any(value is None for value in found.values()):
+        mapping = None
+    if not isinstance(mapping, dict) or any(value is None for value in mapping.values()):
         raise UsageError(f"{key} must be written as '{{NAME: VALUE, NAME: VALUE}}', got {shown(text)}")
-    return {str(name): str(value) if key == "columns" else value for name, value in found.items()}
+    return {str(name): str(value) if key == "columns" else value for name, value in mapping.items()}
 
 
 def _converted(name: str, value: Any) -> Any:

@@ -69,12 +69,12 @@ def repository_folder() -> Path:
 
 def find_parts(root: Path) -> list[DatasetPart]:
     """Every part of the data set at `root`, sorted; none where the folder holds none."""
-    found = []
+    parts = []
     for path in root.glob("*/*-runs.parquet"):
         name = _FILE.fullmatch(path.name)
         if name is not None and not path.parent.name.startswith("."):
-            found.append(DatasetPart(path.parent.name, name["device"], name["day"]))
-    return sorted(found)
+            parts.append(DatasetPart(path.parent.name, name["device"], name["day"]))
+    return sorted(parts)
 
 
 def lies_in(root: Path, path: Path) -> bool:
@@ -167,8 +167,8 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
             f"{path} has schema version {version}, this code knows up to {SCHEMA_VERSION}; update the code"
         )
     if described.get("kind") != kind or described.get("family") != part.family:
-        said = f"{described.get('kind')} of {described.get('family')}"
-        raise EnvironmentProblem(f"{path} holds {said}: it has been moved or renamed")
+        content_kind = f"{described.get('kind')} of {described.get('family')}"
+        raise EnvironmentProblem(f"{path} holds {content_kind}: it has been moved or renamed")
     unknown = [name for name in table.column_names if name not in schema.names]
     if unknown:
         raise EnvironmentProblem(f"{path}: unknown column {', '.join(unknown)}")
@@ -188,9 +188,9 @@ def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
     rows: list[dict[str, Any]] = runs.to_pylist()
     for number, row in enumerate(rows, start=1):
-        found = run_problems(row)
+        problems = run_problems(row)
         if row["family"] != part.family:
-            found.append(f"family must be {part.family!r}, got {row['family']!r}")
-        if found:
-            raise EnvironmentProblem(f"{root / part.path('runs')}, row {number}: {'; '.join(found)}")
+            problems.append(f"family must be {part.family!r}, got {row['family']!r}")
+        if problems:
+            raise EnvironmentProblem(f"{root / part.path('runs')}, row {number}: {'; '.join(problems)}")
     return rows

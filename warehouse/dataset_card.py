@@ -105,13 +105,13 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _environments(rows: Sequence[Mapping[str, Any]]) -> str:
-    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    days_by_environment: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for row in rows:
-        found[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
+        days_by_environment[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
     heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
     lines = [
         (*(_said(value) for value in key), f"{len(days):,}", _span(days))
-        for key, days in sorted(found.items(), key=lambda item: tuple(map(str, item[0])))
+        for key, days in sorted(days_by_environment.items(), key=lambda item: tuple(map(str, item[0])))
     ]
     return "\n## Environments\n\n" + markdown_table(heads, lines)
 
@@ -126,12 +126,12 @@ def _span(days: Iterable[str]) -> str:
 
 
 def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    rows_by_ending: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["window_s"] is not None:
-            found[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
+            rows_by_ending[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
     lines = []
-    for (kind, ended), group in sorted(found.items()):
+    for (kind, ended), group in sorted(rows_by_ending.items()):
         windows, warmups = ([row[name] for row in group if row[name] is not None] for name in ("window_s", "warmup_s"))
         quantiles = (min(windows), statistics.median(windows), max(windows))
         warmup = f"{statistics.median(warmups):.2f}" if warmups else "-"
@@ -141,12 +141,12 @@ def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
-    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    statuses_by_group: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
-        found[row["family"], _said(row["device_name"])][row["status"]] += 1
+        statuses_by_group[row["family"], _said(row["device_name"])][row["status"]] += 1
     lines = [
         (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
-        for (family, device), counts in sorted(found.items())
+        for (family, device), counts in sorted(statuses_by_group.items())
     ]
     return "\n## Runs by family and status\n\n" + markdown_table(("family", "device", *STATUSES, "all"), lines)
 
@@ -163,7 +163,7 @@ def _special(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["config"] is None:
             continue
         sizes[row["family"], row["device_name"], _network(row)].add(row["batch_size"])
-    several = sum(len(found) > 1 for found in sizes.values())
+    several = sum(len(batch_sizes) > 1 for batch_sizes in sizes.values())
     lines = [
         ("share of the card's memory allowed", by("memory_fraction", lambda row: row["memory_fraction"] or 1)),
         ("MIG profile", by("mig_profile")),
@@ -204,9 +204,11 @@ def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
         for name in METRICS:
             column = table.column(name)
             values[name] += len(column) - column.null_count
-    said = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
-    lines = [(f"`{name}`", unit, what, f"{values[name]:,}") for name, (unit, what) in METRICS.items() if values[name]]
-    text = f"\n## Columns of telemetry\n\nReadings by sensor: {said}.\n\n"
+    readings = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
+    lines = [
+        (f"`{name}`", unit, meaning, f"{values[name]:,}") for name, (unit, meaning) in METRICS.items() if values[name]
+    ]
+    text = f"\n## Columns of telemetry\n\nReadings by sensor: {readings}.\n\n"
     return text + markdown_table(("column", "unit", "what", "readings"), lines)
 
 

@@ -76,23 +76,23 @@ class ExportSettings:
     max_mb: float = 20
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         if self.source not in SOURCES:
-            found.append(str(unknown_name("source", self.source, SOURCES)))
+            problems.append(str(unknown_name("source", self.source, SOURCES)))
         if isinstance(self.families, str):
             object.__setattr__(self, "families", (self.families,))
         for name in ("hz", "max_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                found.append(f"{name} must be a number > 0, got {value!r}")
+                problems.append(f"{name} must be a number > 0, got {value!r}")
         if self.out is not None and Path(self.out).expanduser().is_file():
-            found.append(f"out={self.out} is a file, not a folder")
+            problems.append(f"out={self.out} is a file, not a folder")
         if self.out is not None:
-            found += folder_problems(self.out)
+            problems += folder_problems(self.out)
         if self.out is None and not repository_folder().parent.joinpath("pyproject.toml").is_file():
-            found.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
+        if problems:
+            raise UsageError("; ".join(problems))
 
     @property
     def root(self) -> Path:
@@ -111,12 +111,14 @@ class ExportReport:
 
     def lines(self) -> list[str]:
         """The report in words."""
-        said = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
+        text_lines = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
         if self.without_device:
-            said.append(f"{self.without_device} runs that lost their worker know of no device and are left out")
+            text_lines.append(f"{self.without_device} runs that lost their worker know of no device and are left out")
         known = f", {self.there} were there already" if self.there else ""
-        said.append(f"{self.root}: {self.added.total()} runs added{known}; {self.total_bytes / 1e6:.1f} MB in all")
-        return said
+        text_lines.append(
+            f"{self.root}: {self.added.total()} runs added{known}; {self.total_bytes / 1e6:.1f} MB in all"
+        )
+        return text_lines
 
 
 def export(settings: ExportSettings) -> ExportReport:
@@ -185,20 +187,20 @@ def _runs(
         for name in settings.families:
             if name not in there:
                 raise unknown_name(f"family with {settings.source} runs", name, there)
-    found = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
+    table = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
     runs: dict[DatasetPart, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    for run in found.cast(naive(RUN_SCHEMA)).to_pylist():
+    for run in table.cast(naive(RUN_SCHEMA)).to_pylist():
         if settings.families is None or run["family"] in settings.families:
             runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
         counts = {name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
                   for name, which in SOURCES.items()}  # fmt: skip
-        said = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
+        other_sources = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
         raise UsageError(
             f"data holds no runs for source={settings.source}{' (on GPUs)' if settings.source == 'measured' else ''}; "
-            f"{said or 'it holds none for any other source either'}"
+            f"{other_sources or 'it holds none for any other source either'}"
         )
     return runs
 
@@ -241,11 +243,11 @@ def scrubbed(text: str, names: Iterable[str] = ()) -> str:
 
 def _names(node: str | None) -> set[str]:
     """Of the machine that ran it, of this one, and of the user; not `root` and the like, which are everybody's."""
-    found = {node or "", platform.node()}
-    found |= {name.partition(".")[0] for name in found}
+    names = {node or "", platform.node()}
+    names |= {name.partition(".")[0] for name in names}
     with contextlib.suppress(OSError, KeyError):
-        found.add(getpass.getuser())
-    return {name for name in found if len(name) > 2} - {"root", "user", "localhost"}
+        names.add(getpass.getuser())
+    return {name for name in names if len(name) > 2} - {"root", "user", "localhost"}
 
 
 def public_telemetry(
@@ -259,13 +261,13 @@ def public_telemetry(
     connection.register("exported", wanted)
     columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
-    found = connection.sql(
+    samples = connection.sql(
         f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
         f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL"
     ).to_arrow_table()
     connection.unregister("exported")
-    found = found.cast(TELEMETRY_SCHEMA)
-    return found if hz is None else thin(found, hz)
+    samples = samples.cast(TELEMETRY_SCHEMA)
+    return samples if hz is None else thin(samples, hz)
 
 
 def _rounded(name: str) -> str:
@@ -332,10 +334,11 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
     report.total_bytes = sum(sizes.values())
     if report.total_bytes > max_mb * 1e6:
         largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:_LARGEST]
-        said = ", ".join(f"{path} {size / 1e6:.2f} MB" for path, size in largest)
+        largest_files = ", ".join(f"{path} {size / 1e6:.2f} MB" for path, size in largest)
         raise UsageError(
             f"the data set would take {report.total_bytes / 1e6:.2f} MB, more than max_mb={max_mb:g}, and nothing is "
-            f"written; the largest files: {said}. Choose families=, thin the telemetry with hz=, or raise max_mb"
+            f"written; the largest files: {largest_files}. "
+            "Choose families=, thin the telemetry with hz=, or raise max_mb"
         )
     new_files: list[Path] = []
     new_folders: list[Path] = []

@@ -67,9 +67,9 @@ class DataFolder(FolderLayout):
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
         if self._read_version() is None:
-            what = "has no format.json, so it is no data folder" if self.root.exists() else "does not exist"
+            problem = "has no format.json, so it is no data folder" if self.root.exists() else "does not exist"
             raise UsageError(
-                f"data={self.root} {what}; make one with `python -m farm.submit +arch=cnn n=10 data=PATH`, "
+                f"data={self.root} {problem}; make one with `python -m farm.submit +arch=cnn n=10 data=PATH`, "
                 "or name another with data=PATH or $GPUFARM_DATA"
             )
         return self

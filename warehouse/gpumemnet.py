@@ -176,14 +176,14 @@ def dense_parameters(config: Mapping[str, object]) -> int:
 
 def utilization(row: Mapping[str, str]) -> dict[str, float | None]:
     """Means over the run from the cells of a row, each in [0, 1]; None: not measured. Absent columns stay absent."""
-    found = {}
+    means = {}
     for column, name in _UTILIZATION.items():
         if column in row:
             value = to_number(row[column])
             if value is not None and name == "gpu_util":
                 value /= 100  # nvidia-smi's percentage; the others are fractions
-            found[name] = value if value is not None and 0 <= value <= 1 else None  # -1: not measured
-    return found
+            means[name] = value if value is not None and 0 <= value <= 1 else None  # -1: not measured
+    return means
 
 
 def to_number(text: str | None) -> float | None:

@@ -41,11 +41,11 @@ class ImportedRow:
 
 @dataclass(frozen=True)
 class ImportedFile:
-    """One file's rows, in its order. told: how many of its columns say something of the run besides its memory."""
+    """One file's rows, in its order. measured_columns: how many of its columns describe the run besides its memory."""
 
     path: Path
     rows: tuple[ImportedRow, ...]
-    told: int = 0
+    measured_columns: int = 0
 
 
 def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:
@@ -68,8 +68,8 @@ def published_file(file: PublishedFile, source: str, device_name: str | None) ->
         if run["status"] == "ok" and (problem := beyond_the_card(run)):
             run |= {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
         rows.append(ImportedRow(row.row, run))
-    told = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
-    return ImportedFile(file.path, tuple(rows), told)
+    measured_columns = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
+    return ImportedFile(file.path, tuple(rows), measured_columns)
 
 
 def beyond_the_card(run: Mapping[str, Any]) -> str | None:
@@ -115,7 +115,7 @@ def _columns(row: PublishedRow) -> dict[str, Any]:
     if row.family is None and row.group is not None and row.status != "invalid":
         config = timm_config(row)
     family = row.family or ("timm" if row.group is not None else UNKNOWN_FAMILY)
-    told = {name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names}
+    utilization = {name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names}
     return {
         "family": family,
         "status": row.status,
@@ -129,5 +129,5 @@ def _columns(row: PublishedRow) -> dict[str, Any]:
         # the transformers' counts lack the attention's input projections
         "parameters": None if family == "transformer" else row.parameters,
         "peak_memory_mib": row.memory_mib,
-        **told,
+        **utilization,
     }

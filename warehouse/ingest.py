@@ -127,7 +127,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
     # Of files with the same measurements, the one that tells most of them lands first.
-    files = sorted(_read(settings, report, progress), key=lambda file: -file.told)
+    files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
     if not files:
         left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
         raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
@@ -246,19 +246,19 @@ def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, telemetry:
 def _known_public_ids(folder: DataFolder) -> set[str]:
     """Of the runs here, measured here or loaded: what a data set would call them."""
     with contextlib.closing(connect(folder)) as connection:
-        found = connection.execute(
+        rows = connection.execute(
             "SELECT run_id, job_id, device_uuid, finished_at FROM runs WHERE source != 'imported'"
         ).fetchall()
     return {
         run_id if is_loaded(job_id) else public_id(run_id, uuid, finished_at)
-        for run_id, job_id, uuid, finished_at in found
+        for run_id, job_id, uuid, finished_at in rows
     }
 
 
 def _known_ids(folder: DataFolder) -> set[str]:
     with contextlib.closing(connect(folder)) as connection:
-        found = connection.execute("SELECT run_id FROM runs WHERE source = 'imported'").fetchall()
-    return {run_id for (run_id,) in found}
+        rows = connection.execute("SELECT run_id FROM runs WHERE source = 'imported'").fetchall()
+    return {run_id for (run_id,) in rows}
 
 
 @contextlib.contextmanager
@@ -294,11 +294,11 @@ def print_report(report: IngestReport) -> None:
     for path, why in report.left.items():
         screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
     places = {"invalid": [file.invalid for file in report.files], "in doubt": [file.doubts for file in report.files]}
-    for what, by_file in places.items():
+    for kind, by_file in places.items():
         for file, rows_by_reason in zip(report.files, by_file, strict=True):
             for reason, rows in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
-                said = f"{what}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
-                screen.print(said, markup=False, soft_wrap=True)
+                line = f"{kind}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
+                screen.print(line, markup=False, soft_wrap=True)
 
 
 def _name(file: FileReport) -> str:

@@ -291,8 +291,8 @@ def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[
         last = None
         while True:
             after = "" if last is None else f"AND run_id > {sql_text(last)}"
-            found = connection.sql(f"{of_family} {after} ORDER BY run_id LIMIT {_CHUNK_RUNS}").to_arrow_table()
-            rows = found.cast(naive(RUN_SCHEMA)).to_pylist()
+            table = connection.sql(f"{of_family} {after} ORDER BY run_id LIMIT {_CHUNK_RUNS}").to_arrow_table()
+            rows = table.cast(naive(RUN_SCHEMA)).to_pylist()
             if not rows:
                 break
             yield rows
@@ -300,8 +300,8 @@ def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[
 
 
 def _count_left_out(connection: WarehouseConnection, chosen: str, report: PublishReport) -> None:
-    found = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
-    report.left_out = {f"source {source}": count for source, count in found.fetchall()}
+    counts = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
+    report.left_out = {f"source {source}": count for source, count in counts.fetchall()}
     ((attempts,),) = connection.execute(f"SELECT count(*) FROM attempts WHERE final IS FALSE AND {chosen}").fetchall()
     if attempts:
         report.left_out["attempts whose labels were not trusted, measured again"] = attempts
@@ -310,19 +310,19 @@ def _count_left_out(connection: WarehouseConnection, chosen: str, report: Publis
 def _filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
     """The columns that have a value, and those that always are there."""
     counts = ", ".join(f"count({name})" for name in schema.names)
-    (found,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
+    (value_counts,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
     return pa.schema(
         [
             column
-            for column, count in zip(schema, found, strict=True)
+            for column, count in zip(schema, value_counts, strict=True)
             if column.name in _ALWAYS[view] or (count and column.name not in _PRIVATE)
         ]
     )
 
 
 def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
-    found = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
-    rows = [row for row in found if row["job_id"] in wanted]
+    jobs = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
+    rows = [row for row in jobs if row["job_id"] in wanted]
     for row in rows:
         if row["submitted_at"] is not None:
             row["submitted_at"] = row["submitted_at"].replace(tzinfo=datetime.UTC)

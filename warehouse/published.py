@@ -84,9 +84,9 @@ class PublishedFile:
     @property
     def counts(self) -> dict[str, int]:
         """Rows by status, and by reason among those that are no plain `ok`."""
-        found = Counter(row.status for row in self.rows)
-        found.update(f"{row.status}: {row.reason}" for row in self.rows if row.reason)
-        return dict(sorted(found.items()))
+        row_counts = Counter(row.status for row in self.rows)
+        row_counts.update(f"{row.status}: {row.reason}" for row in self.rows if row.reason)
+        return dict(sorted(row_counts.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +160,11 @@ class _UnknownHeader(UsageError):
     pass
 
 
-def _keep(files: dict[str, PublishedFile], found: PublishedFile) -> None:
-    stem = found.path.stem
+def _keep(files: dict[str, PublishedFile], file: PublishedFile) -> None:
+    stem = file.path.stem
     if stem in files:
-        raise UsageError(f"two files are called {stem}: {files[stem].path} and {found.path}; read one at a time")
-    files[stem] = found
+        raise UsageError(f"two files are called {stem}: {files[stem].path} and {file.path}; read one at a time")
+    files[stem] = file
 
 
 def _read_file(path: Path) -> PublishedFile:
@@ -207,16 +207,16 @@ def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[Published
             config = settle_pooling(parse_filename(row["Filename"] or ""), parameters)
         except ValueError as error:
             problem = f"{error}"
-        said = (row.get("Status") or "").strip()
-        status = STATUS.get(said, "invalid") if "Status" in row else "ok"
+        status_cell = (row.get("Status") or "").strip()
+        status = STATUS.get(status_cell, "invalid") if "Status" in row else "ok"
         if status == "invalid":
-            problem = problem or f"status {said or 'missing'}"
+            problem = problem or f"status {status_cell or 'missing'}"
         if to_number(row.get("Depth")) == 0:
             problem = problem or "never started: depth 0"
         elif not memory or memory < 0:
             problem = problem or "never started: no memory"
-        told = to_number(row.get("Batch Size"))
-        if config and told is not None and told != config["batch_size"]:
+        written_batch_size = to_number(row.get("Batch Size"))
+        if config and written_batch_size is not None and written_batch_size != config["batch_size"]:
             problem = problem or "batch size is not the one in the file name"
         yield PublishedRow(
             file=stem,
@@ -237,12 +237,12 @@ def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[Published
 
 
 def _read_timm(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
-    found = []
+    published_rows = []
     for number, row in enumerate(rows, start=1):
         peak = to_number(row.get("faketensor_peak_mib"))
         estimates = {} if peak is None else {"faketensor": peak}
-        found.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
-    return iter(_judge_batches(found))
+        published_rows.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
+    return iter(_judge_batches(published_rows))
 
 
 def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:

@@ -20,15 +20,15 @@ _lock = threading.Lock()
 def remembered(
     path: Path,
     read: Callable[[], T],
-    what: Hashable,
+    part: Hashable,
     memory: dict[Hashable, Any] = _memory,
     most: int = _MOST,
 ) -> T:
     """Return what `read` gives of a file, read once in a process while the file stays the same.
 
-    `what` tells apart what is read of one file. Raises what `read` raises, and `OSError` where there is no file.
+    `part` names which content of the file is read. Raises what `read` raises, and `OSError` where there is no file.
     """
-    return remembered_by((file_key(path), what), read, memory, most)
+    return remembered_by((file_key(path), part), read, memory, most)
 
 
 def file_key(path: Path) -> Hashable:

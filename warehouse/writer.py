@@ -107,7 +107,7 @@ def run_table(run: Mapping[str, Any]) -> pa.Table:
 
 def run_problems(run: Mapping[str, Any]) -> list[str]:
     """The rules that the values of `run` break, each beginning with its column; types are not checked."""
-    found = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
+    problems = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
     for name, known in (
         ("status", STATUSES),
         ("source", SOURCES),
@@ -115,28 +115,28 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
         ("quality", QUALITIES),
     ):
         if run.get(name) is not None and run[name] not in known:
-            found.append(f"{name} must be one of {', '.join(known)}, got {run[name]!r}")
+            problems.append(f"{name} must be one of {', '.join(known)}, got {run[name]!r}")
     for name, value in run.items():
         if isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{name} must be a finite number or None, got {value!r}")
+            problems.append(f"{name} must be a finite number or None, got {value!r}")
         elif name in RUN_RATIOS and isinstance(value, int | float) and not 0 <= value <= 1:
-            found.append(f"{name} must be in [0, 1], got {value!r}")
+            problems.append(f"{name} must be in [0, 1], got {value!r}")
     for name in ("run_id", "family"):
         if run.get(name) is not None:
             try:
                 checked_name(name, run[name])
             except ValueError as error:
-                found.append(str(error))
+                problems.append(str(error))
     if is_merged_name(f"{run.get('run_id')}.parquet"):
-        found.append(f"run_id must not look like a merged file, got {run['run_id']!r}")
-    return found
+        problems.append(f"run_id must not look like a merged file, got {run['run_id']!r}")
+    return problems
 
 
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
     """The samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL; `ValueError` as `run_table`."""
     if not isinstance(telemetry, pa.Table):
         raise ValueError(f"telemetry must be a pyarrow.Table, got {type(telemetry).__name__}")
-    found = _unknown(telemetry.column_names, TELEMETRY_SCHEMA)
+    problems = _unknown(telemetry.column_names, TELEMETRY_SCHEMA)
     rows, columns = telemetry.num_rows, []
     for field in TELEMETRY_SCHEMA:
         if field.name not in telemetry.column_names:
@@ -148,38 +148,38 @@ def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
             try:
                 column = column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                found.append(f"{field.name}: {error}")
+                problems.append(f"{field.name}: {error}")
                 continue
         columns.append(column)
         if column.null_count == rows:
             continue
         if field.name == "run_id" and (column.null_count or pc.any(pc.not_equal(column, run_id)).as_py()):
-            found.append(f"run_id must be {run_id!r} in every row")
+            problems.append(f"run_id must be {run_id!r} in every row")
         elif field.name in WORDS and not pc.all(pc.is_in(column.drop_null(), pa.array(WORDS[field.name]))).as_py():
-            found.append(f"{field.name} must be one of {', '.join(WORDS[field.name])} or NULL")
+            problems.append(f"{field.name} must be one of {', '.join(WORDS[field.name])} or NULL")
         elif pa.types.is_floating(field.type) and not pc.all(pc.is_finite(column)).as_py():
-            found.append(f"{field.name} must be finite or NULL")
+            problems.append(f"{field.name} must be finite or NULL")
         elif field.name in TELEMETRY_RATIOS:
             low, high = pc.min_max(column).as_py().values()
             if low < 0 or high > 1:
-                found.append(f"{field.name} must be in [0, 1], got {low!r} to {high!r}")
+                problems.append(f"{field.name} must be in [0, 1], got {low!r} to {high!r}")
     if rows and "t_ms" not in telemetry.column_names:
-        found.append("t_ms is required")
-    if found:
-        raise ValueError("telemetry breaks the schema: " + "; ".join(found))
+        problems.append("t_ms is required")
+    if problems:
+        raise ValueError("telemetry breaks the schema: " + "; ".join(problems))
     return pa.Table.from_arrays(columns, schema=TELEMETRY_SCHEMA)
 
 
-def _one_row(values: Mapping[str, Any], schema: pa.Schema, what: str, found: list[str]) -> pa.Table:
-    found = found + _unknown(values, schema)
+def _one_row(values: Mapping[str, Any], schema: pa.Schema, table_name: str, problems: list[str]) -> pa.Table:
+    problems = problems + _unknown(values, schema)
     arrays = []
     for field in schema:
         try:
             arrays.append(pa.array([values.get(field.name)], field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
-            found.append(f"{field.name} must be {field.type}, got {values[field.name]!r} ({error})")
-    if found:
-        raise ValueError(f"{what} breaks the schema: " + "; ".join(found))
+            problems.append(f"{field.name} must be {field.type}, got {values[field.name]!r} ({error})")
+    if problems:
+        raise ValueError(f"{table_name} breaks the schema: " + "; ".join(problems))
     return pa.Table.from_arrays(arrays, schema=schema)
 
 

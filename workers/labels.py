@@ -118,16 +118,16 @@ def window_means(
     wanted: dict[str, list[str]] = {metric: list(sensors) for metric, sensors in MEANS.items()}
     for metric, (pair, _, _) in CROSS_CHECKS.items():
         wanted.setdefault(metric, []).extend(s for s in pair if s not in wanted[metric])
-    found: dict[str, dict[str, WindowMean]] = {}
+    means: dict[str, dict[str, WindowMean]] = {}
     for metric, sensors in wanted.items():
         from_ns = min(spoken_from_ns(metric, start_ns, warmup_ns), (start_ns + 3 * end_ns) // 4)
         for sensor in sensors:
             samples = by_sensor.get(sensor, ())
             if any(metric in sample.values for sample in samples):
-                found.setdefault(metric, {})[sensor] = window_mean(
+                means.setdefault(metric, {})[sensor] = window_mean(
                     samples, metric, start_ns if sensor == "simulated" else from_ns, end_ns, SPOILS
                 )
-    return found
+    return means
 
 
 def _energy_and_power(

@@ -90,10 +90,10 @@ def judge(
     """
     by_sensor = split_by_sensor(samples)
     usage = _Usage(by_sensor)
-    found: dict[int, list[str]] = {}
+    reasons_of: dict[int, list[str]] = {}
 
     def mark(sample: Sample, reason: str) -> None:
-        found.setdefault(id(sample), []).append(reason)
+        reasons_of.setdefault(id(sample), []).append(reason)
 
     for sensor in ("gpm", "dcgm"):
         previous_ns = None
@@ -121,7 +121,7 @@ def judge(
     for sensor in ("nvml", "gpm", "process"):  # those of the common thread: they stop together, or not at all
         for sample, _ in gaps_in(by_sensor.get(sensor, ()), period_s, window_ns, window_end_ns):
             mark(sample, "sampler_gap")
-    return [(sensor, _marked(sample, found.get(id(sample)))) for sensor, sample in samples]
+    return [(sensor, _marked(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
 
 
 def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
@@ -175,14 +175,14 @@ def _clock_jumps(
 
 
 def _throttled(bits: int) -> list[str]:
-    found = []
+    reasons = []
     if bits & _POWER_CAP:
-        found.append("power_cap")
+        reasons.append("power_cap")
     if bits & (_SW_THERMAL | _HW_THERMAL):
-        found.append("thermal_slowdown")
+        reasons.append("thermal_slowdown")
     if bits & _POWER_BRAKE or (bits & _HW_SLOWDOWN and not bits & _HW_THERMAL):
-        found.append("hw_slowdown")
-    return found
+        reasons.append("hw_slowdown")
+    return reasons
 
 
 def gaps_in(
@@ -194,23 +194,23 @@ def gaps_in(
         return []
     limit_ns = REACH * max(usual_interval_ns([sample.t_ns for sample in ordered]), period_s * 1e9)
     end_ns = ordered[-1].t_ns if window_end_ns is None else window_end_ns
-    found, before_ns = [], max(window_ns, ordered[0].t_ns)
+    gaps, before_ns = [], max(window_ns, ordered[0].t_ns)
     for sample in ordered:
         gap_ns = min(sample.t_ns, end_ns) - before_ns
         if gap_ns > limit_ns:
-            found.append((sample, gap_ns))
+            gaps.append((sample, gap_ns))
         before_ns = max(before_ns, sample.t_ns)
-    return found
+    return gaps
 
 
 def split_by_sensor(samples: Samples) -> dict[str, list[Sample]]:
     """Each sensor's samples by time."""
-    found: dict[str, list[Sample]] = {}
+    by_sensor: dict[str, list[Sample]] = {}
     for sensor, sample in samples:
-        found.setdefault(sensor, []).append(sample)
-    for of_sensor in found.values():
+        by_sensor.setdefault(sensor, []).append(sample)
+    for of_sensor in by_sensor.values():
         of_sensor.sort(key=lambda sample: sample.t_ns)
-    return found
+    return by_sensor
 
 
 def own_readings(samples: Iterable[Sample]) -> list[Sample]:

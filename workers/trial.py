@@ -43,7 +43,7 @@ class TrialLink:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
 
-    def told(self, word: str) -> bool:
+    def received(self, word: str) -> bool:
         """Return whether the worker has sent this word; never waits."""
         if word not in self._words:
             self._listen(0.0)
@@ -52,7 +52,7 @@ class TrialLink:
     def wait(self, word: str, timeout_s: float | None = None) -> bool:
         """Wait for a word. Return False when the worker is gone or the time is up."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.told(word):
+        while not self.received(word):
             left_s = None if deadline is None else deadline - time.monotonic()
             if self._ended or (left_s is not None and left_s <= 0):
                 return False

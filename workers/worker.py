@@ -251,14 +251,14 @@ class Worker:
         guard = HostMemoryGuard(trial.pid, memory_limit_mib)
         next_guard: HostMemoryGuard | None = None
         deadline_ns = t0_ns + int(settings.timeout_s * 1e9)
-        told = False
+        steady_sent = False
 
         def follow() -> None:
             """Read on, and tell the trial once every sampled figure is steady."""
-            nonlocal told
+            nonlocal steady_sent
             follower.add(sampler.new_samples())
-            if not told and follower.steady(time.monotonic_ns()):
-                told = True
+            if not steady_sent and follower.steady(time.monotonic_ns()):
+                steady_sent = True
                 server.tell(trial, "steady")
 
         try:

@@ -128,8 +128,8 @@ class Comparison:
 
     def largest(self, label: str, most: int) -> list[Pair]:
         """The pairs that differ most in a label, by its absolute value; none that are equal."""
-        found = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
-        return [pair for _, pair in sorted(found, key=lambda item: (-item[0], item[1].config_hash))[:most]]
+        shifted = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
+        return [pair for _, pair in sorted(shifted, key=lambda item: (-item[0], item[1].config_hash))[:most]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,17 +239,17 @@ def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> LabelShift | 
 
 
 def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
-    found: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    pairs_by_statuses: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         statuses = (pair.before.status, pair.after.status)
         if statuses != ("ok", "ok"):
-            found[statuses].append(pair)
+            pairs_by_statuses[statuses].append(pair)
     return tuple(
         StatusChange(
             before=before, after=after, configurations=len(of), examples=tuple(p.config_hash for p in of[:_EXAMPLES]),
             error=next((error for p in of for error in (p.after.error, p.before.error) if error), None),
         )
-        for (before, after), of in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+        for (before, after), of in sorted(pairs_by_statuses.items(), key=lambda item: (-len(item[1]), item[0]))
     )  # fmt: skip
 
 

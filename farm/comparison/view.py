@@ -190,7 +190,10 @@ def as_json(result: Result) -> str:
 
 def side_mapping(side: Side, versions: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What a side is; `versions` are those of its runs."""
-    about: dict[str, Any] = {"given": side.text, "versions": {name: list(found) for name, found in versions.items()}}
+    about: dict[str, Any] = {
+        "given": side.text,
+        "versions": {name: list(releases) for name, releases in versions.items()},
+    }
     if isinstance(side, Environment):
         return {**about, "python": str(side.python), "environment": dict(side.versions)}
     assert isinstance(side, Recorded)

@@ -58,17 +58,19 @@ def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[
     Raises `UsageError` where the device is missing, for GPUs of several models, and where `auto` finds no GPU although
     the cycles `before` measured on one: a broken driver must not turn a measured data set into a simulated one.
     """
-    choice, said = choose_device(device)
+    choice, device_line = choose_device(device)
     used = next(filter(None, ((c.settings.get("device") or {}).get("backend") for c in reversed(before))), None)
     if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
-        raise UsageError(f"{said}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated")
+        raise UsageError(
+            f"{device_line}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated"
+        )
     slots = make_device(choice).slots()
     names = sorted({slot.device_name for slot in slots})
     if len(names) > 1:
         raise UsageError(f"a cycle measures on GPUs of one model, here are {', '.join(names)}; hide some from it")
     workers = 1 if cluster.kind == "inline" else len(slots)
     source = "simulated" if choice.backend == "simulated" else "measured"
-    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), said
+    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), device_line
 
 
 def _description(choice: DeviceChoice, slot) -> DeviceSpec:

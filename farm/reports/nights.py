@@ -211,10 +211,10 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
 
     used, candidate = values("in_use"), values("candidate")
     marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in ("promoted", "first"))
-    what, unit = _name(key), "%" if key in _SHARES else ""
+    axis, unit = _name(key), "%" if key in _SHARES else ""
     if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.evaluation.paired takes it
-        what, unit = (
-            (f"{what} of the logarithm", "ln") if TARGETS[target].space == "log" else (what, TARGETS[target].unit)
+        axis, unit = (
+            (f"{axis} of the logarithm", "ln") if TARGETS[target].space == "log" else (axis, TARGETS[target].unit)
         )
     lines = [
         Curve(name="candidate", css="k5", values=candidate, figures=False),
@@ -223,7 +223,7 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
     chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
     most = 100.0 if key in _OF_A_WHOLE else None
     svg = curves(names, lines, unit, most=most)
-    return Chart(f"{title}: {what}", svg, (chips,), newest_first_seen=True)
+    return Chart(f"{title}: {axis}", svg, (chips,), newest_first_seen=True)
 
 
 def time_section(report: Report) -> Section:

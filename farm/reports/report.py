@@ -159,12 +159,12 @@ def _time(at: datetime.datetime) -> str:
 
 
 @contextlib.contextmanager
-def _told(notes: list[str], what: str):
+def _told(notes: list[str], part: str):
     """Note what cannot be read, so that the report is written all the same."""
     try:
         yield
     except (CommandError, duckdb.Error, OSError) as error:
-        notes.append(f"{what} could not be read: {error_line(str(error))[:500]}")
+        notes.append(f"{part} could not be read: {error_line(str(error))[:500]}")
 
 
 def _rows(

@@ -273,15 +273,15 @@ def _levels(counted: duckdb.DuckDBPyConnection, families: Sequence[str], label: 
 def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     """Batch size by doubling, largest first, by parameters, two cells a decade."""
     batch, size = "floor(log2(batch_size) + 1e-9)::INT", "floor(2 * log10(parameters) + 1e-9)::INT"
-    found = counted.execute(
+    counts = counted.execute(
         f"SELECT {batch}, {size}, {_COUNTED} AND family = ? AND batch_size > 0 AND parameters > 0 GROUP BY ALL",
         [family],
     ).fetchall()
-    if not found:
+    if not counts:
         return None
-    batches = range(max(row[0] for row in found), min(row[0] for row in found) - 1, -1)
-    sizes = range(min(row[1] for row in found), max(row[1] for row in found) + 1)
-    cells = {(row[0], row[1]): (row[2], row[3]) for row in found}
+    batches = range(max(row[0] for row in counts), min(row[0] for row in counts) - 1, -1)
+    sizes = range(min(row[1] for row in counts), max(row[1] for row in counts) + 1)
+    cells = {(row[0], row[1]): (row[2], row[3]) for row in counts}
     return Grid(
         name=family,
         rows=tuple(str(2**k) if k == 0 else f"{2**k}–{2 ** (k + 1) - 1}" for k in batches),
@@ -295,7 +295,7 @@ def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Fail
     """The most frequent kinds of tonight's failures, and how many kinds there are."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
     # A traceback says what happened in its last line that is not indented, anything else in its first.
-    found = connection.execute(
+    groups_found = connection.execute(
         f"""WITH failed AS (
             SELECT run_id, family, status, error_type, coalesce(error, '') AS error,
                 trim(split_part(left(coalesce(error, ''), 100000), {sql_text(OUTPUT_STARTS)}, 1), {sql_text(chr(10))})
@@ -315,17 +315,17 @@ def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Fail
     ).fetchall()
     groups = tuple(
         FailureGroup(
-            status=status, error_type=kind, said=said or "no message", runs=runs, families=tuple(families),
+            status=status, error_type=kind, said=sentence or "no message", runs=runs, families=tuple(families),
             run_ids=tuple(ids), log=log,
         )
-        for status, kind, said, runs, families, ids, log, _ in found
+        for status, kind, sentence, runs, families, ids, log, _ in groups_found
     )  # fmt: skip
-    return groups, found[0][-1] if found else 0
+    return groups, groups_found[0][-1] if groups_found else 0
 
 
 def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt, ...], int]:
     """Attempts after which a task ran again are among them."""
-    found = connection.execute(
+    rows = connection.execute(
         f"""WITH doubted AS (
             SELECT run_id,
                 CASE WHEN json_valid(quality_reasons) THEN quality_reasons::JSON ELSE '{{}}'::JSON END AS reasons
@@ -343,6 +343,6 @@ def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt,
     ).fetchall()
     doubts = tuple(
         Doubt(reason=reason, runs=runs, example=f"{run_id}: {text}" if text else run_id)
-        for reason, runs, run_id, text, _ in found
+        for reason, runs, run_id, text, _ in rows
     )
-    return doubts, found[0][-1] if found else 0
+    return doubts, rows[0][-1] if rows else 0

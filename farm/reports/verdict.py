@@ -92,8 +92,8 @@ def _sentence(
         where = f" at the step {failed}" if failed else ""
         return f"The cycle failed{where}; {runs_said}."
     if outcome == "sick":
-        said = canaries.get("said") or cycle.said
-        return f"The machine is sick, and only canaries ran: {_sentence_of(said) or 'they moved.'}"
+        canary_sentence = canaries.get("said") or cycle.said
+        return f"The machine is sick, and only canaries ran: {_sentence_of(canary_sentence) or 'they moved.'}"
     if outcome == "cut short":
         why = _ENDED.get(str((run or {}).get("ended")), "it was stopped")
         return f"The night was cut short: {why}; {runs_said}."

@@ -28,7 +28,7 @@ class Link(Protocol):
         """Tell the worker of an event (see `workers.trial`)."""
         ...
 
-    def told(self, word: str) -> bool:
+    def received(self, word: str) -> bool:
         """Whether the worker has said this word yet; never waits."""
         ...
 

@@ -28,11 +28,11 @@ class CudaDevice:
         """Every usable GPU, at most `count`. Raises `DeviceUnavailable`: no driver, no GPU, no torch with CUDA."""
         from workers.devices.discovery import discover_gpus, torch_cuda_build
 
-        found = discover_gpus()
-        usable = [gpu for gpu in found.gpus if gpu.excluded_reason is None][: self.choice.count]
+        discovery = discover_gpus()
+        usable = [gpu for gpu in discovery.gpus if gpu.excluded_reason is None][: self.choice.count]
         if not usable:
-            excluded = "; ".join(f"{gpu.name}: {gpu.excluded_reason}" for gpu in found.gpus)
-            raise DeviceUnavailable(found.reason or excluded or "NVML sees no GPU")
+            excluded = "; ".join(f"{gpu.name}: {gpu.excluded_reason}" for gpu in discovery.gpus)
+            raise DeviceUnavailable(discovery.reason or excluded or "NVML sees no GPU")
         if torch_cuda_build() is None:
             raise DeviceUnavailable("the installed torch is a CPU build; the README says how to get the CUDA build")
         return tuple(
@@ -41,7 +41,7 @@ class CudaDevice:
                 device_name=gpu.name,
                 device_uuid=gpu.uuid,
                 device_memory_mib=gpu.memory_mib,
-                driver_version=found.driver_version,
+                driver_version=discovery.driver_version,
                 memory_fraction=self.choice.memory_fraction,
                 mig_profile=gpu.mig_profile,
                 mps=gpu.mps,

@@ -84,16 +84,16 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
     try:
         driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
         service = _mps_service(environment)
-        found: list[GpuInfo] = []
+        gpu_infos: list[GpuInfo] = []
         facts: dict[int, _Facts] = {}
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 gpu = _describe(nvml, index, handle, service)
             except nvml.NVMLError as error:  # a lost GPU must not hide the others
-                found.append(_unreadable(index, error))
+                gpu_infos.append(_unreadable(index, error))
                 continue
-            found += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
+            gpu_infos += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
             facts[index] = _Facts(
                 display_mode=bool(_ask(nvml, nvml.nvmlDeviceGetDisplayMode, handle)),
                 prohibited=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED,
@@ -102,7 +102,7 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
         return Discovery(reason=f"NVML: {error}")
     finally:
         _ask(nvml, nvml.nvmlShutdown)
-    gpus = _exclude(found, facts, environment)
+    gpus = _exclude(gpu_infos, facts, environment)
     return Discovery(
         gpus=gpus,
         driver_version=None if driver is None else as_text(driver),
@@ -116,8 +116,8 @@ def torch_cuda_build() -> str | None:
     None: no torch, or a build without CUDA.
     """
     text = _torch_version_text()
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) if text else None
-    return found.group(1) if found else None
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) if text else None
+    return match.group(1) if match else None
 
 
 def _torch_version_text() -> str | None:
@@ -157,7 +157,7 @@ def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo
 
 def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
     """The MIG devices of a GPU in MIG mode; of one that NVML does not describe, what it does say."""
-    found = []
+    slices = []
     for place in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         device = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
         uuid = None if device is None else _ask(nvml, nvml.nvmlDeviceGetUUID, device)
@@ -170,7 +170,7 @@ def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
         ids = [
             _ask(nvml, ask, device) for ask in (nvml.nvmlDeviceGetGpuInstanceId, nvml.nvmlDeviceGetComputeInstanceId)
         ]
-        found.append(
+        slices.append(
             replace(
                 gpu,
                 uuid=as_text(uuid),
@@ -181,13 +181,13 @@ def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
                 mps=gpu.mps or _mps_server(nvml, device),
             )
         )
-    return found
+    return slices
 
 
 def _profile(name: str, attributes: Any) -> str | None:
     """`1g.5gb`, as NVML ends a slice's name with it, or from its share of the GPU's slices and its memory."""
-    if found := _PROFILE.search(name):
-        return found[1]
+    if match := _PROFILE.search(name):
+        return match[1]
     if attributes is None:
         return None
     whole, part = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount

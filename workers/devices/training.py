@@ -99,7 +99,7 @@ def measure_training(
     reporter.flush()
     start_ns = time.monotonic_ns()
     link.report("window", t_ns=start_ns)
-    window = measure_window(run_step, memory, lambda: link.told("steady"), settings.window, start_ns)
+    window = measure_window(run_step, memory, lambda: link.received("steady"), settings.window, start_ns)
     reporter.flush()
     step_time_ms = statistics.median(window.step_times_ms)
     half_widths = {} if window.half_width_ms is None else {"step_time_ms": window.half_width_ms}

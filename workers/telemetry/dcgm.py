@@ -201,9 +201,9 @@ class DcgmSensor(Sensor):
         else:
             initialise(nvml)
         try:
-            found = find_gpu(nvml, uuid)
-            refuse_shared(found, uuid)
-            return PageReader(as_text(nvml.nvmlDeviceGetUUID(found.gpu)), found.instance_id)
+            handles = find_gpu(nvml, uuid)
+            refuse_shared(handles, uuid)
+            return PageReader(as_text(nvml.nvmlDeviceGetUUID(handles.gpu)), handles.instance_id)
         except nvml.NVMLError as error:
             raise SensorUnavailable(f"NVML does not say which GPU {uuid} is part of: {error}") from error
         finally:
@@ -232,12 +232,12 @@ class DcgmSensor(Sensor):
         kept = self._connection.sock is not None
         try:
             try:
-                status, said, body = self._get()
+                status, reason, body = self._get()
             except (http.client.RemoteDisconnected, ConnectionError):
                 self._connection.close()
                 if not kept:  # only a kept connection may have been closed meanwhile
                     raise
-                status, said, body = self._get()
+                status, reason, body = self._get()
         except TimeoutError as error:
             self._connection.close()
             message = f"the dcgm-exporter at {self._url} does not answer within {_TIMEOUT_S:g} s"
@@ -250,7 +250,7 @@ class DcgmSensor(Sensor):
                 f"{self._url} answers with more than {_PAGE_LIMIT_BYTES // 2**20} MiB: no page of metrics"
             )
         if status != 200:
-            raise ScrapeFailed(f"{self._url} answers {status} {said}")
+            raise ScrapeFailed(f"{self._url} answers {status} {reason}")
         return body.decode("utf-8", "replace")
 
     def _get(self) -> tuple[int, str, bytes]:

@@ -155,14 +155,14 @@ class PageReader:
 
 def _labels(text: str) -> dict[str, str] | None:
     """Labels by name in small letters; None for what are no labels."""
-    found, at = {}, 0
+    labels, at = {}, 0
     while at < len(text):
         match = _LABEL.match(text, at)
         if match is None:
             return None
-        found[match[1].lower()] = match[2]
+        labels[match[1].lower()] = match[2]
         at = match.end()
-    return found
+    return labels
 
 
 def _number(text: str) -> float | None:

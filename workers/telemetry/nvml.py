@@ -134,9 +134,9 @@ def find_gpu(nvml: Nvml, uuid: str | None) -> GpuHandles:
         raise SensorUnavailable(f"NVML knows no GPU with UUID {uuid}: {error}") from error
 
 
-def refuse_shared(found: GpuHandles, uuid: str | None) -> None:
+def refuse_shared(handles: GpuHandles, uuid: str | None) -> None:
     """Raises `SensorUnavailable` for a slice whose GPU instance, which profiling counts, others compute on too."""
-    if found.shares_instance:
+    if handles.shares_instance:
         raise SensorUnavailable(f"profiling is per MIG GPU instance, which {uuid} shares with other compute instances")
 
 
@@ -228,8 +228,8 @@ class NvmlSensor(Sensor):
         self._processes.ignore(self._known_pids)
 
     def watch(self, target: WatchTarget) -> None:
-        found = find_gpu(self._nvml, target.device_uuid)
-        self._device, self._gpu = found.device, found.gpu
+        handles = find_gpu(self._nvml, target.device_uuid)
+        self._device, self._gpu = handles.device, handles.gpu
         self._processes = GpuProcesses(target.pid, self._known_pids)
         self._graphics = {}
         self._slow_due_ns = 0
@@ -242,7 +242,7 @@ class NvmlSensor(Sensor):
             "energy_j": self._energy,
             "pcie_tx_mib_s": self._pcie_rates,
         }
-        if found.instance_id is None:
+        if handles.instance_id is None:
             self._readers |= of_whole_gpu
         else:
             for metric in of_whole_gpu:
@@ -375,12 +375,12 @@ class NvmlSensor(Sensor):
         if self._pcie is not None and now_ns - self._pcie[0] < _MIN_RATE_INTERVAL_NS:
             return {}
         fields = [nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES]
-        found = nvml.nvmlDeviceGetFieldValues(self._device, fields)
-        for field in found:
+        counters = nvml.nvmlDeviceGetFieldValues(self._device, fields)
+        for field in counters:
             if field.nvmlReturn != 0:
                 raise nvml.NVMLError(field.nvmlReturn)
         narrow = nvml.NVML_VALUE_TYPE_UNSIGNED_INT
-        counts = tuple(f.value.uiVal if f.valueType == narrow else f.value.ullVal for f in found)
+        counts = tuple(f.value.uiVal if f.valueType == narrow else f.value.ullVal for f in counters)
         before, self._pcie = self._pcie, (now_ns, counts)
         if before is None:
             return {}

@@ -212,7 +212,7 @@ class TelemetrySampler:
     def _take(self, sensor: Sensor) -> bool:
         """Read one sensor; False when it is to be left out from now on."""
         try:
-            found = sensor.sample()
+            samples = sensor.sample()
         except SensorUnavailable as reason:
             self.missing[sensor.name] = str(reason)
             return False
@@ -220,11 +220,11 @@ class TelemetrySampler:
             _log.exception("telemetry sensor %s failed", sensor.name)
             self.missing[sensor.name] = f"failed with {type(error).__name__}: {error}"
             return False
-        if found:
-            found = [_numbers_only(sample) for sample in found]
+        if samples:
+            samples = [_numbers_only(sample) for sample in samples]
             with self._lock:
-                self._samples += [(sensor.name, sample) for sample in found]
-            if readings := [sample for sample in found if sample.quality in ("measured", "suspect")]:
+                self._samples += [(sensor.name, sample) for sample in samples]
+            if readings := [sample for sample in samples if sample.quality in ("measured", "suspect")]:
                 self._last[sensor.name] = readings[-1]
         return True
 

@@ -255,16 +255,16 @@ class TargetFollower:
 
     def half_widths(self) -> dict[str, float]:
         """target -> half-width of the 95 % confidence interval of its mean, in its own unit; no key: not known."""
-        return {target: found[1] for target in self._targets if (found := self._interval(target))}
+        return {target: interval[1] for target in self._targets if (interval := self._interval(target))}
 
     def means(self) -> dict[str, float]:
         """target -> the mean that its half-width is about."""
-        return {target: found[0] for target in self._targets if (found := self._interval(target))}
+        return {target: interval[0] for target in self._targets if (interval := self._interval(target))}
 
     def _series_of(self, target: str) -> _Series | None:
         """The first source of the target that has given readings of the window."""
-        found = (self._series[source] for source in self._targets[target])
-        return next((series for series in found if len(series.knots) >= 2), None)
+        sources = (self._series[source] for source in self._targets[target])
+        return next((series for series in sources if len(series.knots) >= 2), None)
 
     def _target_steady(self, target: str, now_ns: int) -> bool:
         waiting = [self._series[source] for source in self._targets[target]]
@@ -276,10 +276,10 @@ class TargetFollower:
             return False  # its first reading may still come
         if series not in waiting:
             return True  # the source ended: what it gave is what there will be
-        found = self._interval(target)
-        if found is None:
+        interval = self._interval(target)
+        if interval is None:
             return False
-        mean, half_width, blocks = found
+        mean, half_width, blocks = interval
         return half_width <= self._tolerance(target, mean) * (1.0 if blocks >= _SURE_BLOCKS else 0.5)
 
     def _tolerance(self, target: str, mean: float) -> float:
