@@ -1,4 +1,4 @@
-"""Any CSV file of measurements as rows of `runs`, by a mapping of columns that the user gives.
+"""Reads any CSV file of measurements as rows of `runs`, by a column mapping that the user gives.
 
 Start reading at `CsvMapping.file`.
 """
@@ -38,7 +38,7 @@ _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for n
 
 @dataclass(frozen=True, kw_only=True)
 class CsvMapping:
-    """What the columns of a CSV file mean. Raises `UsageError` naming every key that is neither a column of `runs` nor
+    """Mapping of a CSV file's columns. Raises `UsageError` naming every key that is neither a column of `runs` nor
     `config.FIELD`, and an unknown family.
 
     columns    column of `runs` or `config.FIELD` -> the file's column
@@ -69,7 +69,7 @@ class CsvMapping:
             raise UsageError("; ".join(problems))
 
     def file(self, path: Path) -> ImportedFile:
-        """The rows of one file. `UsageError` for a file that lacks a column, or is no CSV file."""
+        """Return the rows of one file. Raises `UsageError` if it lacks a column or is no CSV file."""
         try:
             with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file)
@@ -123,7 +123,7 @@ class CsvMapping:
 
 
 def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """`{peak_memory_mib: mem, config.model: net}`, with or without braces, as a dict. `UsageError` for other text."""
+    """Parse `{peak_memory_mib: mem, config.model: net}`, with or without braces. Raises `UsageError` for other text."""
     if text is None:
         return {}
     try:
@@ -137,7 +137,7 @@ def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, An
 
 
 def _converted(name: str, value: Any) -> Any:
-    """A cell or constant as the column's type; None for an empty one, and for -1 where that means not measured."""
+    """Return a cell or constant as the column's type; None if it is empty, or -1 where that means not measured."""
     text = value.strip() if isinstance(value, str) else value
     if text is None or str(text).lower() in _EMPTY:
         return None
@@ -166,7 +166,7 @@ def _converted(name: str, value: Any) -> Any:
 
 
 def _scalar(text: str) -> bool | int | float | str:
-    """`32`, `0.1` and `true` as what they look like, anything else as text."""
+    """Return `32`, `0.1` and `true` as the values that they spell, anything else as text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

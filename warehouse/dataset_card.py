@@ -1,6 +1,6 @@
-"""The card of a data set: how its runs were made, how many there are of each kind, what its columns mean.
+"""The card of a data set: how its runs were measured, how many there are of each kind, what its columns mean.
 
-Start reading at `card`; all of it is read off the rows.
+Start reading at `card`; everything follows from the rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ The data are under the licence of the project that they come with.
 
 
 def card(runs: Sequence[pa.Table], telemetry: Sequence[pa.Table]) -> str:
-    """The card as Markdown. `runs` and `telemetry` have every column of the schema; same rows, same text."""
+    """Return the card as Markdown. `runs` and `telemetry` have all columns of the schema; equal rows, equal text."""
     rows = [row for table in runs for row in table.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
@@ -88,7 +88,7 @@ SECTION_COLUMNS = (
 
 
 def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[str]:
-    """The card's sections on how the rows were made, and how many there are of each kind."""
+    """Return the card's sections on how the rows were measured, and how many there are of each kind."""
     thinned = "" if hz is None else _THINNED.format(hz=hz)
     own = any(row["source"] != "imported" for row in rows)
     made = [_kinds(rows), _MADE if own else "", thinned, _SCRUBBED]
@@ -152,7 +152,7 @@ def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _special(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe what is sampled beyond the spaces: smaller cards, pairs, settings, doubts."""
+    """Describe trials beyond the search spaces: smaller cards, several batch sizes, settings, rows in doubt."""
 
     def by(name: str, of: Callable[[Mapping[str, Any]], Any] | None = None) -> str:
         counts = Counter(_said((of or (lambda row: row[name]))(row)) for row in rows)

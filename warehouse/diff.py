@@ -1,4 +1,4 @@
-"""`python -m warehouse.diff A B`: what changed between two snapshots, or since one: runs, labels, schema.
+"""`python -m warehouse.diff A B`: changes of runs, labels and schema between two snapshots, or since one.
 
 Start reading at `diff`.
 """
@@ -53,7 +53,7 @@ class RunCount:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelDifference:
-    """How a label of the same configurations in the same environment differs where they were measured again.
+    """Difference of a label between repeated measurements of the same configurations in the same environment.
 
     Shifts are of medians: relative to the median before, for ratios (`smact`, ...) the difference.
     """
@@ -70,7 +70,7 @@ class LabelDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaChange:
-    """Columns of a table that one side has and the other has not, or of another type."""
+    """Columns of a table that one side lacks, or that have another type there."""
 
     table: str
     added: tuple[str, ...]
@@ -80,7 +80,7 @@ class SchemaChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What changed from `before` to `after`; counts are of the view `runs`."""
+    """Changes from `before` to `after`; counts are of the view `runs`."""
 
     before: str
     after: str
@@ -101,8 +101,8 @@ class Difference:
 def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 0.05) -> Difference:
     """Compare two snapshots of the folder; `now` is the folder as it is.
 
-    `tolerance` is the shift of a label from which on a configuration is counted as beyond. Raises `UsageError` for a
-    snapshot that is not there, or is damaged.
+    `tolerance` is the largest shift of a label that is not counted as beyond. Raises `UsageError` for a snapshot that
+    does not exist or is damaged.
     """
     data.open()
     with contextlib.ExitStack() as stack:
@@ -264,7 +264,7 @@ def lines(difference: Difference) -> list[str]:
 
 
 def named_arguments(argv: Sequence[str]) -> list[str]:
-    """`A B` as `before=A after=B`; whatever has a `=` or begins with `-` stays. `UsageError` for a third name."""
+    """Turn `A B` into `before=A after=B`; keep arguments with `=` or a leading `-`. A third name is a `UsageError`."""
     keys, arguments = iter(("before", "after")), []
     for item in argv:
         if re.match(r"-|[+~]*[\w.@/]+=", item):

@@ -101,7 +101,7 @@ class ExportSettings:
 
 @dataclass
 class ExportReport:
-    """What an export wrote. Sizes in bytes."""
+    """The result of an export. Sizes in bytes."""
 
     root: Path
     added: Counter[DatasetPart] = field(default_factory=Counter)  # runs that the data set did not have
@@ -110,10 +110,10 @@ class ExportReport:
     total_bytes: int = 0
 
     def lines(self) -> list[str]:
-        """The report in words."""
+        """Return the report as lines of text."""
         text_lines = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
         if self.without_device:
-            text_lines.append(f"{self.without_device} runs that lost their worker know of no device and are left out")
+            text_lines.append(f"{self.without_device} runs lost their worker, have no device and are left out")
         known = f", {self.there} were there already" if self.there else ""
         text_lines.append(
             f"{self.root}: {self.added.total()} runs added{known}; {self.total_bytes / 1e6:.1f} MB in all"
@@ -124,8 +124,8 @@ class ExportReport:
 def export(settings: ExportSettings) -> ExportReport:
     """Add the runs of the data folder that the data set lacks, and write its card anew.
 
-    Same runs, same bytes. Nothing is written where the result would be larger than `max_mb`: `UsageError` then, and for
-    a data folder without such runs.
+    Equal runs give equal bytes. Raises `UsageError`, and writes nothing, if the result would be larger than `max_mb`
+    or the data folder has no such runs.
     """
     report = ExportReport(settings.root)
     with (
@@ -179,7 +179,7 @@ def _lock(root: Path) -> Iterator[None]:
 def _runs(
     connection: WarehouseConnection, settings: ExportSettings, report: ExportReport
 ) -> dict[DatasetPart, list[tuple[str, dict[str, Any]]]]:
-    """DatasetPart -> (run_id in the data folder, row as others may see it)."""
+    """Return (run_id in the data folder, public row) of the runs of each part."""
     columns = ", ".join(RUN_SCHEMA.names)
     chosen = SOURCES[settings.source]
     if settings.families is not None:
@@ -200,13 +200,13 @@ def _runs(
         other_sources = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
         raise UsageError(
             f"data holds no runs for source={settings.source}{' (on GPUs)' if settings.source == 'measured' else ''}; "
-            f"{other_sources or 'it holds none for any other source either'}"
+            f"{other_sources or 'it holds none of any other source either'}"
         )
     return runs
 
 
 def public_row(run: dict[str, Any]) -> dict[str, Any]:
-    """A row of `runs` without the names of machines, users and paths, under its public id."""
+    """Return a row of `runs` under its public id, without names of machines, users and folders."""
     row = dict(run)
     for name in ("started_at", "finished_at"):
         if row[name] is not None:
@@ -230,7 +230,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def scrubbed(text: str, names: Iterable[str] = ()) -> str:
-    """`text` with files without their folders, addresses as ADDRESS, and the given names as NAME."""
+    """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
     text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
     text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
     text = re.sub(r"(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
@@ -242,7 +242,7 @@ def scrubbed(text: str, names: Iterable[str] = ()) -> str:
 
 
 def _names(node: str | None) -> set[str]:
-    """Of the machine that ran it, of this one, and of the user; not `root` and the like, which are everybody's."""
+    """Return the names of the run's machine, of this machine and of the user; not `root` and other common ones."""
     names = {node or "", platform.node()}
     names |= {name.partition(".")[0] for name in names}
     with contextlib.suppress(OSError, KeyError):
@@ -253,7 +253,7 @@ def _names(node: str | None) -> set[str]:
 def public_telemetry(
     connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
 ) -> pa.Table:
-    """The samples of some runs under their new ids, thinned to `hz` unless that is None.
+    """Return the samples of some runs under their public ids, thinned to `hz` unless that is None.
 
     `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
     """
@@ -276,10 +276,10 @@ def _rounded(name: str) -> str:
 
 
 def thin(samples: pa.Table, hz: float) -> pa.Table:
-    """At most `hz` readings a second of each sensor of each run, and of each the first and last of the window.
+    """Keep at most `hz` readings a second of each sensor of each run, and the first and last of each window.
 
-    `samples` is sorted by run and time. Of those in one bin of 1/hz the last stays: a reading of its own before one
-    that was served again, and that before none.
+    `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; a fresh reading
+    is preferred to a repeated one, and that to none.
     """
     if not samples.num_rows:
         return samples
@@ -306,7 +306,7 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _ends(*keys: np.ndarray) -> np.ndarray:
-    """Of rows sorted by the keys: whether each is the last with its keys."""
+    """Return, for rows sorted by the keys, whether each is the last with its keys."""
     ends = np.ones(len(keys[0]), dtype=bool)
     if len(ends):
         ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
@@ -319,7 +319,7 @@ def _sorted(table: pa.Table) -> pa.Table:
 
 
 def naive(schema: pa.Schema) -> pa.Schema:
-    """The view's timestamps have no zone."""
+    """Return the schema with timestamps without zone, as the views have them."""
     return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])
 
 
@@ -365,7 +365,7 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
 
 
 def entry(cfg: DictConfig) -> int:
-    """Export what `cfg` names and say what was added."""
+    """Export the runs that `cfg` names and print how many were added."""
     report = export(ExportSettings(**plain_values(cfg)))
     print("\n".join(report.lines()))
     return 0

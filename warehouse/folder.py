@@ -27,7 +27,7 @@ class DataFolder(FolderLayout):
 
     @classmethod
     def resolve(cls, data: str | os.PathLike[str] | DataFolder | None = None) -> DataFolder:
-        """The folder that `data` names, else `$GPUFARM_DATA`, else `./data`."""
+        """Return the folder that `data` names, else `$GPUFARM_DATA`, else `./data`."""
         if isinstance(data, DataFolder):
             return data
         chosen = data or os.environ.get("GPUFARM_DATA") or "data"
@@ -43,9 +43,9 @@ class DataFolder(FolderLayout):
         return cls(Path(path))
 
     def create(self) -> DataFolder:
-        """Make the folder, or bring an older one to this schema version; harmless when it is there already.
+        """Make the folder, or bring an older one to this schema version. An existing current folder stays as it is.
 
-        Raises `UsageError` where a file is in the way; `EnvironmentProblem` for no permission or a newer schema.
+        Raises `UsageError` if the path is a file, `EnvironmentProblem` without permission or for a newer schema.
         """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")

@@ -1,4 +1,4 @@
-"""From published files to rows of `runs`: what a run is known by, and what its columns hold.
+"""Turns rows of published files into rows of `runs`: their identity and their columns.
 
 Start reading at `published_file`; `warehouse.csv_columns` does the same for any CSV file.
 """
@@ -49,10 +49,10 @@ class ImportedFile:
 
 
 def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:
-    """The rows of a file of GPUMemNet or of timm models; `device_name` None is the card that these are known to be of.
+    """Return the rows of a file of GPUMemNet or timm models; `device_name` None stands for the card of these files.
 
-    A run is known by what ran, on which card, and the memory it took. So the same measurements published with other
-    columns, or in another file, are the same runs.
+    A run's identity is its configuration, card and memory. So measurements that are published again, with other
+    columns or in another file, are the same runs.
     """
     other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
     contents = [
@@ -73,7 +73,7 @@ def published_file(file: PublishedFile, source: str, device_name: str | None) ->
 
 
 def beyond_the_card(run: Mapping[str, Any]) -> str | None:
-    """Why a peak cannot be one: no job takes clearly more than its device has, nor nothing; None if it can."""
+    """Return why a memory peak is impossible (0, or clearly more than the device has); None if it is possible."""
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
@@ -83,13 +83,14 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
 
 
 def identity(source: str, run_id: str) -> dict[str, Any]:
-    """The columns that say where an imported run is from."""
+    """Return the columns that identify an imported run."""
     return {"run_id": run_id, "job_id": f"import-{source}", "source": "imported"}
 
 
 def run_ids(source: str, contents: Iterable[str]) -> list[str]:
-    """`SOURCE-` and 20 hex digits for each row of a file: a function of its content and, among equal ones, its place.
-    The same rows in another file, or beside further ones, have the same ids."""
+    """Return `SOURCE-` and 20 hex digits for each row of a file, from its content and its rank among equal rows.
+
+    The same rows in another file, or beside further rows, have the same ids."""
     seen: Counter[str] = Counter()
     ids = []
     for content in contents:
@@ -100,7 +101,7 @@ def run_ids(source: str, contents: Iterable[str]) -> list[str]:
 
 
 def config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial config in mapping form as columns of `runs`; none for an empty one."""
+    """Return the columns of `runs` for a trial config in mapping form; an empty mapping for an empty one."""
     if not config:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What a run and a telemetry sample are: the Arrow schemas, their words and their units.
+"""The Arrow schemas of runs and telemetry samples, with their words and units.
 
 Start reading at `RUN_SCHEMA`. Every column that can be missing is NULL when it was not measured; ratios lie in
 [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION` grows; older files stay

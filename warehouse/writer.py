@@ -1,4 +1,4 @@
-"""Lands runs in the warehouse: checked against the schema, telemetry before its run, each file whole or not there.
+"""Lands runs in the warehouse: checks them against the schema, then writes telemetry before its run, atomically.
 
 Start reading at `RunWriter.write`.
 """
@@ -39,14 +39,14 @@ WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telem
 
 
 class RunWriter:
-    """Writes runs and job snapshots into a data folder, which it makes if need be. One process may hold several."""
+    """Writes runs and job snapshots into a data folder, which it creates if missing. A process may hold several."""
 
     def __init__(self, folder: DataFolder):
         self._folder = folder.create()
         self._merged = MergedIndex(self._folder)
 
     def write(self, run: Run | Mapping[str, Any], telemetry: pa.Table) -> Path:
-        """Make a run durable; the path of the file that holds its row.
+        """Make a run durable; return the path of the file that holds its row.
 
         Args:
             run: a `Run`, or its columns by name; absent ones are NULL.
@@ -73,15 +73,15 @@ class RunWriter:
         return runs / name
 
     def has_landed(self, family: str, run_id: str) -> bool:
-        """Whether a run is durable, in a file of its own or merged."""
+        """Return whether a run is durable, in its own file or a merged one."""
         if (self._folder.partition("runs", family) / f"{run_id}.parquet").exists():
             return True
         return self._merged.file_with(family, run_id) is not None
 
     def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
-        """Make runs of one family durable in one file, all of them or none; its path. They have no telemetry.
+        """Make runs of one family durable in one file, all or none, without telemetry; return its path.
 
-        Whether some of them have landed before is not looked up. Raises as `write` does, with nothing written.
+        Does not check whether some have landed before. Raises as `write` does, with nothing written.
         """
         families = {run.get("family") for run in runs}
         if len(families) != 1:
@@ -101,12 +101,12 @@ class RunWriter:
 
 
 def run_table(run: Mapping[str, Any]) -> pa.Table:
-    """One row of `RUN_SCHEMA`; `ValueError` lists every rule that `run` breaks."""
+    """Return the run as one row of `RUN_SCHEMA`. Raises `ValueError` listing every rule that `run` breaks."""
     return _one_row(run, RUN_SCHEMA, "run", run_problems(run))
 
 
 def run_problems(run: Mapping[str, Any]) -> list[str]:
-    """The rules that the values of `run` break, each beginning with its column; types are not checked."""
+    """Return the rules that the values of `run` break, each beginning with its column; types are not checked."""
     problems = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
     for name, known in (
         ("status", STATUSES),
@@ -133,7 +133,7 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
 
 
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
-    """The samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL; `ValueError` as `run_table`."""
+    """Return the samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL. Raises as `run_table`."""
     if not isinstance(telemetry, pa.Table):
         raise ValueError(f"telemetry must be a pyarrow.Table, got {type(telemetry).__name__}")
     problems = _unknown(telemetry.column_names, TELEMETRY_SCHEMA)

@@ -1,6 +1,6 @@
-"""What a run's samples are worth: which readings are in doubt, why, and which metrics they spoil.
+"""Judges a run's samples: which readings are in doubt, why, and which metrics they spoil.
 
-Start reading at `REASONS`; `judge` looks at samples, `workers.verdict` at the run that they are of. Nothing is deleted.
+Start reading at `REASONS`; `judge` judges samples, `workers.verdict` their run. No sample is deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOCK_JUMP = 0.10  # of the window's median SM clock
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why readings or labels are in doubt.
+    """A reason to doubt readings or labels.
 
     `spoils`: metrics whose means leave such readings out. A run that shows it in more than `suspect_from` of its window
     is suspect; in more than `untrusted_from`, untrusted (None: never by itself).
@@ -84,9 +84,9 @@ _POWER_CAP, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE = 0x4, 0x8, 0x2
 def judge(
     samples: Samples, window_ns: int | None, window_end_ns: int | None, period_s: float
 ) -> list[tuple[str, Sample]]:
-    """The same samples, those in doubt marked `suspect` with their reasons; the values stay as they were read.
+    """Mark the samples in doubt as `suspect`, with their reasons; values stay as they were read.
 
-    What a sensor said of its own samples stays. A pure function; `period_s` is how often sensors were to be read.
+    A sensor's own verdict on its samples stays. A pure function; `period_s` is the intended sampling period.
     """
     by_sensor = split_by_sensor(samples)
     usage = _Usage(by_sensor)
@@ -125,7 +125,7 @@ def judge(
 
 
 def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
-    """The run's columns `samples_measured` and so on: telemetry rows of the window by what they are."""
+    """Return the run's columns `samples_measured` and so on: the window's telemetry rows by quality."""
     counts = dict.fromkeys(SAMPLE_QUALITIES, 0)
     if window_ns is not None:
         for _, sample in samples:
@@ -135,7 +135,7 @@ def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int 
 
 
 class _Usage:
-    """The GPU's utilization over time, from NVML where it says, else from DCGM."""
+    """The GPU's utilization over time, from NVML if it reads it, else from DCGM."""
 
     def __init__(self, by_sensor: Mapping[str, list[Sample]]) -> None:
         self._times_ns: list[int] = []
@@ -148,7 +148,7 @@ class _Usage:
                 return
 
     def busy(self, since_ns: int, t_ns: int) -> bool:
-        """Whether every reading that speaks of the interval says so: those inside, and the first one after it."""
+        """Return whether the GPU was busy by every reading inside the interval and the first one after it."""
         first = bisect.bisect_right(self._times_ns, since_ns)
         last = bisect.bisect_left(self._times_ns, t_ns) + 1
         spoken = self._shares[first:last]
@@ -188,7 +188,7 @@ def _throttled(bits: int) -> list[str]:
 def gaps_in(
     samples: Iterable[Sample], period_s: float, window_ns: int | None, window_end_ns: int | None
 ) -> list[tuple[Sample, int]]:
-    """(the sample that ends it, its length in ns) of each stretch of the window in which the sensor was not read."""
+    """Return (sample that ends it, length in ns) of each stretch of the window in which the sensor was not read."""
     ordered = sorted(samples, key=lambda sample: sample.t_ns)
     if window_ns is None or not ordered:
         return []
@@ -204,7 +204,7 @@ def gaps_in(
 
 
 def split_by_sensor(samples: Samples) -> dict[str, list[Sample]]:
-    """Each sensor's samples by time."""
+    """Return each sensor's samples, sorted by time."""
     by_sensor: dict[str, list[Sample]] = {}
     for sensor, sample in samples:
         by_sensor.setdefault(sensor, []).append(sample)
@@ -214,7 +214,7 @@ def split_by_sensor(samples: Samples) -> dict[str, list[Sample]]:
 
 
 def own_readings(samples: Iterable[Sample]) -> list[Sample]:
-    """Those that are readings of their own."""
+    """Return the samples that are fresh readings."""
     return [sample for sample in samples if sample.quality in ("measured", "suspect")]
 
 

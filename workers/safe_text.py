@@ -1,4 +1,4 @@
-"""Texts from a trial, as they may be stored and printed. Start reading at `safe_text`."""
+"""Makes texts from a trial safe to store and print. Start reading at `safe_text`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's end of a trial server: start it, hand it a trial, read the trial's reports, kill it.
+"""The worker's side of a trial server: starts it, sends it trials, reads their reports, kills it.
 
 Start reading at `TrialServer.start`. A server that dies or stops answering raises
 `ServerLost`; the caller starts another.
@@ -38,12 +38,12 @@ _EXIT_KEYS = {"exited", "code", "signal", "output", "left", "stayed"}
 
 
 class ServerLost(RuntimeError):
-    """The trial server died or did not answer: not the trial's fault, the task should be tried again."""
+    """The trial server died or did not answer. The trial is not at fault, so the task should be tried again."""
 
 
 @dataclass
 class TrialExit:
-    """How a trial's process ended. `code` for a normal exit, `signal` for a killed one; both None while it runs."""
+    """The end of a trial's process: `code` of a normal exit, `signal` of a kill; both None while it runs."""
 
     code: int | None = None
     signal: int | None = None
@@ -69,7 +69,7 @@ class TrialServer:
     """One trial server process. Use from one thread; `close` is safe at any time."""
 
     def __init__(self, environment: dict[str, str]):
-        """Execute the server with `environment` added to ours; returns at once, `hello` waits for it."""
+        """Execute the server with `environment` added to ours. Returns at once; `hello` waits for the server."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.TemporaryDirectory(prefix="gpufarm-trial-")
         self._exited: dict[int, dict[str, Any]] = {}  # pid -> its exit, told while another trial was looked at
@@ -96,13 +96,13 @@ class TrialServer:
 
     @property
     def pid(self) -> int:
-        """The server's process; waits for it to be ready."""
+        """Return the server's process id; waits until the server is ready."""
         self.hello()
         assert self._pid is not None
         return self._pid
 
     def hello(self) -> dict[str, Any]:
-        """The software environment, once torch is imported. Raises `ServerLost` with the server's own words."""
+        """Return the software environment, once torch is imported. Raises `ServerLost` with the server's output."""
         if self._hello is None:
             message = self._receive(_START_TIMEOUT_S)
             if not {"hello", "pid"} <= message.keys():
@@ -182,12 +182,12 @@ class TrialServer:
                 self._note_exit(self._receive(_ANSWER_TIMEOUT_S))
 
     def tell(self, trial: RunningTrial, word: str) -> None:
-        """Say `go`, `steady` or `bye` to a trial (see `workers.trial`); one that has ended does not hear it."""
+        """Send `go`, `steady` or `bye` to a trial (see `workers.trial`); no effect on one that has ended."""
         with contextlib.suppress(OSError):
             trial.channel.sendall(word.encode() + b"\n")
 
     def discard(self, trial: RunningTrial) -> None:
-        """Kill a trial that was made ready and is not wanted, and wait until it is gone. Raises `ServerLost`."""
+        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
         trial.channel.close()
         self._send({"kill": trial.pid})
         while trial.pid not in self._exited:
@@ -195,7 +195,7 @@ class TrialServer:
         del self._exited[trial.pid]
 
     def close(self) -> None:
-        """End the server and whatever runs under it."""
+        """End the server and all processes under it."""
         if self._line is None:
             return
         line, self._line = self._line, None

@@ -27,7 +27,7 @@ _WORD_BYTES = 256
 
 
 class TrialLink:
-    """The trial's end of its socket: events out in JSON lines, words of the worker in; see `workers.devices.Link`."""
+    """The trial's side of its socket: sends events as JSON lines, receives words; see `workers.devices.Link`."""
 
     def __init__(self, channel: socket.socket, ahead: bool = False):
         self.ahead = ahead
@@ -38,7 +38,7 @@ class TrialLink:
         self._ended = False  # the worker has closed its end: nothing more will be said
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event. A copy of the trial that its model has forked ends here: it is no trial."""
+        """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
@@ -60,7 +60,7 @@ class TrialLink:
         return True
 
     def wait_for_go(self) -> bool:
-        """Wait until it is this trial's turn. False, at once, for one that was not made ready ahead."""
+        """Wait until it is this trial's turn. Return False at once if it was not prepared ahead."""
         if not self.ahead:
             return False
         if not self.wait("go"):
@@ -122,7 +122,7 @@ def _traceback() -> str:
 
 
 def _memory_at_failure(backend: str) -> dict[str, float]:
-    """What the allocator had taken when the trial failed: a lower bound, worth keeping with an `oom`."""
+    """Return the allocator's memory when the trial failed, a lower bound that is kept with an `oom`."""
     if backend != "cuda":
         return {}
     try:
@@ -140,7 +140,7 @@ def _memory_at_failure(backend: str) -> dict[str, float]:
 
 
 def _free_device_mib(trial: dict[str, Any]) -> float | None:
-    """Device memory that the trial could still take, in MiB; None where there is no device, or it can't be asked."""
+    """Return the device memory in MiB that the trial could still take; None without a device, or if unknown."""
     if trial["device"]["backend"] != "cuda":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Lands a night: merges small files, checks what is there, and freezes it as a snapshot. Start reading at `land`."""
+"""Lands a night: merges small files, checks the rows, and freezes them as a snapshot. Start reading at `land`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
 
 
 def snapshot_taken(folder: DataFolder, name: str) -> bool:
-    """Whether there is a snapshot of that name already, so that a cycle needs another."""
+    """Return whether a snapshot of that name exists, so that the cycle needs another name."""
     from warehouse.snapshot import find_snapshot
 
     try:

@@ -38,7 +38,7 @@ _STANDS_IN = DEFAULT_DEVICE  # whose rates a device without a description is for
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a cycle, all of one model. `workers`: how many of them; `source`: what its runs are."""
+    """The devices of a cycle, all of one model. `workers`: their number; `source`: that of their runs."""
 
     choice: DeviceChoice
     device_name: str
@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def capacity_mib(self) -> float:
-        """Memory that a trial may take."""
+        """Return the device memory in MiB that a trial may take."""
         return self.spec.memory_mib * (self.choice.memory_fraction or 1.0)
 
 
@@ -93,8 +93,10 @@ def submit_listed(
     policy: str,
     seed: int,
 ) -> None:
-    """Queue these configs under their indices, as one job. The same call again adds nothing. A task may import what it
-    names, so a config that came from the folder's data raises `UsageError` where data may not name its code."""
+    """Queue these configs under their indices, as one job. The same call again adds nothing.
+
+    A task may import the code that it names. So a config from the folder's data raises `UsageError` if data may not
+    name its code."""
     for _, config in configs:
         if (problem := code_problem(config)) is not None:
             raise UsageError(f"job {job_id}: {problem}")
@@ -142,7 +144,7 @@ def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | No
 
 
 def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
-    """Return for how many seconds a cycle has measured, over all attempts; a killed one counts up to its last run."""
+    """Return the seconds that a cycle has measured, over all attempts; a killed one counts up to its last run."""
     finished = [
         row[0].replace(tzinfo=datetime.UTC)
         for row in _ask(

@@ -272,7 +272,7 @@ def _coverage(report: Report) -> Section | None:
 
 
 def _map(title: str, grid: Grid, row_title: str, column_title: str) -> Chart:
-    """A heat map, with the number of empty cells in its title."""
+    """Return a heat map, with the number of empty cells in its title."""
     cells = len(grid.rows) * len(grid.columns)
     empty = f": {grid.empty:,} of {cells:,} cells empty" if grid.empty else ""
     return Chart(f"{title}{empty}", heat_map(grid, row_title, column_title))

@@ -1,4 +1,4 @@
-"""The outcome of a night in one sentence, and what to do about it. Start reading at `say`."""
+"""Sums up a night in one sentence, with advice. Start reading at `say`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def say(
     findings: Sequence[Mapping[str, Any]],
     notes: Sequence[str] = (),
 ) -> Said:
-    """Return the outcome of a cycle. An open one, as while its report is written, is judged by its steps so far."""
+    """Return the outcome of a cycle. An open cycle, as while its report is written, is judged by its steps so far."""
     canaries, run = cycle.done("canaries") or {}, cycle.done("run")
     outcome = cycle.outcome or _outcome(cycle, canaries, run)
     urgent = [*_failed_step(cycle), *_canaries(canaries)]
@@ -103,7 +103,7 @@ def _sentence(
 
 
 def gist(error: str, most: int = _SAID) -> str:
-    """Return the line of an error that says what happened, at most `most` characters."""
+    """Return the line of an error with its message, at most `most` characters."""
     return error_line(error)[:most].strip()
 
 

@@ -26,7 +26,7 @@ _HOST_PARAMETERS = 50_000_000
 
 
 class Meter(Protocol):
-    """What differs between devices: waiting for the device, and reading its allocator."""
+    """The part that differs between devices: waiting for the device, and reading its allocator."""
 
     device: torch.device
 

@@ -67,7 +67,7 @@ class GpmSensor(Sensor):
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> GpmSensor:
-        """As `make_sensors` builds it: checks at once that the device has GPM."""
+        """Build the sensor for `make_sensors`; checks at once that the device has GPM."""
         sensor = cls()
         try:
             sensor._supported(device_uuid)
