@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "commands.md"
-SHARED_FROM = 3  # commands that must have a key before it is described once for all of them
+SHARED_FROM = 2  # commands that must have a key before it is described once for all of them
 sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
 
 from conf.cli import help_text  # noqa: E402
@@ -36,7 +36,7 @@ def command_modules() -> dict[str, str]:
 
 def key_lines(help_lines: list[str]) -> dict[str, str]:
     """Return the lines of a help text that describe a key: with single spaces -> as they are aligned."""
-    start = next((at for at, line in enumerate(help_lines) if line.startswith("Keys (")), len(help_lines))
+    start = next((at for at, line in enumerate(help_lines) if line.startswith("Keys")), len(help_lines))
     return {" ".join(line.split()): line for line in help_lines[start + 1 :] if line.startswith("  ")}
 
 
@@ -49,14 +49,15 @@ def shared_keys(help_texts: Collection[str]) -> dict[str, str]:
 
 
 def without_shared(text: str, shared: Collection[str]) -> str:
-    """Return a command's help text with its shared keys in one line of names."""
-    lines = text.splitlines()
+    """Return a command's help text with its shared keys as one line of names, and without lines that all texts have."""
+    lines = [line for line in text.splitlines() if not line.endswith("are the same command.")]
+    lines = ["Keys:" if line.startswith("Keys (") else line for line in lines]
     names = [line.partition("=")[0] for line in key_lines(lines) if line in shared]
     kept = [line for line in lines if not (line.startswith("  ") and " ".join(line.split()) in shared)]
     if names:
         groups = dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in names)
         kept.append(f"  and the shared keys {', '.join(groups)}")
-    return "\n".join(kept)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept))
 
 
 def commands_markdown() -> str:
@@ -84,7 +85,7 @@ def commands_markdown() -> str:
         "",
         "## Shared keys",
         "",
-        f"At least {SHARED_FROM} commands have each of these keys; `--help` of each command prints them all.",
+        "Several commands have these keys, with the same meaning. Their `--help` prints them all.",
         "",
         "```text",
         *shared.values(),
