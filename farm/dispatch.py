@@ -200,7 +200,7 @@ class Dispatcher:
 
     def _land(self, completion: Completion) -> None:
         task = self._leased.get(completion.task.run_id)
-        if not isinstance(task, Task):  # nothing of ours: its task was landed or given back before
+        if not isinstance(task, Task):  # not one of ours: its task was landed or given back before
             self._service.events.emit("unexpected", completion.task, worker=completion.worker)
             return
         completion = accepted(completion, task)
@@ -242,7 +242,7 @@ class Dispatcher:
         except (OSError, MemoryError):
             raise
         except Exception:
-            return False  # a mistake of ours: `_land_run` says what of it
+            return False  # our own bug, which `_land_run` reports
         why = "; ".join(reason_lines(run))
         doubt = doubt_of(run.quality, run.quality_reasons or ())
         return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", doubt.reasons if doubt else ())

@@ -94,7 +94,7 @@ class InlineExecutor:
         task, result, lost = self._task, None, None
         try:
             result = self._worker.run(task, self._upcoming)
-        except Exception:  # a mistake of ours: one task's business, not the job's
+        except Exception:  # our own bug: it must cost one task, not the job
             lost = f"worker failed: {traceback.format_exc()}"
         self._task = None
         return [Completion(worker=self._worker.name, task=task, result=result, lost=lost)]

@@ -94,6 +94,6 @@ class Submission:
         """Shrink the file if most of it is free now; otherwise later tasks reuse the space."""
         (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
         if 2 * free > pages:
-            with contextlib.suppress(QueueError, ValueError):  # somebody reads: the room is reused
+            with contextlib.suppress(QueueError, ValueError):  # a process reads: later tasks reuse the room
                 self._file.all("VACUUM")
                 self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -588,5 +588,5 @@ class Queue:
 
 
 def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:
-    # The end of a traceback says what happened.
+    # The message is at the end of a traceback.
     return (None, None) if error is None else (error[-ERROR_CHARACTERS:], now)

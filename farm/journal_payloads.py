@@ -16,7 +16,7 @@ from conf.plain_text import shown
 
 P = TypeVar("P", bound="Payload")
 T = TypeVar("T")
-Ended = Literal["all", "time", "asked"]  # why a step stopped running trials: none was left, or somebody wanted to leave
+Ended = Literal["all", "time", "asked"]  # why a step stopped: no trial was left, the time was up, a signal came
 Environment = Mapping[str, str | None]
 
 

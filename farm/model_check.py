@@ -28,7 +28,7 @@ from featurize.row_config import printable
 from featurize.trial import TrialConfig, config_from_mapping
 
 PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
-_QUIET_S = 1.0  # from then on a check says that it runs
+_QUIET_S = 1.0  # a longer check prints a message
 _TRIED_ON = 3  # configs that a model is tried on
 _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # of a problem
@@ -93,7 +93,7 @@ def _models_of(space: Space) -> Iterator[dict[str, Any]]:
         if value in known and _library(space.family, value) not in missing:
             continue
         configs = [config.to_mapping() for config in _configs_with(space, value)]
-        if configs:  # else sampling says what is wrong
+        if configs:  # else sampling reports the problem
             yield {"name": value, "configs": configs}
 
 

@@ -437,7 +437,7 @@ class RayExecutor:
         worker, task = self._running.pop(ref)
         try:
             result = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:  # a mistake of ours: one task's business, not the job's
+        except ray.exceptions.RayTaskError as error:  # our own bug: it must cost one task, not the job
             self._idle.append(worker)
             return Completion(worker=worker, task=task, lost=f"worker failed: {error}")
         except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone

@@ -21,7 +21,7 @@ from conf.cli import EXIT_TEMPORARY
 from conf.errors import EnvironmentProblem
 from conf.identity import alive, identity
 
-EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command goes on
+EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command continues
 _LOOK_EVERY_S = 0.2
 _REFUSED_FOR_S = 5.0  # a joined cluster's address refuses connections
 _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone

@@ -109,13 +109,13 @@ def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: Repa
     recovered = None
     if has_own_name(file.path):
         if is_whole_listing(file.path):
-            return  # it hides too much: `settled_listings` mends that
+            return  # it hides too much, which `settled_listings` repairs
         recovered = recovered_listing(folder, kind, file.path)
     if recovered is None:
         _aside(folder, file.path, file.reason, report)
         return
     write_anew(folder, recovered)
-    report.mended.append(f"{file.path} was damaged ({file.reason}), and is written anew as its merged file says")
+    report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
 
 
 def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
@@ -177,7 +177,7 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
         return
     try:
         queue = Queue.open(folder.queue)
-    except CommandError:  # damaged, as said
+    except CommandError:  # damaged, as reported above
         return
     with queue:
         gone = compare(folder).gone

@@ -171,7 +171,7 @@ def _changed_constants(space: Space) -> Iterator[str]:
     dimensions = tuple(d for d in space.dimensions if _is_field(space.family, d.name) or not _is_switch(d))
     try:
         configs = list(sample_range(Space(space.family, dimensions), 0, 0, _TRIED_ON))
-    except UsageError:  # it has no config at all; sampling says why
+    except UsageError:  # it has no config at all; sampling reports why
         return
     for constant in constants:
         name, value = constant.name, constant.fixed

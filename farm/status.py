@@ -176,9 +176,9 @@ def _print_table(report: dict[str, Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     console.print(table)
     if any(job["state"] == "stopped" for job in report["jobs"]):
-        console.print("stopped: no dispatcher works on this folder; `python -m farm.work` goes on.", soft_wrap=True)
+        console.print("stopped: no dispatcher works on this folder; `python -m farm.work` continues.", soft_wrap=True)
     if any(job["state"] == "submitting" for job in report["jobs"]):
-        console.print("A submission that was interrupted is completed by the same command.", soft_wrap=True)
+        console.print("The same command completes an interrupted submission.", soft_wrap=True)
     for job in report["jobs"]:
         if "errors" in job:
             _print_detail(console, job)

@@ -298,7 +298,7 @@ def follow_hint(folder: DataFolder, job_id: str | None) -> str:
     """Return the hint on how to continue."""
     job = f" job={job_id}" if job_id else ""
     run = "" if dispatcher_of(folder.dispatcher_lock) else "`python -m farm.work` runs it; "
-    return f"{run}`python -m farm.status{job}` tells how far it is."
+    return f"{run}`python -m farm.status{job}` shows its progress."
 
 
 def main() -> None:

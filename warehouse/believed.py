@@ -176,7 +176,7 @@ def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
     gone = [one for one in believed if one.merged not in hidden and not os.path.lexists(root / one.merged)]
     if not gone:
         return []
-    # A compaction of an older version removed the listing last: what merged the file says so itself.
+    # A compaction of an older version removed the listing last; the merged file itself names its sources.
     replaced: set[str] = set()
     for listing in believed:
         try:

@@ -33,7 +33,7 @@ from warehouse.schema import (
 from warehouse.sql_text import sql_text
 from warehouse.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 
-SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and somebody should look
+SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
 LABELS = (
     "peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "smact", "smocc", "drama", "gpu_util", "power_w",
     "energy_j", "step_time_ms",

@@ -59,7 +59,7 @@ SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"]}
 ROW_GROUP_ROWS = 100_000
 _OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
-_ABANDONED_AFTER_S = 86_400.0  # a temporary file this old belongs to nobody who lives
+_ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old
 
 
 def compact(

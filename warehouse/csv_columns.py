@@ -31,7 +31,7 @@ _OURS = {"run_id", "job_id", "task_index", "attempt", "family", "config", "confi
 TARGETS = tuple(name for name in RUN_SCHEMA.names if name not in _OURS)
 LABELS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "smact", "smocc", "drama", "gpu_util",
           "power_w", "energy_j", "step_time_ms")  # fmt: skip
-_DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: told once, they stand in both
+_DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
 
@@ -106,7 +106,7 @@ class CsvMapping:
             problems.append(problem)
         if not problems:
             return run
-        # What breaks a rule cannot stand in its column; it stands in the reason.
+        # A value that breaks a rule cannot be stored in its column; the reason quotes it.
         kept = {name: value for name, value in run.items() if not any(p.startswith(name) for p in problems)}
         return {**kept, "status": "invalid", "oom_kind": None, "error": "; ".join(problems)}
 

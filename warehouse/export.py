@@ -57,7 +57,7 @@ SOURCES = {
     "simulated": "source = 'simulated' AND device_name IS NOT NULL",
 }
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
-_ERROR_CHARACTERS = 2000  # of an error's end, which says what happened
+_ERROR_CHARACTERS = 2000  # of an error's end, where its message is
 _LARGEST = 5  # files named where the data set is too large
 # Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
@@ -148,7 +148,7 @@ def export(settings: ExportSettings) -> ExportReport:
             for _, row in new:
                 row["telemetry_rows"] = counts[row["run_id"]]
             added = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
-            # Telemetry first: whoever sees the runs sees their samples. Those of an export that was killed before it
+            # Telemetry first, so readers of the runs see their samples. Those of an export that was killed before it
             # came to the runs are not kept.
             of_known = read_part(report.root, part, "telemetry")
             of_known = of_known.filter(pc.is_in(of_known.column("run_id"), before.column("run_id").combine_chunks()))
@@ -224,7 +224,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
         row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
         return row
     row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
-    if run["device_uuid"] is not None and run["source"] == "measured":  # tells cards apart, and nothing else
+    if run["device_uuid"] is not None and run["source"] == "measured":  # distinguishes cards, and serves nothing else
         row["device_uuid"] = f"gpu-{hashlib.sha256(run['device_uuid'].encode()).hexdigest()[:12]}"
     return row
 

@@ -57,7 +57,7 @@ class DataFolder(FolderLayout):
             if version != SCHEMA_VERSION:
                 text = json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
                 write_bytes(self.format_marker, text.encode())
-            from warehouse.views import refresh  # DuckDB, which whoever only needs the paths may lack
+            from warehouse.views import refresh  # needs DuckDB, which users of the paths alone may lack
 
             refresh(self)
         return self

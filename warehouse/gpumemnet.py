@@ -51,7 +51,7 @@ def parse_filename(name: str) -> dict[str, object]:
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         text = name.removesuffix(".out")[mark.end() : following.start() if following else None]
         if mark[1] == "dropout" and text in ("True", "False"):
-            switches["dropout"] = text  # `dropout:` stands twice: the rate, then whether there is any
+            switches["dropout"] = text  # `dropout:` occurs twice: the rate, then whether there is any
         elif mark[1] in values:
             raise ValueError(f"file name has {mark[1]} twice")
         else:

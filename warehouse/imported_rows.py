@@ -28,7 +28,7 @@ DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
 
 
-_NO_CARD_MIB = 2**20  # more than any device has, where its memory is not told
+_NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ PARTITION = "family="
 class DamagedListing(DamagedFile):
     """A listing that can be read neither itself nor from its merged file."""
 
-    merged: Path | None = None  # the merged file of its name, which is there and does not say what the listing said
+    merged: Path | None = None  # the merged file of its name, if it exists and cannot replace the listing
 
     def line(self) -> str:
         """Return the file and the reason as commands print them."""

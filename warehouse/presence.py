@@ -208,7 +208,7 @@ def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.
         try:
             connection = held.enter_context(_opened(path))
         except sqlite3.OperationalError as error:
-            # Without write permission, SQLite cannot share the log of changes; whatever else fails is not ours to mend.
+            # Without write permission, SQLite cannot share the log of changes; other errors cannot be handled here.
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
             try:

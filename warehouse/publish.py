@@ -56,7 +56,7 @@ _CHUNK_RUNS = 2_000
 _FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "jobs": 500_000}
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
-_TOLD = ("citation", "creators", "url", "version")  # what is said to be missing where it is
+_TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ def _write_answer(
                 begun.release()
                 text.flush()
             finally:
-                text.detach()  # the file is closed by whoever opened it
+                text.detach()  # the caller that opened the file closes it
 
 
 class _HeldBack(io.StringIO):
@@ -159,7 +159,7 @@ def _only_statement(connection: WarehouseConnection, sql: str) -> str:
     if len(statements) != 1:
         raise UsageError(f"give one SQL statement, got {len(statements)}")
     (statement,) = statements
-    # The connection cannot write whatever the statement is. This says so in words, before anything runs.
+    # The connection cannot write in any case. This check gives a clear message before anything runs.
     inner = _explained_statement(connection, statement) if statement.type == _EXPLAIN else statement
     if inner.type != duckdb.StatementType.SELECT:
         raise UsageError(

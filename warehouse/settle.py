@@ -18,7 +18,7 @@ from warehouse.held_rows import Unreadable, run_ids_of, unheld_ids, unproven_sou
 from warehouse.listings import is_whole_listing, read_listings
 from warehouse.merged import MERGED_PREFIX, Listing, has_own_name, is_own_merge, listing_file
 
-REDUNDANT = ""  # said of a merged file whose runs whole files that count hold, too
+REDUNDANT = ""  # of a merged file whose runs intact files that count hold, too
 
 
 def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:

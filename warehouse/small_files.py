@@ -136,7 +136,7 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
         except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
             batch.damaged.append((path, error))
             continue
-        except ValueError:  # DuckDB says whether it is a file
+        except ValueError:  # DuckDB decides whether it is a Parquet file
             key = path
         batch.files.append(path)
         alike.setdefault(key, []).append(path)
@@ -164,7 +164,7 @@ def _verified_schema(path: Path, known: Sequence[bytes]) -> bytes:
 def _connect() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
     connection.execute("SET GLOBAL TimeZone = 'UTC'")  # of the timestamps that Arrow gets
-    # DuckDB's own threads gain nothing on small files and cost a fifth; a batch for each of ours is what gains.
+    # DuckDB's own threads cost a fifth on small files and gain nothing; a batch for each of our threads gains.
     connection.execute("SET threads = 1")
     if connection.execute("SELECT 1 FROM duckdb_settings() WHERE name = 'async_threads'").fetchone():  # since 2.0
         connection.execute("SET async_threads = 0")
@@ -180,7 +180,7 @@ def _batches(paths: Sequence[Path]) -> Iterator[list[Path]]:
     size = 0
     for path in paths:
         batch.append(path)
-        with contextlib.suppress(FileNotFoundError):  # whoever reads it says so
+        with contextlib.suppress(FileNotFoundError):  # the reader reports it
             size += path.stat().st_size
         if len(batch) >= _BATCH_FILES or size > _BATCH_BYTES:
             yield batch

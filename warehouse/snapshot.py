@@ -52,7 +52,7 @@ NOW = "now"  # in a diff: the folder as it is
 ALL = "all"  # in verify=
 _SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 _TABLES = (*KINDS, "jobs", "stale", "compactions")
-# Where a hard link cannot be: another file system, none that has them, somebody else's file, or too many of one.
+# Hard links fail across file systems, where there are none, for another user's file, and beyond their maximum.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
 
@@ -103,7 +103,7 @@ class Snapshot:
             except (FileNotFoundError, NotADirectoryError):
                 problems.append(f"{file.path} is gone")
                 continue
-            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be anybody's
+            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be foreign
                 problems.append(f"{file.path} is no plain file of the snapshot")
                 continue
             if status.st_size != file.bytes:

@@ -77,7 +77,7 @@ def reading_statements() -> list[str]:
     schemas = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 
     def read(kind: str) -> str:
-        # With the columns said, no file is opened before its rows are wanted. A column that a file lacks is NULL.
+        # With explicit columns, no file is opened before its rows are needed. A column that a file lacks is NULL.
         columns = ", ".join(
             f"{sql_text(field.name)}: {{name: {sql_text(field.name)}, type: '{_SQL_TYPES[field.type]}', "
             "default_value: NULL::VARCHAR}"

@@ -67,7 +67,7 @@ class RunWriter:
         if landed is not None:
             return landed
         name = f"{run_id}.parquet"
-        # Telemetry first: whoever sees the run sees its samples.
+        # Telemetry first, so readers of the run see its samples.
         _write(self._folder.partition("telemetry", family) / name, samples)
         _write(runs / name, run_row)
         return runs / name

@@ -33,7 +33,7 @@ def main() -> None:
     become_subreaper()
     owner = identity(os.getpid())
     group = ControlGroup.of_owner(owner)
-    kept_read, _ = os.pipe()  # its end tells the server that the keeper is dead
+    kept_read, _ = os.pipe()  # closing it signals the keeper's death to the server
     server = os.fork()
     if not server:
         _execute_server(control, kept_read, group)

@@ -159,7 +159,7 @@ def counter_growth(samples: Iterable[Sample], metric: str, start_ns: int, end_ns
     times_ns = [t_ns for t_ns, _ in readings]
     first = max(0, bisect.bisect_right(times_ns, start_ns) - 1)
     last = min(len(readings) - 1, bisect.bisect_left(times_ns, end_ns))
-    # At least one reading inside: from those around a window that is shorter than the period little can be told.
+    # At least one reading must be inside: those around a window shorter than the period say little about it.
     if last <= first or not any(start_ns <= t_ns <= end_ns for t_ns in times_ns[first : last + 1]):
         return None
     from_ns, to_ns = max(start_ns, times_ns[first]), min(end_ns, times_ns[last])

@@ -201,7 +201,7 @@ class ReportReader:
             status=status,
             oom_kind=oom_kind,
             error_type=_name("error_type", error_type),
-            error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut where it was sent, and says so
+            error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut by the sender, with a note
             device_fault=device_fault,
             values=_labels(values),
         )

@@ -7,7 +7,7 @@ import re
 from conf.plain_text import printable
 
 ERROR_CHARACTERS = 32_000  # of an error's text that are kept
-_HEAD_SHARE = 0.25  # of what is kept: the end of a traceback says what happened
+_HEAD_SHARE = 0.25  # of the kept text; the rest is its end, where a traceback has its message
 _QUOTED_CHARACTERS = 200
 _TAB_OR_LINE_FEED = re.compile("([\t\n])")  # what is kept as it is
 _LINE_END = re.compile("\r\n?")

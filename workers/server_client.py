@@ -33,7 +33,7 @@ _GOODBYE_S = 30.0  # for a trial to end after its last report: giving back its m
 _CLOSE_TIMEOUT_S = 15.0  # the keeper gives the server ten seconds
 _LOG_TAIL_BYTES = 4000
 _RECEIVE_BYTES = 1 << 18
-_READS_AFTER_EXIT = 64  # more than a socket holds: then somebody writes who could not be killed
+_READS_AFTER_EXIT = 64  # more than a socket holds: beyond it, a process that could not be killed is still writing
 _EXIT_KEYS = {"exited", "code", "signal", "output", "left", "stayed"}
 
 
@@ -72,14 +72,14 @@ class TrialServer:
         """Execute the server with `environment` added to ours. Returns at once; `hello` waits for the server."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.TemporaryDirectory(prefix="gpufarm-trial-")
-        self._exited: dict[int, dict[str, Any]] = {}  # pid -> its exit, told while another trial was looked at
+        self._exited: dict[int, dict[str, Any]] = {}  # pid -> its exit, received while waiting for another trial
         Path(self._folder.name, OWNER_FILE).write_text(identity(os.getpid()))
         self._server_log_path = Path(self._folder.name) / "server.log"
         self._control = ours
         self._hello: dict[str, Any] | None = None
         self._pid: int | None = None
         self._line: int | None
-        line, self._line = os.pipe()  # its end tells the keeper that this process is gone
+        line, self._line = os.pipe()  # closing it signals this process's end to the keeper
         with open(self._server_log_path, "wb") as log, theirs:
             python = environment.get(PYTHON_VARIABLE, sys.executable)
             self._process = subprocess.Popen(
@@ -141,7 +141,7 @@ class TrialServer:
         channel_open, killed, timed_out, reads_after_exit = True, False, False, 0
         next_tick_ns = time.monotonic_ns()
         while True:
-            exited = self._exited.get(trial.pid)  # it may have been told while the caller dealt with the other trial
+            exited = self._exited.get(trial.pid)  # it may have arrived while the caller handled the other trial
             now_ns = time.monotonic_ns()
             overdue = now_ns >= deadline_ns
             if not killed and (trial.kill_reason is not None or trial.broken or overdue):
@@ -160,7 +160,7 @@ class TrialServer:
                 reports, channel_open = self._read_reports(trial)
                 reads_after_exit += exited is not None
                 channel_open &= reads_after_exit < _READS_AFTER_EXIT
-                for report in reports:  # what the trial said comes before how it ended
+                for report in reports:  # the trial's reports come before its exit
                     if isinstance(report, BrokenReport):
                         trial.broken = True
                     if isinstance(report, TrialResult | Failure):

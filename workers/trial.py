@@ -35,7 +35,7 @@ class TrialLink:
         self._pid = os.getpid()
         self._buffer = b""
         self._words: set[str] = set()
-        self._ended = False  # the worker has closed its end: nothing more will be said
+        self._ended = False  # the worker has closed its end: no more words will come
 
     def report(self, event: str, **values: Any) -> None:
         """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
@@ -153,7 +153,7 @@ def _free_device_mib(trial: dict[str, Any]) -> float | None:
         if fraction is not None:  # the card plays a smaller one
             free = min(free, fraction * total - torch.cuda.memory_reserved())
         return free / 2**20
-    except RuntimeError:  # the context is broken: the failure itself says so
+    except RuntimeError:  # the context is broken, as the failure itself shows
         return None
 
 

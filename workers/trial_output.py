@@ -22,7 +22,7 @@ class TrialOutput:
         self._head = bytearray()
         self._tail = bytearray()
         self._length = 0
-        self.open = True  # until nobody can write any more
+        self.open = True  # until no process can write any more
 
     def fileno(self) -> int:
         return self.reader

@@ -192,7 +192,7 @@ def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # nobody is left; macOS and gVisor say EPERM for zombies
+        except (ProcessLookupError, PermissionError):  # the group is empty; macOS and gVisor return EPERM for zombies
             pass
 
 

@@ -225,7 +225,7 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
         allowed_w = _ENERGY_TOLERANCE * power.mean + 2 * power.standard_error
         agree = abs(power.mean - by_counter_w) <= allowed_w
         checks["energy_j"] = {"power": round(power.mean, 2), "counter": round(by_counter_w, 2), "agree": agree}
-        if not agree:  # the sensor sees a part of the time only, and differs by board: a repeat mends nothing
+        if not agree:  # the sensor samples a part of the time, and differs by board: a repeat does not help
             words = f"power: sensor {power.mean:.4g} W, energy counter {by_counter_w:.4g} W"
             judged.add("sources_disagree", words, untrusted=False)
     charged = _median_in(by_sensor.get("nvml", ()), "process_memory_mib", start_ns, end_ns)

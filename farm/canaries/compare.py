@@ -243,7 +243,7 @@ class _Comparison:
             sentence = f"{_canaries(known)} as before{_since(now, newest)}"
             sentence += f"; {_canaries(new)} for the first time" if new else ""
             return self._verdict("steady", sentence + _accepted_failures(entries), reference, entries, ())
-        # A run that failed, or whose labels nobody may trust, tells nothing of how a new environment measures.
+        # A run that failed or has untrusted labels shows nothing about a new environment.
         figures_only = all(entry.now is not None and entry.before is not None for entry in moved)
         verdict = "drift" if now != reference and figures_only and not alone else "sick"
         why = self._causes(runs, history, moved)

@@ -32,7 +32,7 @@ _AUTOCAST = ("bf16", "fp16")
 WEIGHT_UPDATES = tuple(dict.fromkeys(_OPTIMIZERS.values()))
 OPERATORS = (*_KINDS, "loss", *WEIGHT_UPDATES, "autocast", OTHER)
 
-# Libraries of models name modules of their own after their classes: a part of the name says what they are.
+# Model libraries name their own modules after classes; a part of the name shows the kind.
 _NAME_PARTS = {
     "batchnorm": "batch_norm", "norm": "layer_norm", "conv": "convolution", "attention": "attention",
     "pool": "pooling", "embed": "embedding", "swish": "activation", "sigmoid": "activation", "gelu": "activation",

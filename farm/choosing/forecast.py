@@ -129,7 +129,7 @@ class Forecaster:
         steps.prepare(cases, workers=self.workers)
         for place, case in zip(places, cases, strict=True):
             record = steps.record(case)
-            if record.error is None:  # else the plan's figure stands
+            if record.error is None:  # else the plan's figure remains
                 ways[place] = "trace"
                 figures["memory"][place] = record.values["job_memory_mib"]
                 figures["step_time"][place] = record.values["job_step_time_ms"]

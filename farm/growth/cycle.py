@@ -240,7 +240,7 @@ class NightWork:
 
     def _learnt(self, promotion: Promotion) -> LearntTarget:
         simulated = self.machine.source == "simulated"
-        caveat = "; the labels are simulated, so this says nothing of real GPUs" if simulated else ""
+        caveat = "; the labels are simulated, so this says nothing about real GPUs" if simulated else ""
         return LearntTarget(**{**promotion.to_mapping(), "why": promotion.why + caveat})
 
     def _no_result(self, target: str, decision: str, why: str) -> LearntTarget:

@@ -294,7 +294,7 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
 def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
     """Return the most frequent kinds of tonight's failures, and the number of kinds."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
-    # A traceback says what happened in its last line that is not indented, anything else in its first.
+    # A traceback has its message in the last line that is not indented, other texts in the first.
     groups_found = connection.execute(
         f"""WITH failed AS (
             SELECT run_id, family, status, error_type, coalesce(error, '') AS error,

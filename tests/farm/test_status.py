@@ -166,7 +166,7 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
     assert report["dispatcher"] is None
     assert [(job["state"], job["eta_s"]) for job in report["jobs"]] == [("stopped", None)]
     _, out, _ = call(status)
-    assert "`python -m farm.work` goes on" in out
+    assert "`python -m farm.work` continues" in out
 
 
 def test_a_folder_of_a_newer_schema_is_refused(call, folder, queue):

@@ -19,7 +19,7 @@ from workers.telemetry.nvml import Nvml, as_text, initialise, open_nvml
 
 _BYTES_PER_MIB = 1024**2
 _MUCH_SMALLER = 0.25  # of the main model's memory: a display adapter next to compute GPUs, not another compute GPU
-_MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service unless CUDA_MPS_PIPE_DIRECTORY says
+_MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service, without CUDA_MPS_PIPE_DIRECTORY
 _PROFILE = re.compile(r"\bMIG\s+(\S+)")
 
 
@@ -62,7 +62,7 @@ class _Facts:
     """Facts beside `GpuInfo` that decide whether a GPU can be a worker."""
 
     display_mode: bool
-    prohibited: bool  # its compute mode lets nobody compute
+    prohibited: bool  # by its compute mode
 
 
 def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
@@ -200,7 +200,7 @@ def _mps_service(environment: Mapping[str, str]) -> bool:
     pipes = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_PIPES)
     try:
         pid = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
-    except (OSError, ValueError):  # the pipes outlive a service that was killed, its pid says whether it lives
+    except (OSError, ValueError):  # the pipes outlive a killed service; its pid shows whether it lives
         return False
     return Path(f"/proc/{pid}").exists()
 

@@ -31,7 +31,7 @@ _OPTIMIZER_STEPS = 32  # a loss scale of 2**16 is 1 after 16 overflows; then the
 
 _BATCH_MS = 50.0  # step times are looked at in batches, each so long
 _MIN_BATCHES = 4
-_OUTLIER_BATCHES = 7  # with fewer a slow stretch can't be told from a slow step
+_OUTLIER_BATCHES = 7  # with fewer, a slow stretch cannot be distinguished from a slow step
 _ASK_NS = 10_000_000
 
 

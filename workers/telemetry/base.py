@@ -53,7 +53,7 @@ class Sensor(Protocol):
     metrics: tuple[str, ...]
     period_s: float  # the fastest useful period; the sampler never asks more often
     slow: bool = False  # whether a reading may wait for a network: the sampler gives it a thread of its own
-    lag_s: float = 0.0  # how old its readings are when they can be had
+    lag_s: float = 0.0  # age of its readings when they become available
     dropped: Mapping[str, str] = MappingProxyType({})  # metric -> why this device does not give it
 
     def watch(self, target: WatchTarget) -> None:

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from workers.telemetry.base import Sample
 
-# A reading that does not say where its interval begins stands for the time since the one before it, but for no more
-# than this many usual intervals: across a longer gap nobody knows.
+# A reading without the start of its interval stands for the time since the one before it, but for no more than this
+# many usual intervals: longer gaps are unknown.
 REACH = 5
 
 # NVML's own averages, which DCGM passes on: a reading may tell of as much time before it (utilization of 1/6 to 1 s,
