@@ -102,7 +102,7 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
     assert " ".join(row) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
     (row,) = [line for line in out.splitlines() if "mlp-0badcafe" in line]
     assert "submitting 2,000/3,000" in row
-    assert "completed by the same command" in out
+    assert "The same command completes" in out
 
 
 def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
