@@ -7,12 +7,15 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import warehouse
+from conf.cli import help_text
+from conf.commands import COMMANDS
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 
@@ -40,6 +43,14 @@ def anchor(heading):
 def test_generated_documents_are_fresh():
     done = generate("--check")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_of_commands_describes_each_key_of_each_command_once():
+    page = [" ".join(line.split()) for line in (ROOT / "docs" / "commands.md").read_text("utf-8").splitlines()]
+    described = Counter(line for line in page if re.match(r"[\w.]+=", line))
+    for name in COMMANDS:
+        keys = [" ".join(line.split()) for line in help_text(name).partition("Keys (")[2].splitlines()[1:]]
+        assert keys and not [line for line in keys if described[line] != 1], name
 
 
 def test_a_stale_document_is_told_with_what_to_do(tmp_path):
