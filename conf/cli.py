@@ -269,7 +269,9 @@ def help_text(name: str) -> str:
             continue
         rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
         if default in group_options(key):
-            rows += [(f"  {key}.{inner}={value}", said) for inner, value, said in documented_keys(f"{key}/{default}")]
+            rows += [
+                (f"  {key}.{inner}={value}", comment) for inner, value, comment in documented_keys(f"{key}/{default}")
+            ]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]
     if name in COMMANDS:

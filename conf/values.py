@@ -190,16 +190,16 @@ def _has_shape(written: str, name: str, begun: bool = False) -> bool:
 
 def problems_of(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> list[str]:
     """Return the problems of each value, by dotted key; missing keys are named too."""
-    found = []
+    problems = []
     for key, kind in kinds.items():
         value, present, parent = _at(values, key)
         if not present and parent is not None:
             line = f"{parent} must be {_WORDS['mapping']}, got {shown(value)}"
-            if line not in found:
-                found.append(line)
+            if line not in problems:
+                problems.append(line)
         elif present and value != "???" and (problem := kind.problem(value)):
-            found.append(f"{key} {problem}")
-    return found
+            problems.append(f"{key} {problem}")
+    return problems
 
 
 def _at(values: Mapping[str, Any], key: str) -> tuple[Any, bool, str | None]:

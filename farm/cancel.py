@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def entry(cfg: DictConfig) -> None:
-    """Cancel and say what that did. An unknown job is a `UsageError`."""
+    """Cancel the job and print the result. Raises `UsageError` for an unknown job."""
     job_id = str(cfg.job)
     with Queue.open(existing_queue(DataFolder.resolve(cfg.data), job_id)) as queue:
         cancelled = queue.cancel(job_id, time.time())

@@ -24,7 +24,7 @@ def entry(cfg: DictConfig) -> int:
     """
     settings = CompareSettings.from_config(cfg)
     checked_report(settings.report)
-    # What a run says on its way is for people; with format=json standard output is the result's.
+    # Progress messages are for people; with format=json standard output holds the result only.
     with contextlib.redirect_stdout(sys.stderr) if settings.format == "json" else contextlib.nullcontext():
         try:
             with StepBar("compare") as bar:

@@ -29,7 +29,7 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value in every config."""
+    """A dimension with the same value in every config."""
 
     name: str
     fixed: Scalar
@@ -74,7 +74,7 @@ class Range:
 
     @property
     def values_on_grid(self) -> int | None:
-        """How many values there are; None for a continuous range."""
+        """Return the number of values; None for a continuous range."""
         step = self._grid_step
         return None if step is None else self._count(step)
 
@@ -86,7 +86,7 @@ class Range:
         return 1 if self.step is None and self.integer else self.step
 
     def value(self, u: float) -> int | float:
-        """The value at `u` in [0, 1)."""
+        """Return the value at `u` in [0, 1)."""
         step = self._grid_step
         if step is None:
             if self.scale == "log":
@@ -118,37 +118,37 @@ class Space:
 
     @cached_property
     def varied(self) -> tuple[Dimension, ...]:
-        """The dimensions that take more than one value: the coordinates of a point."""
+        """Return the dimensions with more than one value, which are the coordinates of a point."""
         return tuple(d for d in self.dimensions if not isinstance(d, Constant))
 
     @cached_property
     def identity(self) -> str:
-        """64 hex digits: same family, same dimensions in the same order, same identity."""
+        """Return 64 hex digits, equal for the same family and the same dimensions in the same order."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def values(self, point: Sequence[float]) -> dict[str, Scalar]:
-        """The raw values at `point`, one number in [0, 1) for each dimension in `varied`."""
+        """Return the raw values at `point`, one number in [0, 1) for each dimension in `varied`."""
         coordinates = iter(point)
         return {d.name: d.fixed if isinstance(d, Constant) else d.value(next(coordinates)) for d in self.dimensions}
 
     def code_names(self) -> tuple[str, ...]:
-        """Every `MODULE:FACTORY` that the space names."""
+        """Return every `MODULE:FACTORY` that the space names."""
         fields = code_fields(self.family)
         specs = [dimension.spec() for dimension in self.dimensions if dimension.name in fields]
         texts = [text for spec in specs for text in (spec if isinstance(spec, list) else [spec])]
         return tuple(dict.fromkeys(text.split(None, 1)[0] for text in texts if isinstance(text, str) and text.strip()))
 
     def to_mapping(self) -> dict[str, Any]:
-        """`{"family": ..., "space": [[name, spec], ...]}`: a list, so that the order outlives sorted keys."""
+        """Return `{"family": ..., "space": [[name, spec], ...]}`; a list keeps the order when keys are sorted."""
         return {"family": self.family, "space": [[d.name, d.spec()] for d in self.dimensions]}
 
     def to_json(self) -> str:
-        """Canonical: the same space gives the same text."""
+        """Return the canonical JSON text, equal for equal spaces."""
         return canonical_json(self.to_mapping())
 
 
 def valid_keys(family: str) -> tuple[str, ...]:
-    """What a space of this family may set: the fields of its config, and what only its `repair` consumes."""
+    """Return the keys of this family's space: the fields of its config, and keys that only its `repair` consumes."""
     module = families.get_family(family)
     fields = [field.name for field in dataclasses.fields(module.Config) if field.init]
     return tuple(sorted({*fields, *getattr(module, "SAMPLED_ONLY", ())}))
@@ -156,7 +156,7 @@ def valid_keys(family: str) -> tuple[str, ...]:
 
 @cache
 def own_space(family: str) -> Space:
-    """The space of `conf/arch/FAMILY.yaml`, its values not checked; without dimensions if there is no such file."""
+    """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; without dimensions if there is no such file."""
     dimensions, problems = read_dimensions(family, (default_space(family) or {}).items())
     return Space(family, required(family, dimensions, problems))
 
@@ -164,7 +164,7 @@ def own_space(family: str) -> Space:
 def read_dimensions(
     family: str, items: Iterable[tuple[str, Any]], refused: Callable[[Dimension], Iterable[str]] = lambda _: ()
 ) -> tuple[tuple[Dimension, ...], list[str]]:
-    """Return the dimensions that name-spec pairs describe, and what is wrong with them; `refused` of their values.
+    """Return the dimensions that name-spec pairs describe, and their problems; `refused` of their values.
 
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
     `scale` and `step` optional.
@@ -197,7 +197,7 @@ def required(family: str, dimensions: tuple[Dimension, ...], problems: Sequence[
 
 
 def default_space(family: str) -> dict[str, Any] | None:
-    """The `space` of `conf/arch/FAMILY.yaml`; None where there is no such file."""
+    """Return the `space` of `conf/arch/FAMILY.yaml`; None if there is no such file."""
     file = importlib.resources.files("conf") / "arch" / f"{family}.yaml"
     if not file.is_file():
         return None
@@ -209,7 +209,7 @@ def default_space(family: str) -> dict[str, Any] | None:
 
 
 def _dimension(name: str, spec: Any, problems: list[str]) -> Dimension | None:
-    """The dimension that `spec` describes, or None after appending what is wrong with it."""
+    """Return the dimension that `spec` describes, or None after appending its problems."""
     if isinstance(spec, Mapping):
         return _range(name, spec, problems)
     if isinstance(spec, Sequence) and not isinstance(spec, str):

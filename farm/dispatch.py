@@ -41,7 +41,7 @@ _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up 
 
 
 def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
-    """The executor that `cluster` asks for, its processes marked as this dispatcher's."""
+    """Return the executor that `cluster` asks for, with its processes marked as this dispatcher's."""
     marker = {SESSION_VARIABLE: session_marker()}
     environment = {**cluster.environment, **marker}
     if cluster.kind == "inline":
@@ -51,7 +51,7 @@ def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
 
 
 class Dispatcher:
-    """Works off the tasks of one device, or of one job of it.
+    """Runs the tasks of one device, or of one of its jobs.
 
     `clock` gives seconds since the epoch and may jump; `steady` gives seconds and never does. Deadlines, leases and
     backoffs follow `steady`, from the epoch as it was at the start; what is written down of a run follows `clock`.
@@ -160,7 +160,7 @@ class Dispatcher:
         return task_spec(task, own_code=self._code.decide(task.config)[0])
 
     def _lease(self, worker: str) -> Task | None:
-        """The next task that may run. Those that may not land as `invalid`, a few at once."""
+        """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
         for _ in range(_REFUSED_AT_ONCE):
             task = self._lease_any(worker)
             if task is None:
@@ -195,12 +195,12 @@ class Dispatcher:
         self._stuck_at[spec.run_id] = self._steady() + spec.settings.timeout_s + _STUCK_AFTER_S
 
     def _waits_for_work(self) -> bool:
-        """Whether tasks of this device are left that become due later (backoff)."""
+        """Return whether tasks of this device are left that become due later (backoff)."""
         return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
 
     def _land(self, completion: Completion) -> None:
         task = self._leased.get(completion.task.run_id)
-        if not isinstance(task, Task):  # nothing of ours: its task was landed or given back before
+        if not isinstance(task, Task):  # not one of ours: its task was landed or given back before
             self._service.events.emit("unexpected", completion.task, worker=completion.worker)
             return
         completion = accepted(completion, task)
@@ -223,10 +223,10 @@ class Dispatcher:
         del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
 
     def _land_for_repeat(self, task: Task, result: RunResult) -> bool:
-        """Keep a run whose labels cannot be trusted under a name of its own, and queue its task again.
+        """Land an untrusted run as an attempt, under its own name, and queue its task again.
 
-        False: it has been repeated often enough, or can't be; it lands as the task's run. What has landed is what
-        counts, so a kill between the two steps costs no repeat more: the attempt is durable, its task still open.
+        Returns False if it cannot be repeated any more; it then lands as the task's run. Landed attempts count, so a
+        kill between the two steps costs no further repeat: the attempt is durable and its task still open.
         """
         run, limit = result.run, task.settings.quality_repeats
         names = [attempt_run_id(run.run_id, attempt) for attempt in range(1, task.attempt + 1)]
@@ -242,7 +242,7 @@ class Dispatcher:
         except (OSError, MemoryError):
             raise
         except Exception:
-            return False  # a mistake of ours: `_land_run` says what of it
+            return False  # our own bug, which `_land_run` reports
         why = "; ".join(reason_lines(run))
         doubt = doubt_of(run.quality, run.quality_reasons or ())
         return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", doubt.reasons if doubt else ())
@@ -277,7 +277,7 @@ class Dispatcher:
         )
 
     def _restart_stuck_workers(self) -> None:
-        """Restart workers that are long past their trial's deadline: they hang themselves, as in a wedged driver."""
+        """Restart workers long past their trial's deadline, which hang themselves, as in a wedged driver."""
         now = self._steady()
         for worker, task in self._executor.running().items():
             if now > self._stuck_at[task.run_id]:
@@ -293,18 +293,18 @@ class Dispatcher:
             self._renewed_at = now
 
     def _now(self) -> float:
-        """Seconds since the epoch as this dispatcher counts them, whatever becomes of the system's clock."""
+        """Return this dispatcher's seconds since the epoch, which changes of the system's clock do not affect."""
         return self._epoch_s + self._steady()
 
 
 def _looks_ahead(task: Task) -> bool:
-    """Whether the worker may make the next trial ready while it runs this one; `Worker.prepares` has the last word."""
+    """Return whether the worker may prepare the next trial while it runs this one; `Worker.prepares` decides."""
     wish = task.settings.prepare_ahead
     return wish == "always" or (wish == "auto" and task.device.backend == "cuda")
 
 
 class StopRequest:
-    """Ctrl-C (or SIGTERM) once asks to finish what runs and leave; twice raises `KeyboardInterrupt` at once."""
+    """Signal handling: the first Ctrl-C or SIGTERM finishes running trials, the second raises `KeyboardInterrupt`."""
 
     def __init__(self, announce: Callable[[], None]):
         self.asked = False  # by a signal
@@ -331,7 +331,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def disarm(self) -> None:
-        """What runs is being given back: whatever was to interrupt it later must not interrupt that."""
+        """Cancel later interrupts, since running tasks are being given back and that must complete."""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
@@ -376,7 +376,7 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
 
 
 def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
-    """run_id -> (job_id, index) of tasks that the queue still means to run, and whose runs are in the warehouse."""
+    """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
     from warehouse.presence import landed_tasks
 
     families: set[str] = set()

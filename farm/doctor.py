@@ -1,6 +1,6 @@
-"""`python -m farm.doctor`: what this machine offers, and why what is missing is missing; mends a data folder.
+"""`python -m farm.doctor`: reports what this machine offers and what it lacks, and repairs a data folder.
 
-Start reading at `examine`, which collects; `print_tables` shows it. torch and Ray are looked at without being imported.
+Start reading at `examine`, which collects; `print_tables` prints. torch and Ray are inspected without importing them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file
 
 
 def entry(cfg: DictConfig) -> int:
-    """Print the report, 0 whatever is missing; or with `repair` mend the data folder, 1 where something is left.
+    """Print the report and return 0; with `repair`, repair the data folder and return 1 if problems are left.
 
-    `UsageError`, behind the report, where `data=` names what is no data folder.
+    Raises `UsageError`, after the report, if `data=` names no data folder.
     """
     from farm.settings import device_choice, values_of
 
@@ -75,9 +75,9 @@ def _repair(data: str | None, output_format: str) -> int:
 
 
 def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, Any]:
-    """The report, as JSON can hold it: gpus, device, telemetry, packages, machine, data. None: not known, or absent.
+    """Return the report for JSON: gpus, device, telemetry, packages, machine, data. None: unknown or absent.
 
-    Raises `UsageError` for a setting that is broken, never for what the machine lacks.
+    Raises `UsageError` for an invalid setting, never for what the machine lacks.
     """
     gpus = discover_gpus()
     return {
@@ -95,7 +95,7 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
 
 
 def device_state(choice: DeviceChoice) -> dict[str, str | None]:
-    """What `device=...` resolves to here, in the words of the commands that use it."""
+    """Return what `device=...` resolves to here, as the commands that use it print it."""
     try:
         resolved, line = choose_device(choice)
     except DeviceUnavailable as reason:
@@ -104,7 +104,7 @@ def device_state(choice: DeviceChoice) -> dict[str, str | None]:
 
 
 def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
-    """Each telemetry source for the first usable GPU: whether it works, why not, and what it gives here.
+    """Return each telemetry source's state for the first usable GPU: whether it works, why not, and its metrics.
 
     `metrics` are those that it gives, `not_given` the others with the reason, `interval_s` how often the source renews
     its figures (None: not known), `note` what could be better.
@@ -142,7 +142,7 @@ def _source(
 
 
 def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
-    """What a sensor gives, from a first look at it: until it has a reading, an exporter until its pace shows."""
+    """Return what a sensor gives, by sampling it until it has a reading, or an exporter's interval is known."""
     from workers.telemetry.dcgm import DcgmSensor
 
     exporter = sensor if isinstance(sensor, DcgmSensor) else None
@@ -182,7 +182,7 @@ def package_version(name: str) -> str | None:
 
 
 def packages() -> dict[str, str | None]:
-    """The versions of this project and of what it declares it needs."""
+    """Return the versions of this project and of its declared dependencies."""
     try:
         declared = requires("gpufarm") or []
     except PackageNotFoundError:  # run from a tree that is not installed
@@ -193,7 +193,7 @@ def packages() -> dict[str, str | None]:
 
 
 def ray_importable() -> bool:
-    """Whether Ray and its compiled core are there; importing it would take longer than all of this report."""
+    """Return whether Ray and its compiled core are installed; importing it takes longer than the whole report."""
     spec = importlib.util.find_spec("ray")
     if spec is None or spec.origin is None:
         return False
@@ -201,7 +201,7 @@ def ray_importable() -> bool:
 
 
 def machine_state() -> dict[str, Any]:
-    """Cores this process may use, memory and shared memory in MiB (None where the system does not say)."""
+    """Return the cores this process may use, memory and shared memory in MiB (None if unknown)."""
     import psutil
 
     try:
@@ -222,7 +222,7 @@ def machine_state() -> dict[str, Any]:
 
 
 def _cgroup_limit_mib(total: int) -> int | None:
-    """What a container may take, where that is less than the machine has (cgroup v2, then v1)."""
+    """Return the container's memory limit in MiB (cgroup v2, then v1); None if there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limit = int(Path(path).read_text())
@@ -233,7 +233,7 @@ def _cgroup_limit_mib(total: int) -> int | None:
 
 
 def data_state(data: str | None) -> dict[str, Any]:
-    """The data folder: where, whether it is there and writable, its schema version, and how much is in it."""
+    """Return the data folder's path, whether it exists and is writable, its schema version and its contents."""
     from warehouse.presence import compare
 
     folder = DataFolder.resolve(data)
@@ -263,14 +263,14 @@ def data_state(data: str | None) -> dict[str, Any]:
 
 
 def _writable(path: Path) -> bool:
-    """Of the folder, or where it is not there yet, of the nearest one that is."""
+    """Return whether the folder, or its nearest existing parent, is writable."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
 
 def _queue_counts(path: Path) -> tuple[int, dict[str, int]]:
-    """(jobs, tasks by state, only those that occur). Never makes a queue."""
+    """Return the number of jobs, and of tasks by state. Never creates a queue."""
     from farm.jobs import Queue
 
     if not path.exists():
@@ -282,7 +282,7 @@ def _queue_counts(path: Path) -> tuple[int, dict[str, int]]:
 
 
 def _run_counts(folder) -> dict[str, int]:
-    """Runs by status, each counted once."""
+    """Return the number of runs by status, each run counted once."""
     import duckdb
 
     from warehouse.connection import connect
@@ -296,7 +296,7 @@ def _run_counts(folder) -> dict[str, int]:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """The report for people, to standard output."""
+    """Print the report to standard output."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -319,7 +319,7 @@ def print_tables(report: dict[str, Any]) -> None:
 
 
 def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | None, str]]]]:
-    """(section, rows of name, whether it is good (None: just a fact), text)."""
+    """Return the sections, each with rows of name, whether it is good (None: a fact), and text."""
     gpus = [
         (
             f"{gpu['index']} {gpu['name']}",

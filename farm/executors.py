@@ -1,4 +1,4 @@
-"""Where tasks run: the executor Protocol and its inline implementation; Ray's is in `ray_executor.py`.
+"""The executor Protocol and its inline implementation; Ray's is in `ray_executor.py`.
 
 Start reading at `Executor`. An executor owns the workers; the dispatcher owns the queue and never sees Ray.
 """
@@ -19,7 +19,7 @@ from workers.worker import RunResult, TaskSpec, Worker
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A task that left its worker: with a result, or because the worker was lost (then `lost` says how)."""
+    """A task that left its worker, with a result, or because the worker was lost (`lost` has the reason)."""
 
     worker: str
     task: TaskSpec
@@ -29,43 +29,43 @@ class Completion:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Workers that take one task at a time. Used from one thread."""
+    """A pool of workers that take one task at a time. Used from one thread."""
 
     def start(self) -> None:
-        """Begin to start the workers; returns before they are ready. Raises `UsageError` when that can't be."""
+        """Start the workers without waiting until they are ready. Raises `UsageError` if they cannot start."""
         ...
 
     def idle(self) -> list[str]:
-        """Workers that can take a task now."""
+        """Return the workers that can take a task now."""
         ...
 
     def submit(self, worker: str, task: TaskSpec, upcoming: TaskSpec | None = None) -> None:
-        """Hand a task to an idle worker; `upcoming` is what it probably gets next, so that it can make that ready."""
+        """Hand a task to an idle worker; `upcoming` is its probable next task, which it may prepare."""
         ...
 
     def wait(self, timeout_s: float) -> list[Completion]:
-        """Tasks that ended since the last call; waits at most `timeout_s` for one (inline: runs it)."""
+        """Return the tasks that ended since the last call; wait at most `timeout_s` for one (inline: run it)."""
         ...
 
     def running(self) -> Mapping[str, TaskSpec]:
-        """Tasks handed out and not yet returned by `wait`, by worker."""
+        """Return the tasks handed out and not yet returned by `wait`, by worker."""
         ...
 
     def restart(self, worker: str) -> None:
-        """Kill a worker that is stuck; its task comes back from `wait` as lost (inline: nothing to be done)."""
+        """Kill a stuck worker; `wait` returns its task as lost (inline: no effect)."""
         ...
 
     def notices(self) -> list[str]:
-        """What a person should know and has not been told yet, a line each."""
+        """Return new messages for the user, a line each."""
         ...
 
     def close(self) -> None:
-        """End every worker at once, and whatever runs on it."""
+        """End every worker and its trial at once."""
         ...
 
 
 class InlineExecutor:
-    """One worker in this very process, without Ray: trials still run in children of a trial server."""
+    """One worker in this process, without Ray; trials still run in children of a trial server."""
 
     def __init__(self, choice: DeviceChoice, environment: dict[str, str]):
         slot = make_device(choice).slots()[0]  # the first that can be used: the first of all may be a display's
@@ -94,7 +94,7 @@ class InlineExecutor:
         task, result, lost = self._task, None, None
         try:
             result = self._worker.run(task, self._upcoming)
-        except Exception:  # a mistake of ours: one task's business, not the job's
+        except Exception:  # our own bug: it must cost one task, not the job
             lost = f"worker failed: {traceback.format_exc()}"
         self._task = None
         return [Completion(worker=self._worker.name, task=task, result=result, lost=lost)]

@@ -1,4 +1,4 @@
-"""`python -m farm.grow`: one growth cycle, or what it would do. Start reading at `entry`."""
+"""`python -m farm.grow`: runs one growth cycle, or prints what it would do. Start reading at `entry`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CELLS_SHOWN = 6  # of each dimension, by a dry run
 
 
 def entry(cfg: DictConfig) -> int:
-    """Run a cycle, go on with one that is open, or only say what would run."""
+    """Run a cycle, resume an open one, or print what would run."""
     values = values_of(cfg)
     if "arch" in values:  # as farm.submit has it
         raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
@@ -100,13 +100,13 @@ def _grow(
 
 
 def _see_through(night: NightWork, settings: GrowSettings, status: _StatusLine) -> int:
-    """Work on the cycle, tell how it ended, and hand that on."""
+    """Run the cycle, print how it ended and return that."""
     try:
         cycle, code = night.work(), 0
         code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
     except (Left, KeyboardInterrupt):
         status.stop()
-        print(f"{_how_far(night)}; the same command goes on with it", file=sys.stderr)
+        print(f"{_how_far(night)}; the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except CommandError as error:
         cycle, code = night.cycle, EXIT_FAILED
@@ -127,7 +127,7 @@ def _see_through(night: NightWork, settings: GrowSettings, status: _StatusLine) 
 
 
 def _how_far(night: NightWork) -> str:
-    """`cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
+    """Return text such as `cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
     where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
     if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
         with contextlib.suppress(CommandError):  # its job is not queued yet
@@ -156,8 +156,9 @@ def _hand_on(message: Mapping[str, Any], settings: GrowSettings, service: Servic
 
 
 def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> GrowSettings | None:
-    """The settings of an unfinished cycle; where the data are and whom to tell are this command's, and so is what the
-    version that began it did not know. None where they say nothing to this version: then that cycle is over."""
+    """Return the settings of an unfinished cycle; None if this version cannot read them, which ends that cycle.
+
+    The data folder, notifications and keys that the older version did not know are this command's."""
     written = dict(cycle.settings)
     try:
         device = written.pop("device", None)
@@ -209,7 +210,7 @@ def _budget(settings: GrowSettings) -> str:
 
 
 def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
-    """The cycle for people."""
+    """Yield the cycle's result as lines of text."""
     canaries = cycle.payload(CanariesPayload)
     learnt = cycle.payload(LearnPayload)
     landed = cycle.payload(LandPayload)
@@ -228,7 +229,7 @@ def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
 
 
 class _StatusLine:
-    """Shows what the cycle does now on one line of a terminal; without a terminal, each step once."""
+    """Shows the cycle's current activity on one line of a terminal; without a terminal, prints each step once."""
 
     def __init__(self, quiet: bool):
         from rich.console import Console
@@ -249,7 +250,7 @@ class _StatusLine:
             self._status.update(doing)
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self.stop()
         print(line)
 
@@ -267,7 +268,7 @@ class _StatusLine:
 
 @contextlib.contextmanager
 def _alone(folder: DataFolder) -> Iterator[None]:
-    """One cycle at a time for a data folder; the kernel drops the lock with the process. Raises `BlockingIOError`."""
+    """Hold the data folder's cycle lock, which the kernel drops with the process. Raises `BlockingIOError`."""
     with open_lock(folder.growth_lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -275,7 +276,7 @@ def _alone(folder: DataFolder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminating() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, outside of the steps that finish what runs: the cycle stays open."""
+    """Treat SIGTERM as Ctrl-C outside the steps that finish running trials; the cycle stays open."""
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt

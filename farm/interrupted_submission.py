@@ -16,7 +16,7 @@ _JOB = "n, priority, complete, cancelled_at"
 
 
 class Submission:
-    """One submission of a job while its tasks are added: what it adds, and how the job was before."""
+    """A submission in progress: the tasks that it adds, and the job's earlier state."""
 
     def __init__(self, file: QueueFile, job_id: str) -> None:
         """Look at the job as it is. Call in the transaction that changes it."""
@@ -26,7 +26,7 @@ class Submission:
         self._ranges: list[tuple[int, int]] = []  # of indices, first and last
 
     def adds(self, indices: Sequence[int]) -> None:
-        """Note those of the indices that the job does not hold: this submission adds them.
+        """Record those of the indices that the job lacks, which this submission adds.
 
         Call in the transaction that adds them, before it does.
         """
@@ -47,7 +47,7 @@ class Submission:
         self._ranges.append((first, last))
 
     def undo(self) -> None:
-        """Take the tasks out again, and make the job what it was. Tasks that were started stay, and so their job."""
+        """Remove the added tasks and restore the job. Started tasks, and so their job, stay."""
         (seq,) = self._file.only("SELECT seq FROM jobs WHERE job_id = ?", (self._job_id,))
         for first, last in self._ranges:
             for low in range(first, last + 1, _TASKS_AT_ONCE):
@@ -91,9 +91,9 @@ class Submission:
         )  # fmt: skip
 
     def _shrink(self) -> None:
-        """Give the disk back what the tasks took, where most of the file is free now; else later tasks take it."""
+        """Shrink the file if most of it is free now; otherwise later tasks reuse the space."""
         (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
         if 2 * free > pages:
-            with contextlib.suppress(QueueError, ValueError):  # somebody reads: the room is reused
+            with contextlib.suppress(QueueError, ValueError):  # a process reads: later tasks reuse the room
                 self._file.all("VACUUM")
                 self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")

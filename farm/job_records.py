@@ -1,4 +1,4 @@
-"""What goes into the durable queue and comes out of it: jobs, tasks, counts, progress, and how a job gets its id.
+"""Records of the durable queue: jobs, tasks, counts, progress, and a job's id.
 
 Start reading at `Job` and `Task`; `farm.jobs` is the queue itself.
 """
@@ -23,7 +23,7 @@ MIXED_FAMILY = "mixed"  # of a job whose tasks are of several; each run lands un
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One submission as its row holds it. `farm.queue_values` reads and writes the texts of settings and device."""
+    """One submission, as its row holds it. `farm.queue_values` reads and writes the texts of settings and device."""
 
     job_id: str
     family: str
@@ -48,7 +48,7 @@ class Lease:
 
     @property
     def run_id(self) -> str:
-        """The same for every attempt: a task that is run twice lands once."""
+        """Return the run's id, which is the same for every attempt, so that a repeated task lands once."""
         return run_id_of(self.job_id, self.task_index)
 
 
@@ -67,7 +67,7 @@ class Task(Lease):
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadableTask(Lease):
-    """A leased task that this version does not understand: it lands as `invalid`, with the problem.
+    """A leased task that this version cannot read; it lands as `invalid`, with the problem.
 
     `config` as far as its text is a JSON object.
     """
@@ -84,7 +84,7 @@ def run_id_of(job_id: str, task_index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Added:
-    """What `submit` did with the configs it was given."""
+    """Result of `Queue.submit`: counts of its tasks."""
 
     added: int
     existing: int
@@ -108,7 +108,7 @@ class Counts:
 
     @property
     def ended(self) -> int:
-        """Those with a run in the warehouse."""
+        """Return the number of tasks with a run in the warehouse."""
         return self.done
 
     @property
@@ -118,7 +118,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """One job as `status` shows it. `rate_per_s` and `eta_s` are None when too little has finished lately."""
+    """One job as `status` shows it. `rate_per_s` and `eta_s` are None if too few runs finished lately."""
 
     job: Job
     counts: Counts
@@ -141,7 +141,7 @@ class TaskError:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDoubt:
-    """How a run that is not trusted was judged: `quality` is suspect, untrusted, or repeated where it was run again."""
+    """Judgement of a run that is not trusted: `quality` is suspect, untrusted, or repeated if it was run again."""
 
     quality: str
     reasons: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ def job_id_for(
     limits: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> str:
-    """The id that a submission always gets, such as `cnn-3f2a9c1b`; n and priority are no part of it.
+    """Return a submission's id, such as `cnn-3f2a9c1b`, which does not depend on n and priority.
 
     `space` is `Space.to_mapping()`, `limits` is `Limits.to_mapping()`, all of them JSON-serialisable.
     """
@@ -190,7 +190,7 @@ def counts_of(tallies: Iterable[tuple[str, str | None, int]]) -> Counts:
 def progress_of(
     job: Job, counts: Counts, complete: bool, cancelled: bool, recent: int, first_at: float | None, now: float
 ) -> JobProgress:
-    """`recent` runs have finished lately, the first of them at `first_at`."""
+    """Return a job's progress; `recent` runs finished lately, the first of them at `first_at`."""
     if cancelled:
         state = "cancelling" if counts.leased else "cancelled"
     elif not complete:

@@ -77,7 +77,7 @@ _OF = "(?1 IS NULL OR seq = ?1) AND (?2 IS NULL OR device = ?2)"
 class Queue:
     """Jobs and tasks in one SQLite file (WAL). Any number of processes may have it open; each method is atomic.
 
-    What the user is told has happened (submit, cancel) is synced to the disk. Leases and finishes are not: they
+    Submissions and cancellations are synced to the disk before they are reported. Leases and finishes are not: they
     survive a killed process, and after a power failure the last ones are undone, which repeats a lease or is
     reconciled from the warehouse with `mark_done`; syncing each would cost a factor of 20.
     Errors: `QueueError`; `UsageError` for an unknown job.
@@ -153,7 +153,7 @@ class Queue:
         return Added(added=added, existing=existing, revived=revived)
 
     def _add_tasks(self, seq: int, configs: Iterable[tuple[int, str]], submission: Submission) -> tuple[int, int]:
-        """Add those that are not there yet, chunk by chunk. (added, existing)."""
+        """Add the missing tasks, chunk by chunk; return (added, existing)."""
         added = existing = 0
         pairs = iter(configs)
         while chunk := list(islice(pairs, SUBMIT_CHUNK)):
@@ -198,7 +198,7 @@ class Queue:
         return row[0]
 
     def _new_seq(self, job_id: str) -> int:
-        """The number of a new job: no other has it or had it. One that was removed gets its own again."""
+        """Return a number for a new job that no other has or had; a removed job gets its own number again."""
         (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
             return highest + 1
@@ -207,7 +207,7 @@ class Queue:
         return max(highest, removed) + 1 if own is None else own[0]
 
     def next_index(self, job_id: str) -> int:
-        """The index from which a submission need go on: one past the highest that the job holds, 0 for a new job.
+        """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
 
         Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
         """
@@ -217,7 +217,7 @@ class Queue:
         return following if held == following else 0
 
     def cancel(self, job_id: str, now: float) -> int:
-        """Take out the tasks that have not started; how many. Leased ones finish, but are not tried again."""
+        """Cancel the tasks that have not started; return their number. Leased ones finish, but are not retried."""
         seq = self._seq(job_id)
         with self._file.transaction(durable=True):
             self._file.change("UPDATE jobs SET cancelled_at = ?, ready = 0 WHERE seq = ?", (now, seq))
@@ -239,7 +239,7 @@ class Queue:
         share: tuple[int, int] | None = None,
         held: Collection[Lease] = (),
     ) -> list[Task | UnreadableTask]:
-        """Up to `limit` tasks for `worker`, held until now + lease_s: highest priority, oldest job, lowest index.
+        """Lease up to `limit` tasks to `worker` until now + lease_s: highest priority, oldest job, lowest index.
 
         Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those whose index leaves the
         rest r when it is divided by k. `held`: tasks that the caller still works on. They stay its own where their
@@ -274,14 +274,14 @@ class Queue:
         return tasks
 
     def renew(self, tasks: Sequence[Lease], now: float, lease_s: float) -> int:
-        """Hold these tasks until now + lease_s; how many are still held by this attempt."""
+        """Extend these leases to now + lease_s; return how many this attempt still holds."""
         with self._file.transaction():
             return self._file.many(
                 f"UPDATE tasks SET due = ? WHERE {_HELD}", [(now + lease_s, *self._held(t)) for t in tasks]
             )
 
     def release(self, tasks: Sequence[Lease]) -> int:
-        """Give back tasks that were not started: no attempt is counted. How many were still held."""
+        """Give back tasks that were not started, without counting an attempt; return how many were still held."""
         released = 0
         with self._file.transaction():
             for task in tasks:
@@ -311,7 +311,7 @@ class Queue:
         return changed == 1
 
     def retry(self, task: Lease, now: float, error: str) -> bool:
-        """The attempt failed through no fault of the trial. True: nothing left to do for the caller.
+        """Retry a task whose attempt failed through no fault of the trial; return whether the caller is done with it.
 
         True: queued again after a backoff, or no longer this holder's, or its job was cancelled. False: that was the
         last attempt; the task stays leased until the caller has landed a `crashed` run and calls `finish`. If it
@@ -334,11 +334,11 @@ class Queue:
             return True
 
     def may_repeat(self, task: Lease) -> bool:
-        """Whether `repeat` queues the task again: it is held, has an attempt left, and its job is not cancelled."""
+        """Return whether `repeat` would queue the task again: held, with an attempt left, its job not cancelled."""
         return task.attempt < self.max_attempts and self._file.one(_REPEATABLE, self._held(task)) is not None
 
     def repeat(self, task: Lease, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
-        """The trial ended, but its labels cannot be trusted: queued again after a backoff, if `may_repeat`.
+        """Queue a task whose labels cannot be trusted again, after a backoff, if `may_repeat`; return whether it was.
 
         It is one of the task's attempts, as a retry is. False: nothing has changed; finish the task with what there is.
         `reasons` are counted with it, `why` is the error that `errors` shows.
@@ -366,7 +366,7 @@ class Queue:
     def expired(
         self, now: float, device: str | None = None, held: Collection[Lease] = ()
     ) -> list[Task | UnreadableTask]:
-        """Tasks whose lease ran out on their last attempt, again at each call until `finish`: land them as crashed.
+        """Return tasks whose lease ran out on their last attempt, at each call until `finish`; land them as crashed.
 
         `held` as in `lease`.
         """
@@ -380,22 +380,22 @@ class Queue:
         return [task_of_row(row) for row in rows]
 
     def leased(self) -> list[Task | UnreadableTask]:
-        """All tasks that somebody holds, or held last and has not landed."""
+        """Return all tasks that are held, or that were held last and have not landed."""
         due = _TASKS.format("attempt", "tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
         exhausted = _TASKS.format("attempt", "tasks_exhausted") + "WHERE state = 'exhausted'"
         return [task_of_row(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
 
     def void_leases(self) -> int:
-        """End every lease, when no holder can be alive any more; how many. Counts as an attempt, as an expiry does."""
+        """End every lease, when no holder can be alive; return their number. As an expiry, it counts as an attempt."""
         return self._file.change("UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'")
 
     def is_done(self, task: Lease) -> bool:
-        """Whether somebody has finished the task."""
+        """Return whether the task is finished."""
         row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
         return row == ("done",)
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
-        """Done, because their runs were found durable in the warehouse: index -> status. How many were not yet."""
+        """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
         seq, done = self._seq(job_id), 0
         with self._file.transaction():
             for index, status in statuses.items():
@@ -406,7 +406,7 @@ class Queue:
         return done
 
     def bound_waits(self, now: float) -> int:
-        """Queue what waits for longer than any backoff lasts, as it does after the clock was put back; how many."""
+        """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number."""
         return self._file.change(
             "UPDATE tasks INDEXED BY tasks_due SET due = ? "
             "WHERE state IN ('waiting', 'leased') AND state = 'waiting' AND due > ?",
@@ -414,7 +414,7 @@ class Queue:
         )
 
     def requeue(self, job_id: str, indexes: Iterable[int]) -> int:
-        """Queue done tasks again whose runs were lost, with all their attempts; how many. Synced to the disk.
+        """Queue done tasks whose runs were lost again, with all attempts; return their number. Synced to the disk.
 
         Those of a cancelled job become cancelled: submitting the job again puts them back. Others stay as they are.
         """
@@ -430,7 +430,7 @@ class Queue:
         return changed
 
     def indexes(self, *states: str) -> dict[str, set[int]]:
-        """The tasks in any of these states (see `farm.queue_file`): job id -> indexes."""
+        """Return the indexes of the tasks in any of these states (see `farm.queue_file`), by job id."""
         marks = ", ".join("?" * len(states))
         indexes: dict[str, set[int]] = {}
         for job_id, index in self._file.all(
@@ -451,7 +451,7 @@ class Queue:
         )  # fmt: skip
 
     def _queue_what_is_due(self, now: float, held: Collection[Lease]) -> None:
-        """Queue what has waited out its backoff or lost its holder; set aside what has no attempt left."""
+        """Queue tasks whose backoff or lease has ended; set aside those without an attempt left."""
         rows = self._file.all(
             "SELECT job_seq, task_index, state, attempt, cancelled_at FROM tasks INDEXED BY tasks_due "
             "JOIN jobs ON seq = job_seq WHERE state IN ('waiting', 'leased') AND due <= ?",
@@ -480,21 +480,21 @@ class Queue:
     # Looking
 
     def jobs(self) -> list[Job]:
-        """All jobs, oldest first."""
+        """Return all jobs, oldest first."""
         rows = self._file.all(f"SELECT {JOB_COLUMNS} FROM jobs ORDER BY submitted_at, seq")
         return [job_of(row) for row in rows]
 
     def job(self, job_id: str) -> Job:
-        """One job; an unknown id raises `UsageError` listing the known ones."""
+        """Return one job. Raises `UsageError` listing the known ids for an unknown one."""
         return job_of(self._file.only(f"SELECT {JOB_COLUMNS} FROM jobs WHERE seq = ?", (self._seq(job_id),)))
 
     def counts(self, job_id: str | None = None, device: str | None = None) -> Counts:
-        """Tasks by state: of one job, of all jobs for one device, or of all."""
+        """Return the counts of tasks by state: of one job, of all jobs for one device, or of all."""
         only = None if job_id is None else self._seq(job_id)
         return counts_of(row[1:] for row in self._tallies(only, device))
 
     def pending(self, job_id: str | None = None, device: str | None = None) -> int:
-        """Tasks that are neither done nor cancelled."""
+        """Return the number of tasks that are neither done nor cancelled."""
         return self.counts(job_id, device).pending
 
     def waiting_hashes(self, device: str) -> frozenset[str]:
@@ -506,7 +506,7 @@ class Queue:
         return frozenset(filter(None, (config_hash_of_text(text) for (text,) in rows)))
 
     def next_device(self, job_id: str | None = None) -> str | None:
-        """The device of the job to work on next, of those with pending tasks; None when nothing is pending."""
+        """Return the device of the next job with pending tasks; None if nothing is pending."""
         only = None if job_id is None else self._seq(job_id)
         row = self._file.one(
             "SELECT device FROM jobs WHERE (?1 IS NULL OR seq = ?1) AND EXISTS (SELECT 1 FROM tallies "
@@ -516,7 +516,7 @@ class Queue:
         return None if row is None else row[0]
 
     def progress(self, now: float, job_id: str | None = None, window_s: float = 300.0) -> list[JobProgress]:
-        """Every job (or one), oldest first, with its rate over the last `window_s` seconds."""
+        """Return the progress of every job (or one), oldest first, with the rate over the last `window_s` seconds."""
         only = None if job_id is None else self._seq(job_id)
         tallies: dict[int, list[tuple]] = {}
         for seq, *tally in self._tallies(only, None):
@@ -544,7 +544,7 @@ class Queue:
         )  # fmt: skip
 
     def errors(self, job_id: str, limit: int = 10) -> list[TaskError]:
-        """The latest failed attempts of the job's tasks, newest first."""
+        """Return the latest failed attempts of the job's tasks, newest first."""
         rows = self._file.all(
             "SELECT task_index, attempt, state, status, error, error_at FROM tasks "
             "WHERE job_seq = ? AND error IS NOT NULL ORDER BY error_at DESC, task_index DESC LIMIT ?",
@@ -554,7 +554,7 @@ class Queue:
         return [TaskError(**dict(zip(names, row, strict=True))) for row in rows]
 
     def doubts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Runs that are not trusted: job id -> suspect, untrusted or repeated -> reason, or empty for all -> runs."""
+        """Return counts of untrusted runs: job id -> suspect, untrusted or repeated -> reason (empty: all) -> runs."""
         if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'qualities'") is None:
             return {}
         counts: dict[str, dict[str, dict[str, int]]] = {}
@@ -565,7 +565,7 @@ class Queue:
         return counts
 
     def next_due(self, now: float) -> float | None:
-        """When `lease` or `expired` next has something to give: `now` if at once, None if nothing is on its way."""
+        """Return when `lease` or `expired` next returns a task: `now` if at once, None if none will."""
         for state in ("queued", "exhausted"):
             if self._file.one(f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"):
                 return now
@@ -588,5 +588,5 @@ class Queue:
 
 
 def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:
-    # The end of a traceback says what happened.
+    # The message is at the end of a traceback.
     return (None, None) if error is None else (error[-ERROR_CHARACTERS:], now)

@@ -30,7 +30,7 @@ _FILE = "journal.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a cycle. `payload` is what it wrote when it was done; `{"error": ...}` for one that failed."""
+    """One step of a cycle. `payload` is its result; `{"error": ...}` if it failed."""
 
     name: str
     state: str  # started | done | failed
@@ -42,7 +42,7 @@ class Step:
 
     @property
     def seconds(self) -> float | None:
-        """Of the last attempt, where it ended; 0 where the clock was put back meanwhile."""
+        """Return the seconds of the last attempt, if it ended; 0 if the clock was set back meanwhile."""
         return None if self.ended_at is None else max(0.0, (self.ended_at - self.started_at).total_seconds())
 
 
@@ -70,18 +70,18 @@ class Cycle:
         return not self.outcome
 
     def job(self, kind: str) -> str:
-        """The id of a job of this cycle, which no other cycle has, here or elsewhere."""
+        """Return the id of a job of this cycle, unique across all cycles and data folders."""
         return f"{kind}-{self.token}"
 
     def done(self, step: str) -> Mapping[str, Any] | None:
-        """Return what a step wrote down, as the journal holds it; None unless it is done."""
+        """Return a step's payload as the journal holds it; None unless the step is done."""
         last = self.steps.get(step)
         return last.payload if last is not None and last.state == "done" else None
 
     def payload(self, kind: type[P]) -> P | None:
-        """Return what the step of that kind wrote down; None unless it is done.
+        """Return the payload of that kind; None unless its step is done.
 
-        Raises `UsageError` where the journal holds something else.
+        Raises `UsageError` if the journal holds something else.
         """
         values = self.done(kind.step)
         try:
@@ -111,11 +111,11 @@ class Journal:
 
     @classmethod
     def open(cls, folder: DataFolder, **options: Any) -> Journal:
-        """The folder's journal, which need not exist yet."""
+        """Open the folder's journal, which need not exist yet."""
         return cls(folder.growth / _FILE, **options)
 
     def cycles(self) -> list[Cycle]:
-        """Oldest first. Raises `EnvironmentProblem` naming a line that is none of ours."""
+        """Return the cycles, oldest first. Raises `EnvironmentProblem` naming an invalid line."""
         cycles: dict[str, Cycle] = {}
         for number, entry in self._entries():
             try:
@@ -125,7 +125,7 @@ class Journal:
         return list(cycles.values())
 
     def cycle(self, name: str) -> Cycle:
-        """The cycle of that name; `KeyError` where there is none."""
+        """Return the cycle of that name. Raises `KeyError` if there is none."""
         return {cycle.name: cycle for cycle in self.cycles()}[name]
 
     def begin(self, settings: Mapping[str, Any], token: str, taken: Callable[[str], bool] = lambda _: False) -> Cycle:
@@ -136,23 +136,23 @@ class Journal:
         return self.cycle(name)
 
     def start(self, cycle: str, step: str) -> None:
-        """A step begins, or begins again."""
+        """Record that a step begins, or begins again."""
         self._append({"cycle": cycle, "event": "started", "step": step})
 
     def done(self, cycle: str, step: str, payload: Mapping[str, Any]) -> Cycle:
-        """A step is done; the cycle as it is now."""
+        """Record that a step is done; return the cycle."""
         self._append({"cycle": cycle, "event": "done", "step": step, "payload": payload})
         return self.cycle(cycle)
 
     def fail(self, cycle: str, step: str, error: str) -> Cycle:
-        """A step failed; the cycle as it is now."""
+        """Record that a step failed; return the cycle."""
         self._append({"cycle": cycle, "event": "failed", "step": step, "payload": {"error": error}})
         return self.cycle(cycle)
 
-    def end(self, cycle: str, outcome: str, said: str) -> Cycle:
-        """The cycle is over; as it is now."""
+    def end(self, cycle: str, outcome: str, sentence: str) -> Cycle:
+        """Record that the cycle is over; return it."""
         assert outcome in OUTCOMES, outcome
-        self._append({"cycle": cycle, "event": "end", "outcome": outcome, "said": said})
+        self._append({"cycle": cycle, "event": "end", "outcome": outcome, "said": sentence})
         return self.cycle(cycle)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class Journal:
 
 
 def plain(value: Any) -> Any:
-    """The value as strict JSON has it: no NaN, no infinity, no tuples, keys of text, times in UTC to the second."""
+    """Return the value as strict JSON: no NaN, infinity or tuples, text keys, times in UTC to the second."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -202,7 +202,7 @@ def _cut_torn_line(file) -> None:
 
 
 def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
-    """Fold one line into the cycles so far."""
+    """Apply one line of the journal to the cycles so far."""
     name, at = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
     match entry["event"]:
         case "begin":

@@ -1,4 +1,4 @@
-"""What each step of a cycle writes into the journal when it is done, as typed values.
+"""Typed payloads that the steps of a cycle write into the journal when they are done.
 
 Start reading at `Payload`; `payload_of` reads them back, also those of other versions.
 """
@@ -16,13 +16,13 @@ from conf.plain_text import shown
 
 P = TypeVar("P", bound="Payload")
 T = TypeVar("T")
-Ended = Literal["all", "time", "asked"]  # why a step stopped running trials: none was left, or somebody wanted to leave
+Ended = Literal["all", "time", "asked"]  # why a step stopped: no trial was left, the time was up, a signal came
 Environment = Mapping[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What one step wrote down. Every field has a default: another version may not have known it."""
+    """The result of one step. Every field has a default, since another version may lack it."""
 
     step: ClassVar[str]
 
@@ -50,7 +50,7 @@ class ComparedLabel:
 
 @dataclass(frozen=True, kw_only=True)
 class DriftPayload:
-    """What the change of the environment made stale, see `farm.canaries.drift.Drift`.
+    """Rows that the change of the environment made stale, see `farm.canaries.drift.Drift`.
 
     remeasure  configurations to be measured again; moved: each label that moved, in a sentence
     """
@@ -65,7 +65,7 @@ class DriftPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class CanariesPayload(Payload):
-    """What the canaries say of the machine, see `farm.canaries.compare.CanaryVerdict`. `device_name` None: none ran."""
+    """The canaries' verdict, see `farm.canaries.compare.CanaryVerdict`. `device_name` None: none ran."""
 
     step: ClassVar[str] = "canaries"
 
@@ -88,7 +88,7 @@ class CanariesPayload(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicePayload(Payload):
-    """What the night measures, see `farm.growth.plan.Plan`. `policy` None: it chose nothing new.
+    """The night's plan, see `farm.growth.plan.Plan`. `policy` None: it chose nothing new.
 
     plan        the plan's file, relative to the data folder
     runs        configurations, of which `remeasured` are measured again because they are stale
@@ -126,7 +126,7 @@ class ChoicePayload(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class RunPayload(Payload):
-    """What ran. `gpu_seconds` are the workers' seconds, `energy_j` that of the windows in J, `wall_s` the step's time.
+    """The trials that ran. `gpu_seconds`: the workers' seconds; `energy_j`: of the windows; `wall_s`: of the step.
 
     next_index  corrects that of `ChoicePayload` after a night that was cut off
     failed      why every trial failed, where they did
@@ -148,7 +148,7 @@ class RunPayload(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Compacted:
-    """What merging small files did, in lines, and how many problems it met."""
+    """Report of merging small files, as lines, with the number of problems."""
 
     said: tuple[str, ...] = ()
     problems: int = 0
@@ -180,7 +180,7 @@ class LandPayload(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class LearntTarget:
-    """What became of the model of one target, see `learn.promotion.Promotion`."""
+    """The decision on one target's model, see `learn.promotion.Promotion`."""
 
     target: str = ""
     estimator: str = ""
@@ -196,7 +196,7 @@ class LearntTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnPayload(Payload):
-    """What was fitted, a result a target."""
+    """The learning step's result for each target."""
 
     step: ClassVar[str] = "learn"
 
@@ -241,7 +241,7 @@ def _annotations(kind: type) -> dict[str, Any]:
 
 
 def _value_of(annotation: Any, value: Any, path: str) -> Any:
-    """The value as its annotation has it: objects become dataclasses, lists tuples. Raises `ValueError`."""
+    """Convert a value to its annotation's type: objects to dataclasses, lists to tuples. Raises `ValueError`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is types.UnionType:  # X | None
         if value is None:

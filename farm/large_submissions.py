@@ -21,7 +21,7 @@ _BYTES_BESIDE = (
 
 
 def require_consent(folder: DataFolder, trials: int, example_texts: Sequence[str], agreed: bool) -> None:
-    """Return if that many further trials may be queued: few, `agreed` to (`yes=true`), or confirmed on the terminal.
+    """Return if so many trials may be queued: they are few, `agreed` to (`yes=true`), or confirmed on the terminal.
 
     `example_texts` are configurations as the queue holds them. Raises `UsageError` where the disk has no room for all
     of them, where the user says no, and without a terminal, where the message names `yes=true`.
@@ -51,7 +51,7 @@ def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """Return the folder itself, or its nearest existing parent."""
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 

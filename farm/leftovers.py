@@ -1,4 +1,4 @@
-"""Temporary folders of our processes: made with their owner's name in them, and deleted once the owner is dead.
+"""Temporary folders of our processes, which record their owner and are deleted once the owner is dead.
 
 Start reading at `sweep_folders`. A folder `gpufarm-trial-*` or `gpufarm-ray-*` holds a file `owner` with the identity
 of the process that made it (`conf.identity`).
@@ -36,9 +36,9 @@ def make_folder(prefix: str, base: str | os.PathLike | None = None) -> Path:
 
 
 def make_ray_folder() -> Path | None:
-    """Make a folder for the session of a Ray of our own, in the first place where its sockets' paths are short enough.
+    """Make a folder for the session of our own Ray, at the first place where its sockets' paths are short enough.
 
-    None where there is no such place: the session then stands where Ray chooses, and is not swept.
+    Returns None if there is no such place; Ray then chooses the folder, which is not swept.
     """
     for base in temporary_folders():
         if len(os.fsencode(base)) + _SOCKET_BYTES <= _SOCKET_PATH_BYTES and os.access(base, os.W_OK | os.X_OK):
@@ -47,7 +47,7 @@ def make_ray_folder() -> Path | None:
 
 
 def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float | None = None) -> list[Path]:
-    """Delete the folders of processes that run no more, in every temporary folder; return their paths.
+    """Delete the temporary folders of ended processes; return their paths.
 
     Only folders of this user go, never a link or what a link leads to. One without an `owner`, or whose owner ran
     before the machine was started again, goes when it is older than a day and no process of this user uses it.
@@ -65,13 +65,13 @@ def sweep_folders(bases: Iterable[str | os.PathLike] | None = None, now: float |
 
 
 def temporary_folders() -> list[str]:
-    """Where our processes make their temporary folders."""
+    """Return the places where our processes make their temporary folders."""
     ray = os.environ.get("RAY_TMPDIR")
     return [*([ray] if ray else []), tempfile.gettempdir(), "/tmp"]
 
 
 def delete_folder(path: Path) -> bool:
-    """Delete a folder of this user and what is in it, following no link; whether it is gone."""
+    """Delete a folder of this user with its contents, following no link; return whether it is gone."""
     descriptor = open_own_folder(path, private=False)
     if descriptor is None:
         return False
@@ -110,7 +110,7 @@ def _owner_of(folder: int) -> str | None:
 
 
 def _is_used(path: Path) -> bool:
-    """Whether a process of this user has a file of the folder open, or works in it."""
+    """Return whether a process of this user has a file of the folder open, or works in it."""
     for process in psutil.process_iter():
         names = [f"/proc/{process.pid}/cwd"]
         with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def _is_used(path: Path) -> bool:
 
 
 def _empty(folder: int) -> None:
-    """Delete everything in a folder by its descriptor, so that no link can lead elsewhere."""
+    """Delete everything in a folder through its descriptor, so that no link can lead elsewhere."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER_FILE):  # the proof goes last
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):

@@ -1,4 +1,4 @@
-"""One dispatcher at a time for a data folder, and who it is. Start reading at `DispatcherLock`."""
+"""The lock that lets one dispatcher work on a data folder, and its holder. Start reading at `DispatcherLock`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DispatcherLock:
         return self
 
     def record(self, processes: list[str]) -> None:
-        """Write down the processes that are to be swept should this one be killed."""
+        """Record the processes to be swept if this one is killed."""
         assert self._session is not None, "the lock is held"
         self._session.write(processes)
 
@@ -77,7 +77,7 @@ class DispatcherLock:
 
 
 def dispatcher_of(path: Path) -> int | None:
-    """Return the process id of the dispatcher that works on this folder, None when there is none.
+    """Return the process id of the dispatcher that works on this folder, None if there is none.
 
     A process of another boot or namespace cannot be looked at: it counts while somebody holds the lock.
     """
@@ -90,7 +90,7 @@ def dispatcher_of(path: Path) -> int | None:
 
 
 def _holder_of(path: Path) -> str | None:
-    """The marker in the lock; None for whatever no dispatcher has written, or was killed while it wrote."""
+    """Return the marker in the lock; None if it holds no complete marker of a dispatcher."""
     try:
         content = json.loads(read_lock(path, _LIMIT_BYTES))
     except (ValueError, RecursionError):  # ValueError: also of bytes that are no UTF-8

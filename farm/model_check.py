@@ -1,4 +1,4 @@
-"""Refuses a submission whose models do not exist: a factory that is mistyped, a module that cannot be imported here.
+"""Refuses a submission whose models do not exist: mistyped factories, modules that cannot be imported here.
 
 Start reading at `require_models`, which asks a child process (`python -m farm.model_check`). Only the child imports
 torch, libraries and the user's own modules. Models of the family's own search space are checked only where their
@@ -28,7 +28,7 @@ from featurize.row_config import printable
 from featurize.trial import TrialConfig, config_from_mapping
 
 PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
-_QUIET_S = 1.0  # from then on a check says that it runs
+_QUIET_S = 1.0  # a longer check prints a message
 _TRIED_ON = 3  # configs that a model is tried on
 _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # of a problem
@@ -82,7 +82,7 @@ def _refuse(models: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) 
 
 
 def _models_of(space: Space) -> Iterator[dict[str, Any]]:
-    """`name`, as it stands in the space, and `configs` that have the model, as mappings."""
+    """Return the space's models: `name`, as the space has it, and `configs` with that model, as mappings."""
     values = [value for value in _models(space) if isinstance(value, str)]
     if not values:
         return
@@ -93,12 +93,12 @@ def _models_of(space: Space) -> Iterator[dict[str, Any]]:
         if value in known and _library(space.family, value) not in missing:
             continue
         configs = [config.to_mapping() for config in _configs_with(space, value)]
-        if configs:  # else sampling says what is wrong
+        if configs:  # else sampling reports the problem
             yield {"name": value, "configs": configs}
 
 
 def _models(space: Space) -> tuple[Any, ...]:
-    """The values of the space's key `model`, each once; none of a family that has no such key."""
+    """Return the distinct values of the space's key `model`; none if the family has no such key."""
     dimension = next((one for one in space.dimensions if one.name == _FIELD), None)
     if isinstance(dimension, Constant):
         return (dimension.fixed,)
@@ -106,18 +106,18 @@ def _models(space: Space) -> tuple[Any, ...]:
 
 
 def _has_own_arguments(space: Space) -> bool:
-    """Whether the models' arguments are those of the family's own space."""
+    """Return whether the models' arguments are those of the family's own space."""
     own = {one.name: one for one in own_space(space.family).dimensions}
     return all(one == own.get(one.name) for one in space.dimensions if one.name in ("arguments", "image_size"))
 
 
 def _library(family: str, model: str) -> str:
-    """The package that the model is of: a family of a library's models has the library's name."""
+    """Return the model's package; a family of a library's models has the library's name."""
     return model.partition(":")[0].partition(".")[0].strip() if code_fields(family) else family
 
 
 def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
-    """A few configs of the space that have this model, spread over the other dimensions."""
+    """Return a few configs of the space with this model, spread over the other dimensions."""
     family = get_family(space.family)
     for at in range(_TRIED_ON):
         point = space.values([(at + 0.5) / _TRIED_ON] * len(space.varied))
@@ -132,7 +132,7 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 def _ask(
     models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment = (sys.executable, {})
 ) -> list[str | None]:
-    """Return each model's problem; None: it has none, or was not reached in time; "": importing it ended the child."""
+    """Return each model's problem; None: none, or not checked in time; "": importing it ended the child."""
     python, variables = environment
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
     with subprocess.Popen(
@@ -161,7 +161,7 @@ def _ask(
 
 
 def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes:
-    """What the child writes until it ends. A check that takes a while says so on a terminal."""
+    """Return the child's output. A long check prints a message on a terminal."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(asked, timeout=min(_QUIET_S, patience_s))[0]
     if sys.stderr.isatty():
@@ -170,19 +170,19 @@ def _answer(process: subprocess.Popen, asked: bytes, patience_s: float) -> bytes
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End the child and what it has started."""
+    """End the child and its processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _read(output: bytes) -> list[str | None]:
-    """The whole lines that the child wrote: null when it starts, then each model's problem."""
+    """Return the child's complete lines: null when it starts, then each model's problem."""
     return [json.loads(line) for line in output.decode(errors="replace").split("\n")[:-1]]
 
 
 def problem_of(model: Mapping[str, Any]) -> str | None:
-    """Return why none of the model's configs can be had, or None. Imports what they name."""
+    """Return why none of the model's configs can be built, or None. Imports the modules that they name."""
     problems = []
     for mapping in model["configs"]:
         config = config_of_user(mapping)
@@ -195,7 +195,7 @@ def problem_of(model: Mapping[str, Any]) -> str | None:
 
 
 def _try(config: TrialConfig) -> None:
-    """Raise `UsageError` where the config's model is not there."""
+    """Raise `UsageError` if the config's model does not exist."""
     import torch
 
     named = [getattr(config, name) for name in code_fields(config.family)]
@@ -219,7 +219,7 @@ def _try(config: TrialConfig) -> None:
 
 
 def _name_in_timm(config: TrialConfig) -> str | None:
-    """The name that `timm:create_model` is given: timm itself would not say which ones are near."""
+    """Return the name given to `timm:create_model`, since timm itself does not suggest near names."""
     if not getattr(config, _FIELD).startswith("timm:"):
         return None
     arguments: str = getattr(config, _ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Outcomes of the trials that a command ran, by job: a job whose every trial failed ends the command with 1.
+"""Outcomes of a command's trials, by job: if every trial of a job failed, the command exits with 1.
 
 Start reading at `JobOutcomes`. Out of memory is a measured outcome and no failure.
 """
@@ -23,7 +23,7 @@ _CHARACTERS = 300  # of a reason that is shown
 
 @dataclass(frozen=True, kw_only=True)
 class FailedJob:
-    """A job of which no trial measured anything.
+    """A job without a single measured trial.
 
     trials  of the job that ended, by status; reason: the commonest, `count` trials have it (`of` trials were looked at)
     """
@@ -44,7 +44,7 @@ class FailedJob:
 
 @dataclass
 class _Tally:
-    """Of one job. `examples`: what makes two reasons the same -> the first of them."""
+    """Counts of one job. `examples`: normalised reason -> its first example."""
 
     by_status: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -85,24 +85,23 @@ class JobOutcomes:
         self._tallies.setdefault(run.job_id or "", _Tally()).add(run.status, run.error)
 
     def ran(self, job_id: str) -> bool:
-        """Whether a run of the job has landed."""
+        """Return whether a run of the job has landed."""
         return job_id in self._tallies
 
     def failed(self, queue: Queue) -> list[FailedJob]:
-        """Return the jobs of which no trial measured anything, neither one that was counted nor an earlier one that the
-        queue knows of, in the order in which their first runs landed."""
+        """Return the jobs without a measured trial, counted here or known to the queue, in order of first landing."""
         failures = [failure for job_id, tally in self._tallies.items() if (failure := tally.failure(job_id))]
         return [failure for failure in failures if not _has_measured(_ended_by_status(queue, failure.job_id))]
 
     def take_failed(self, queue: Queue) -> list[FailedJob]:
-        """Return what `failed` does, and begin to count anew: for a dispatcher that stays when nothing is queued."""
+        """Return what `failed` does and reset the counts, for a dispatcher that stays when nothing is queued."""
         failures = self.failed(queue)
         self._tallies.clear()
         return failures
 
 
 def _ended_by_status(queue: Queue, job_id: str) -> dict[str, int]:
-    """The job's ended trials by status, as the queue counts them."""
+    """Return the job's ended trials by status, as the queue counts them."""
     return {status: count for status, count in queue.counts(job_id).by_status.items() if count}
 
 
@@ -111,7 +110,7 @@ def _has_measured(by_status: Mapping[str, int]) -> bool:
 
 
 def failed_before(queue: Queue, job_id: str) -> FailedJob | None:
-    """Return the failure of a job whose every ended trial failed, by what the queue knows of it; else None."""
+    """Return the failure of a job if, by the queue, every ended trial failed; else None."""
     by_status = _ended_by_status(queue, job_id)
     if not by_status or _has_measured(by_status):
         return None
@@ -128,6 +127,6 @@ def failed_before(queue: Queue, job_id: str) -> FailedJob | None:
 
 
 def reason_of(error: str | None) -> str:
-    """Return the line of a run's error that says what happened, without the module of its exception."""
+    """Return the line of a run's error with the exception's message, without the module of its type."""
     line = re.sub(r"^(?:\w+\.)+(?=[A-Z]\w*(?:: |$))", "", error_line(error or "")) or "no reason was given"
     return line if len(line) <= _CHARACTERS else f"{line[: _CHARACTERS - 3]}..."

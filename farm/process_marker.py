@@ -1,4 +1,4 @@
-"""The text by which a process is known, `PID@START@BOOT.NAMESPACE`, taken apart and judged.
+"""Parses and judges the identity of a process, `PID@START@BOOT.NAMESPACE`.
 
 Start reading at `parse_marker`; `conf.identity.identity` makes the text. It is read from files and environments that
 anybody may have written, so only what has exactly this form counts.
@@ -17,7 +17,7 @@ _MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.([0-9]{1,2
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """A process: its number, its start in the kernel's ticks since boot, the boot, and its process namespace."""
+    """A process: id, start in kernel ticks since boot, boot id and process namespace."""
 
     pid: int
     start_ticks: int
@@ -26,17 +26,17 @@ class Marker:
 
     @property
     def is_here(self) -> bool:
-        """Whether the process was started in this boot and this namespace, so that it can be judged."""
+        """Return whether the process started in this boot and namespace, so that it can be judged."""
         return (self.boot, self.namespace) == (_ours().boot, _ours().namespace)
 
     @property
     def of_this_boot(self) -> bool:
-        """Whether the machine has not been started again since."""
+        """Return whether the machine has not rebooted since."""
         return self.boot == _ours().boot
 
 
 def parse_marker(text: object) -> Marker | None:
-    """Take a process's identity apart; None for any other text."""
+    """Parse a process's identity; return None for any other text."""
     match = _MARKER.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         return None
@@ -50,7 +50,7 @@ def session_marker() -> str:
 
 
 def has_ended(text: object) -> bool:
-    """Whether this is the identity of a process of this boot and namespace, and that process runs no more."""
+    """Return whether the text identifies a process of this boot and namespace that has ended."""
     marker = parse_marker(text)
     return marker is not None and marker.is_here and not alive(str(text))
 

@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: a bar with rate, time left and counts by status; plain lines without a terminal.
+"""Shows a job's progress: a bar with rate, time left and counts by status; plain lines without a terminal.
 
 Start reading at `Progress`.
 """
@@ -66,7 +66,7 @@ class Progress:
             self._say_state()
 
     def say(self, text: str) -> None:
-        """One line, above the bar where there is one."""
+        """Print one line, above the bar if there is one."""
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
     def landed(self, run: Run) -> None:
@@ -75,7 +75,7 @@ class Progress:
         self._landed.append(self._clock())
 
     def update(self) -> None:
-        """Redraw; cheap enough for every turn of the dispatcher's loop."""
+        """Redraw the bar; cheap enough for every turn of the dispatcher's loop."""
         if self._bar is not None:
             self._refresh()
         elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._counts:
@@ -83,11 +83,11 @@ class Progress:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Landed here, by status."""
+        """Return the runs that landed here, by status."""
         return self._counts
 
     def rate_per_s(self) -> float | None:
-        """Runs landed a second over the last minute; None before the second."""
+        """Return the runs landed per second over the last minute; None before the second run."""
         now = self._clock()
         while self._landed and self._landed[0] < now - _RATE_WINDOW_S:
             self._landed.popleft()

@@ -1,4 +1,4 @@
-"""Opens the queue for reading, also in a folder that cannot be written to.
+"""Opens the queue for reading, also in a read-only folder.
 
 Start reading at `queue_to_read`; `warehouse.queue_copy` makes the copy.
 """
@@ -19,7 +19,7 @@ _UNWRITABLE = (errno.EROFS, errno.EACCES)
 
 @contextlib.contextmanager
 def queue_to_read(path: Path) -> Iterator[Queue]:
-    """Open the queue of an existing file for reading: where its folder cannot be written to, a copy of it.
+    """Open an existing queue for reading, or a copy of it if its folder is read-only.
 
     Prints a line about the copy to standard error. Writes nothing to the folder. Raises as `Queue.open` does.
     """

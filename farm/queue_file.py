@@ -1,6 +1,6 @@
 """The queue's SQLite file: its tables, its version, its transactions, and SQLite's errors as ours.
 
-Start reading at `SCHEMA`; `farm.jobs` says what is done with the tables.
+Start reading at `SCHEMA`; `farm.jobs` has the operations on the tables.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class QueueFile:
     """One connection. Reads and single statements are atomic by themselves; errors as in `queue_error`."""
 
     def __init__(self, path: Path, busy_timeout_s: float) -> None:
-        """Open the file, creating it in a folder that exists. `UsageError` for what is no queue, or a newer one."""
+        """Open the file, creating it in an existing folder. Raises `UsageError` if it is no queue, or a newer one."""
         if not path.parent.is_dir():
             raise UsageError(f"the queue's folder {path.parent} does not exist")
         self.path = path
@@ -152,7 +152,7 @@ class QueueFile:
 
     @contextmanager
     def transaction(self, durable: bool = False) -> Iterator[None]:
-        """All or nothing, and alone; `durable` waits until the disk has it."""
+        """Run an exclusive transaction; `durable` waits until it is synced to the disk."""
         try:
             if durable:
                 self._db.execute("PRAGMA synchronous = FULL")
@@ -171,32 +171,32 @@ class QueueFile:
             raise queue_error(error, self.path) from error
 
     def all(self, sql: str, values: Sequence = ()) -> list[tuple]:
-        """Every row."""
+        """Return every row."""
         try:
             return self._db.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise queue_error(error, self.path) from error
 
     def one(self, sql: str, values: Sequence = ()) -> tuple | None:
-        """The first row, None if there is none."""
+        """Return the first row, None if there is none."""
         rows = self.all(sql, values)
         return rows[0] if rows else None
 
     def only(self, sql: str, values: Sequence = ()) -> tuple:
-        """The row of a statement that always gives one."""
+        """Return the row of a statement that always gives one."""
         row = self.one(sql, values)
         assert row is not None, sql
         return row
 
     def change(self, sql: str, values: Sequence = ()) -> int:
-        """How many rows were changed."""
+        """Run a statement; return how many rows it changed."""
         try:
             return self._db.execute(sql, values).rowcount
         except sqlite3.Error as error:
             raise queue_error(error, self.path) from error
 
     def many(self, sql: str, rows: list[tuple]) -> int:
-        """The same statement for each of `rows`; how many rows were changed in all."""
+        """Run a statement for each of `rows`; return how many rows changed in total."""
         try:
             return self._db.executemany(sql, rows).rowcount if rows else 0
         except sqlite3.Error as error:

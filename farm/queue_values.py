@@ -1,4 +1,4 @@
-"""The texts of the queue's rows as typed values, and back: configs, trial settings and devices are parsed here alone.
+"""Converts the queue's texts to typed values and back: configs, trial settings and devices are parsed only here.
 
 Start reading at `task_of_row`. A data folder can come from anybody, so a row may hold any text.
 """
@@ -22,7 +22,7 @@ TASK_COLUMNS = ("job_id", "family", "settings_json", "device", "task_index", "at
 
 
 def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
-    """Return the task of a row of `TASK_COLUMNS`, typed; an `UnreadableTask` where a text of it is not understood."""
+    """Return the typed task of a row of `TASK_COLUMNS`; an `UnreadableTask` if one of its texts cannot be parsed."""
     job_id, family, settings_json, device, task_index, attempt, config_json = row
     try:
         config = config_of_text(config_json)
@@ -99,7 +99,7 @@ def _is_simulated(device: str) -> bool:
 
 
 def _family_of(mapping: Mapping[str, Any] | None, of_job: str) -> str:
-    """The family that a config names, where a run may land under that name; else its job's."""
+    """Return the family that a config names if a run can land under that name, else its job's."""
     try:
         return checked_name("family", (mapping or {}).get("family"))
     except ValueError:

@@ -1,6 +1,6 @@
 """Ray's side of the farm: one actor per GPU, pinned by Ray, restarted by Ray, results through its object store.
 
-Start reading at `RayExecutor`. Settings that Ray has changed between versions are set here and not relied on.
+Start reading at `RayExecutor`. Defaults that Ray has changed between versions are set here explicitly.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ClusterSettings:
             raise UsageError(f"cluster.object_store_mib must be an integer >= 80, got {self.object_store_mib!r}")
 
     def check_address(self) -> None:
-        """`EnvironmentProblem` when nobody answers at `address`; Ray itself tries for minutes before it says so."""
+        """Raise `EnvironmentProblem` if nothing answers at `address`; Ray itself would try for minutes first."""
         if self.address is not None:
             self.place()
 
@@ -86,7 +86,7 @@ class ClusterSettings:
 
 
 def _running_cluster() -> str:
-    """Where Ray notes the cluster that was started last on this machine (`ray start`)."""
+    """Return the address of the cluster that `ray start` last started on this machine, as Ray records it."""
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     try:
         return note.read_text().strip()
@@ -97,7 +97,7 @@ def _running_cluster() -> str:
 
 
 class PinnedWorker:
-    """What an actor runs: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
+    """The body of an actor: finds the slot that Ray pinned its process to and runs tasks there. Never imports torch."""
 
     def __init__(self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int):
         name = f"ray-{slot_key}"
@@ -108,7 +108,7 @@ class PinnedWorker:
         self._worker = Worker(DeviceChoice(**choice), slot_key, name, environment, workers)
 
     def ready(self) -> None:
-        """Start the trial server and wait for it."""
+        """Start the trial server and wait until it is ready."""
         self._worker.ready()
 
     def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
@@ -116,7 +116,7 @@ class PinnedWorker:
 
 
 def _actor_class() -> type:
-    """Return the class of the actors: one that is sent by value, and mends the path before any import of ours."""
+    """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
     put_last = putting_last(working_folder())
 
     class RayWorker:
@@ -137,7 +137,7 @@ def _actor_class() -> type:
 
 @dataclass(frozen=True)
 class _Seat:
-    """One actor and where it sits."""
+    """One actor with its node and slot."""
 
     actor: Any
     node: RayNode
@@ -255,7 +255,7 @@ class RayExecutor:
                 os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
     def _follow_nodes(self) -> list[Completion]:
-        """Actors for the nodes that joined; what ran on those that left is lost."""
+        """Start actors on nodes that joined, and report tasks on nodes that left as lost."""
         joined, left = self._watch.look()
         if any(node.node_id == self._own_node for node in left):
             raise ClusterLost("the Ray node on this machine, which ties us to the cluster, has ended")
@@ -267,7 +267,7 @@ class RayExecutor:
         return lost
 
     def _add_node(self, node: RayNode) -> int:
-        """Make its actors; how many. `device.count` is of each node."""
+        """Create a node's actors; return their number. `device.count` applies to each node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self._choice.backend == "cuda":
@@ -372,14 +372,14 @@ class RayExecutor:
         thread.join(_SHUTDOWN_S)
 
     def _end_own(self, processes: Sequence[psutil.Process] | None = None) -> None:
-        """End what is left of our own Ray, and delete its session."""
+        """End the remaining processes of our own Ray, and delete its session."""
         end_processes(self._own_processes() if processes is None else processes)
         if self._folder is not None:
             delete_folder(self._folder)
             self._folder = None
 
     def _own_processes(self) -> list[psutil.Process]:
-        """What our own Ray has started, its actors and their trials included, and nothing else of this process."""
+        """Return the processes that our own Ray started, with its actors and their trials, and no other ones."""
         if self._folder is None:
             return []
         if self._roots is None:  # it is starting: this process does nothing else meanwhile
@@ -391,11 +391,11 @@ class RayExecutor:
         return list(processes.values())
 
     def _note_roots(self) -> None:
-        """Ray is up: whatever this process starts from now on is not Ray's."""
+        """Record Ray's root processes once it is up; processes started later are not Ray's."""
         self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
 
     def _start_servers(self) -> None:
-        """Importing torch keeps a core busy for seconds: a few at a time on a node, so that one is ready early."""
+        """Start a few servers at a time on each node, since importing torch takes a core for seconds."""
         busy = Counter(self._seats[worker].node.node_id for worker in self._starting.values())
         for worker in list(self._unstarted):
             node = self._seats[worker].node
@@ -437,7 +437,7 @@ class RayExecutor:
         worker, task = self._running.pop(ref)
         try:
             result = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:  # a mistake of ours: one task's business, not the job's
+        except ray.exceptions.RayTaskError as error:  # our own bug: it must cost one task, not the job
             self._idle.append(worker)
             return Completion(worker=worker, task=task, lost=f"worker failed: {error}")
         except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
@@ -451,7 +451,7 @@ class RayExecutor:
 
 
 def _plain(error: Exception) -> str:
-    """The first paragraph of Ray's many-paragraph messages; where one is a traceback, its exception."""
+    """Return the first paragraph of Ray's message, or the exception if it is a traceback."""
     if '\n  File "' in str(error):
         return error_line(str(error))[:_ERROR_CHARACTERS]
     return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Whether the processes that a Ray stands on still run, so that we leave before Ray ends our process by itself.
+"""Watches the processes that Ray depends on, so that we exit before Ray aborts our process.
 
 Start reading at `HeadWatch`. Without its GCS, Ray's calls wait for a minute, and then Ray aborts the process that made
 them, without a word of ours (checked on Ray 2.60: "Failed to connect to GCS within 60 seconds").
@@ -21,7 +21,7 @@ from conf.cli import EXIT_TEMPORARY
 from conf.errors import EnvironmentProblem
 from conf.identity import alive, identity
 
-EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command goes on
+EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command continues
 _LOOK_EVERY_S = 0.2
 _REFUSED_FOR_S = 5.0  # a joined cluster's address refuses connections
 _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
@@ -34,19 +34,19 @@ Result = TypeVar("Result")
 
 
 class ClusterLost(EnvironmentProblem):
-    """Ray, or the cluster that was joined, died under us: what ran is given back, the same command goes on."""
+    """Ray, or the joined cluster, has ended: running tasks are given back, and the same command continues."""
 
 
 class Head(Protocol):
-    """What a Ray stands on."""
+    """The processes that Ray depends on."""
 
     def lost(self) -> str | None:
-        """Return what has ended, as a sentence; None while everything runs. Used from one thread."""
+        """Return a sentence about the process that ended; None while all run. Used from one thread."""
         ...
 
 
 class OwnHead:
-    """The GCS and the raylet of a Ray that this process starts, which are its children; those there before are not."""
+    """The GCS and the raylet of a Ray that this process starts: its new children of these names."""
 
     _NAMES = ("gcs_server", "raylet")
 
@@ -119,17 +119,17 @@ class HeadWatch:
 
     @property
     def reason(self) -> str | None:
-        """What has ended; None while everything runs."""
+        """Return a sentence about the process that ended; None while all run."""
         return self._reason
 
     def check(self) -> None:
-        """Raises `ClusterLost` once the head is lost."""
+        """Raise `ClusterLost` once the head is lost."""
         if self._reason is not None:
             self._noticed.set()
             raise ClusterLost(self._reason)
 
     def check_now(self) -> None:
-        """Do what `check` does, after a look of our own.
+        """Look at the head now, then do what `check` does.
 
         While `ray.init` waits for its GCS it holds the interpreter's lock, so the thread cannot look (Ray 2.60).
         """
@@ -138,7 +138,7 @@ class HeadWatch:
         self.check()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Return what a function of Ray that asks the head gives; raises `ClusterLost` rather than wait for a dead one.
+        """Return the result of a Ray function that asks the head. Raises `ClusterLost` if the head is dead.
 
         The function runs in a thread of its own, which is left behind when the head is lost.
         """
@@ -163,11 +163,11 @@ class HeadWatch:
         return results[0]
 
     def started(self) -> None:
-        """Ray is up: from now on the main thread may be busy for longer."""
+        """Record that Ray is up; from now on the main thread may be busy for longer."""
         self._patience_s = _PATIENCE_S
 
     def stop(self) -> None:
-        """End the thread: the head may go now."""
+        """End the thread; the head may end from now on."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -184,5 +184,5 @@ class HeadWatch:
 
 
 def lost_words(reason: object) -> str:
-    """Return the line for people."""
+    """Return the line that tells the user what to do."""
     return f"{reason}; landed runs are safe; run the same command again to continue"

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster that was joined, and which of them came or went since the last look.
+"""Tracks the nodes of a joined Ray cluster, and which joined or left since the last look.
 
 Start reading at `NodeWatch.look`.
 """
@@ -15,7 +15,7 @@ _LOOK_EVERY_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class RayNode:
-    """One machine (or `ray start`) of the cluster, with what Ray was told that it has."""
+    """One machine (or `ray start`) of the cluster, with its resources as Ray knows them."""
 
     node_id: str
     host: str
@@ -36,11 +36,11 @@ class NodeWatch:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for another look: each asks the head."""
+        """Return whether it is time for another look, since each one asks the head."""
         return self._looked_at is None or self._clock() - self._looked_at >= _LOOK_EVERY_S
 
     def look(self) -> tuple[list[RayNode], list[RayNode]]:
-        """(those that joined, those that left) since the last look; the first look finds all of them joined."""
+        """Return the nodes that joined and those that left since the last look; at first all have joined."""
         self._looked_at = self._clock()
         alive = {node.node_id: node for node in map(_node_of, (raw for raw in self._nodes() if raw["Alive"]))}
         joined = [node for key, node in alive.items() if key not in self._known]

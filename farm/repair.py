@@ -1,6 +1,6 @@
-"""Mends a data folder: damaged files are moved aside, and the tasks whose runs are damaged or gone are queued again.
+"""Repairs a data folder: moves damaged files aside, and queues the tasks of damaged or missing runs again.
 
-Start reading at `repair`. Nothing is deleted, and a repeat does what is left to do: it may be killed at any point.
+Start reading at `repair`. Nothing is deleted, and a kill at any point is safe: a repeat does the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DATA = (*KINDS, "jobs", "stale", "compactions")
 
 @dataclass
 class RepairReport:
-    """What a repair did, and what it could not repair."""
+    """The result of a repair, with the problems that are left."""
 
     moved: dict[Path, tuple[Path, str]] = field(default_factory=dict)  # file -> where it is now, and why
     mended: list[str] = field(default_factory=list)  # lines
@@ -53,7 +53,7 @@ class RepairReport:
     left: list[str] = field(default_factory=list)  # lines
 
     def lines(self, root: Path) -> list[str]:
-        """The report in words."""
+        """Return the report as lines of text."""
         lines = [f"moved to {new}: {path}: {why}" for path, (new, why) in self.moved.items()]
         lines += self.mended
         lines += [f"{job_id}: {count:,} tasks queued again" for job_id, count in self.queued.items()]
@@ -65,7 +65,7 @@ class RepairReport:
 
 
 def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport:
-    """Move damaged files aside, mend listings, and queue the tasks again whose runs are damaged or gone.
+    """Move damaged files aside, repair listings, and queue the tasks of damaged or missing runs again.
 
     Takes the dispatcher's lock and the compaction's. With nothing changed, raises `DispatcherBusy` beside a dispatcher,
     `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is no data folder.
@@ -109,13 +109,13 @@ def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: Repa
     recovered = None
     if has_own_name(file.path):
         if is_whole_listing(file.path):
-            return  # it hides too much: `settled_listings` mends that
+            return  # it hides too much, which `settled_listings` repairs
         recovered = recovered_listing(folder, kind, file.path)
     if recovered is None:
         _aside(folder, file.path, file.reason, report)
         return
     write_anew(folder, recovered)
-    report.mended.append(f"{file.path} was damaged ({file.reason}), and is written anew as its merged file says")
+    report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
 
 
 def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
@@ -159,7 +159,7 @@ def _advice(place: str) -> str:
 
 
 def _write_job_again(folder: DataFolder, job_id: str, report: RepairReport) -> None:
-    """The job's row from what the queue knows of it."""
+    """Rewrite the job's row from the queue."""
     if not folder.queue.is_file():
         return
     try:
@@ -177,7 +177,7 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
         return
     try:
         queue = Queue.open(folder.queue)
-    except CommandError:  # damaged, as said
+    except CommandError:  # damaged, as reported above
         return
     with queue:
         gone = compare(folder).gone
@@ -198,9 +198,9 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
 
 
 def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: RepairReport) -> None:
-    """Write merged telemetry without the samples of lost runs; a sample's own small file is overwritten anyway.
+    """Rewrite merged telemetry without the samples of lost runs; small files of their own are overwritten anyway.
 
-    The old file is kept aside. Killed in between, it has no listing, and the next repair lists it again.
+    The old file is set aside. After a kill in between it has no listing, and the next repair lists it again.
     """
     listings = read_listings(folder, "telemetry", lambda damaged: None)
     for path in counting_files(folder, "telemetry", family, listings):

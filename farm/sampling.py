@@ -57,7 +57,7 @@ NO_LIMITS = Limits()
 
 
 def checked_batch_sizes(values) -> tuple[int, ...] | None:
-    """The `batch_sizes` of a submission; None for null. Raises `UsageError` unless it is a list of distinct sizes."""
+    """Return the `batch_sizes` of a submission; None for null. Raises `UsageError` unless they are distinct sizes."""
     if values is None:
         return None
     sizes = tuple(values) if isinstance(values, list | tuple) else ()
@@ -75,7 +75,7 @@ def sample(
     limits: Limits = NO_LIMITS,
     batch_sizes: Sequence[int] | None = None,
 ) -> TrialConfig:
-    """The trial config of one index.
+    """Return the trial config of one index.
 
     Raises `UsageError` for an unknown policy, for a space that sets too few of the family's fields, and when
     `MAX_ATTEMPTS` points in a row had to be rejected; the message says by which rules.
@@ -93,7 +93,7 @@ def sample_range(
     rejections: Counter[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
 ) -> Iterator[TrialConfig]:
-    """The configs of the indices `start` <= i < `stop`, the same as `sample` gives one by one.
+    """Yield the configs of the indices `start` <= i < `stop`, as `sample` gives them one by one.
 
     With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space says of batch
     sizes: the very same trial but for that. A point is taken only if its configs are valid at all of them.
@@ -124,7 +124,7 @@ def _configs(
     rejections: Counter[str] | None,
     sizes: Sequence[int],
 ) -> Iterator[list[TrialConfig]]:
-    """For each point its config, or its configs at every batch size."""
+    """Yield each point's config, or its configs at every batch size."""
     family = families.get_family(space.family)
     for first in range(start, stop, _POINTS_AT_ONCE):
         indices = range(first, min(first + _POINTS_AT_ONCE, stop))
@@ -142,7 +142,7 @@ def _configs_at(
     rejections: Counter[str] | None,
     sizes: Sequence[int],
 ) -> list[TrialConfig]:
-    """The config at `point`, or at the first valid one of the uniform points that stand in for it; one a batch size."""
+    """Return the configs (one a batch size) at `point`, or at the first valid one of its uniform substitutes."""
     rejected: list[tuple[dict, list[_Breach]]] = []
     for attempt in range(MAX_ATTEMPTS):
         if attempt:
@@ -176,7 +176,7 @@ class _Breach:
 
 
 def _build(family: ModuleType, values: dict, limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
-    """The config and nothing, or None and every rule that it breaks."""
+    """Return the config and no breaches, or None and every rule that it breaks."""
     missing = [
         field.name
         for field in dataclasses.fields(family.Config)

@@ -1,4 +1,4 @@
-"""What a dispatcher writes down of the processes that it started, in a folder that only its user can write to.
+"""A dispatcher's record of the processes that it started, in a folder that only its user can write to.
 
 Start reading at `SessionRecord`. Ray's agents overwrite their environment with their title, so the marker that other
 processes carry (`farm.sweep`) is lost on them, and they outlive a killed Ray by up to a minute. The record stands
@@ -33,7 +33,7 @@ class SessionRecord:
 
     @classmethod
     def open(cls) -> SessionRecord:
-        """Use the first of `state_folders` that can be had; no record is there before the first `write`."""
+        """Use the first available one of `state_folders`; there is no record before the first `write`."""
         for path in state_folders():
             with contextlib.suppress(OSError):
                 path.mkdir(mode=0o700)
@@ -64,7 +64,7 @@ class SessionRecord:
 
 
 def state_folders() -> list[Path]:
-    """Where a record may stand, the preferred first: the user's runtime folder, else one in the temporary folder."""
+    """Return the possible folders of a record, the preferred first: the runtime folder, then the temporary folder."""
     user = os.geteuid()
     runtime = [Path(given, "gpufarm")] if (given := os.environ.get("XDG_RUNTIME_DIR")) else []
     folders = [*runtime, Path(f"/run/user/{user}/gpufarm"), Path(tempfile.gettempdir(), f"gpufarm-{user}")]
@@ -72,7 +72,7 @@ def state_folders() -> list[Path]:
 
 
 def dead_sessions() -> list[list[str]]:
-    """Take the records of dispatchers that run no more: the identities that each wrote down. The records are removed.
+    """Return the identities recorded by each ended dispatcher, and remove these records.
 
     A record counts only in a folder that this user alone may write to, as a plain file of this user.
     """
@@ -93,7 +93,7 @@ def dead_sessions() -> list[list[str]]:
 
 
 def _read(folder: int, name: str) -> list[str]:
-    """The identities of a record, of those that began after its dispatcher; empty for what is none of ours."""
+    """Return a record's identities that began after its dispatcher; empty if the record is not ours."""
     try:
         with os.fdopen(open_own_file(folder, name), "rb") as file:
             content = json.loads(file.read(_LIMIT_BYTES))

@@ -1,4 +1,4 @@
-"""A command's composed config as typed frozen values: below `main` there is no `DictConfig`.
+"""Converts a command's composed config into typed frozen values: below `main` there is no `DictConfig`.
 
 Start reading at `SubmitSettings.from_config`.
 """
@@ -59,7 +59,7 @@ class SubmitSettings:
 
     @classmethod
     def from_config(cls, cfg: DictConfig) -> SubmitSettings:
-        """Raises `UsageError` naming the key."""
+        """Parse a composed config. Raises `UsageError` naming the key."""
         if "arch" not in cfg:
             raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
         values = values_of(cfg)
@@ -82,7 +82,7 @@ class SubmitSettings:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What makes this submission the one it is: everything that decides its runs, but not n and priority."""
+        """Return the submission's identity: everything that determines its runs, without n and priority."""
         # Left out where there are none: jobs from before the key keep their ids.
         pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
         return {
@@ -104,7 +104,7 @@ def values_of(cfg: DictConfig) -> dict[str, Any]:
 
 
 def device_choice(values: dict[str, Any]) -> DeviceChoice:
-    """The `device` group: a backend file, or a description, which means to simulate it."""
+    """Parse the `device` group: a backend, or a description of a device to simulate."""
     from featurize.device_spec import device_from_mapping, load_device
 
     values = dict(values)
@@ -125,7 +125,7 @@ def device_choice(values: dict[str, Any]) -> DeviceChoice:
 
 
 def trial_settings(values: Mapping[str, Any]) -> TrialSettings:
-    """The keys `trial`, `window` and `telemetry` of a command. Raises `UsageError`."""
+    """Parse the keys `trial`, `window` and `telemetry` of a command. Raises `UsageError`."""
     try:
         return TrialSettings.from_mapping(
             {**values["trial"], "window": values["window"], "telemetry": values["telemetry"]}

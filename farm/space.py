@@ -1,4 +1,4 @@
-"""The search space of one family: what `conf/arch/NAME.yaml` says, checked as a whole and made canonical.
+"""The search space of one family, as `conf/arch/NAME.yaml` defines it, checked as a whole and made canonical.
 
 Start reading at `parse_space`; `farm.dimensions` has the types, `farm.space_limits` the values that a family refuses.
 """

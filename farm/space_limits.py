@@ -1,4 +1,4 @@
-"""Which values of a search space its family never takes: beyond its limits, or changed by its `repair`.
+"""Finds values of a search space that its family never takes: beyond its limits, or changed by its `repair`.
 
 Start reading at `require_within_limits`. Each value is tried on configs of the family's own space, so that families say
 their limits once, in `Config.problems`.
@@ -37,7 +37,7 @@ def require_within_limits(space: Space) -> None:
 
 
 def refused_values(family: str, dimension: Dimension) -> Iterator[str]:
-    """A problem for each listed value of a config's field that the family refuses even after its `repair`."""
+    """Return a problem for each listed value of a config's field that the family refuses even after its `repair`."""
     if not isinstance(dimension, Range) and _is_field(family, dimension.name):
         for value, _ in _values(dimension):
             if problem := _problem_after_repair(family, dimension.name, value):
@@ -51,12 +51,12 @@ def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | No
 
 
 def _is_field(family: str, name: str) -> bool:
-    """Whether the config holds it; other keys are consumed by `repair`."""
+    """Return whether the config holds the key; `repair` consumes other keys."""
     return name in {field.name for field in dataclasses.fields(families.get_family(family).Config)}
 
 
 def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
-    """Each value once, with the end of the range that it is; 1 is not True."""
+    """Return the distinct values, each with the end of the range that it is; 1 is not True."""
     if isinstance(dimension, Range):
         return ((dimension.low, "low"), (dimension.high, "high"))
     values = (dimension.fixed,) if isinstance(dimension, Constant) else dimension.choices
@@ -67,7 +67,7 @@ def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
 
 
 def _problem_of_number(family: str, name: str, value: int | float, end: str | None) -> str | None:
-    """Why no config of the family has this number as it is given; None where one has.
+    """Return why no config of the family has this number as given; None if one has.
 
     `repair` would turn -3 into the least depth. The end of a range it may mend (to a multiple of 32, say), but not move
     a low end upwards.
@@ -83,19 +83,19 @@ def _problem_of_number(family: str, name: str, value: int | float, end: str | No
 
 
 def _problem_after_repair(family: str, name: str, value: Scalar) -> str | None:
-    """Why no config of the family has this value; what `repair` changes or fills in (`heads: null`) is not judged."""
+    """Return why no config of the family has this value; values that `repair` changes or fills in are not judged."""
     kept = ((config, value) for config in _valid_configs(family) if _mended(config, name, value) == value)
     return _common_problem(name, kept)
 
 
 def _mended(config: TrialConfig, name: str, value: Scalar) -> Any:
-    """The field's value after the family's `repair`."""
+    """Return the field's value after the family's `repair`."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return families.get_family(config.family).repair({**fields, name: value}, _middle).get(name, value)
 
 
 def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str | None:
-    """What every one of these configs' family says of the field `name` at the value beside it."""
+    """Return the problem of the field `name` that all of these configs have at the value beside them."""
     common: set[str] | None = None
     for config, value in tries:
         problems = {problem for problem in _problems(config, name, value) if problem.startswith(f"{name} ")}
@@ -106,7 +106,7 @@ def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str 
 
 
 def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
-    """What a valid config's family says once the field `name` is `value`."""
+    """Return the problems of a valid config once its field `name` is `value`."""
     try:
         _with_field(config, name, value)
     except CommandError as error:
@@ -115,7 +115,7 @@ def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
 
 
 def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
-    """The config with this value; `UsageError` where its family refuses it."""
+    """Return the config with this value. Raises `UsageError` if its family refuses it."""
     return dataclasses.replace(config, **{name: value})
 
 
@@ -123,7 +123,7 @@ def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
 
 
 def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | None:
-    """Why the value gives no config, or the same configs as a value of the family's own space."""
+    """Return why the value gives no config, or only configs of another value of the family's own space."""
     known = next((dimension for dimension in own_space(family).dimensions if dimension.name == name), None)
     if known is None:
         return None
@@ -148,7 +148,7 @@ def _is_switch(dimension: Dimension) -> bool:
 
 
 def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
-    """The config, or why there is none."""
+    """Return the config, or the reasons why there is none."""
     values = module.repair(values, _middle)
     required = {f.name for f in dataclasses.fields(module.Config)
                 if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING}  # fmt: skip
@@ -164,14 +164,14 @@ def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
 
 
 def _changed_constants(space: Space) -> Iterator[str]:
-    """A problem for each number given that no config of this very space has, because `repair` had to change it."""
+    """Return a problem for each given number that no config of this space has, because `repair` changes it."""
     given = [d for d in space.dimensions if isinstance(d, Constant) and _is_field(space.family, d.name)]
     constants = [d for d in given if isinstance(d.fixed, bool | int | float)]
     # Without the switches that only `repair` consumes: `use_dropout: false` sets the rate to 0 on purpose.
     dimensions = tuple(d for d in space.dimensions if _is_field(space.family, d.name) or not _is_switch(d))
     try:
         configs = list(sample_range(Space(space.family, dimensions), 0, 0, _TRIED_ON))
-    except CommandError:  # it has no config at all; sampling says why
+    except CommandError:  # it has no config at all; sampling reports why
         return
     for constant in constants:
         name, value = constant.name, constant.fixed
@@ -184,7 +184,7 @@ def _changed_constants(space: Space) -> Iterator[str]:
 
 
 def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | None:
-    """Why `repair` changed the value to the config's; None where the network is the same with either."""
+    """Return why `repair` changed the value to the config's; None if the network is the same with either."""
     if problems := _problems(config, name, value):
         return "; ".join(problems)
     layers = families.get_family(config.family).layers
@@ -198,7 +198,7 @@ def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | No
 
 @cache
 def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
-    """Raw values of the family's own space, spread over every dimension."""
+    """Return raw values of the family's own space, spread over every dimension."""
     space = own_space(family)
     golden = 0.6180339887498949
     return tuple(
@@ -209,13 +209,13 @@ def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
 
 @cache
 def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
-    """Configs of the family's own space; none if it has none."""
+    """Return configs of the family's own space; none if it has none."""
     space = own_space(family)
     return tuple(sample_range(space, 0, 0, _TRIED_ON)) if space.dimensions else ()
 
 
 def _middle(_name: str) -> float:
-    """The `draw` of a `repair` whose draws do not matter."""
+    """Return 0.5 for every draw, for a `repair` whose draws do not matter."""
     return 0.5
 
 

@@ -1,4 +1,4 @@
-"""`python -m farm.status`: how far every job is, as a table or as JSON. Start reading at `entry`.
+"""`python -m farm.status`: the progress of every job, as a table or as JSON. Start reading at `entry`.
 
 With format=json it prints `{"data": path, "at": time, "dispatcher": process id, "runs_gone": {job_id: runs that are
 done in the queue and in no file}, "runs_unknown": {job_id: runs whose tasks are not done in the queue}, "jobs":
@@ -61,7 +61,7 @@ def entry(cfg: DictConfig) -> None:
 
 
 def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
-    """What format=json prints (see the top of this file); `presence` where the caller has compared already."""
+    """Return what format=json prints (see the top of this file); `presence`, if the caller has compared already."""
     report: dict[str, Any] = {
         "data": str(folder.root), "at": _iso(now), "dispatcher": None, "runs_gone": {}, "runs_unknown": {}, "jobs": []
     }  # fmt: skip
@@ -90,7 +90,7 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
 
 
 def presence_of(folder: DataFolder) -> Presence:
-    """What the queue and the warehouse know of each other; nothing where the queue cannot be read, which others say."""
+    """Compare the queue with the warehouse; empty if the queue cannot be read, which is reported elsewhere."""
     from warehouse.presence import Presence, compare  # Arrow's kernels and DuckDB: not for `--help`
 
     if not folder.runs.is_dir():
@@ -102,7 +102,7 @@ def presence_of(folder: DataFolder) -> Presence:
 
 
 def existing_queue(folder: DataFolder, job_id: str | None) -> Path:
-    """The queue's path in a readable data folder. `UsageError` where there is none: then the job is not known."""
+    """Return the queue's path in a readable data folder. Raises `UsageError` if there is none, so no job is known."""
     if not folder.open().queue.is_file():
         raise UsageError(f"unknown job {job_id!r}; there are no jobs in {folder.root}")
     return folder.queue
@@ -134,7 +134,7 @@ def _job_report(progress: JobProgress, worked_on: bool) -> dict[str, Any]:
 
 
 def _quality_report(doubts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-    """The runs of a job that are not trusted, and why: quality -> reason, or empty for all -> runs."""
+    """Return the counts of a job's untrusted runs: quality -> reason (empty: all) -> runs."""
     reasons: Counter[str] = Counter()
     for by_reason in doubts.values():
         reasons.update({reason: count for reason, count in by_reason.items() if reason})
@@ -176,16 +176,16 @@ def _print_table(report: dict[str, Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     console.print(table)
     if any(job["state"] == "stopped" for job in report["jobs"]):
-        console.print("stopped: no dispatcher works on this folder; `python -m farm.work` goes on.", soft_wrap=True)
+        console.print("stopped: no dispatcher works on this folder; `python -m farm.work` continues.", soft_wrap=True)
     if any(job["state"] == "submitting" for job in report["jobs"]):
-        console.print("A submission that was interrupted is completed by the same command.", soft_wrap=True)
+        console.print("The same command completes an interrupted submission.", soft_wrap=True)
     for job in report["jobs"]:
         if "errors" in job:
             _print_detail(console, job)
 
 
 def _doubt_text(job: dict[str, Any], reasons_shown: int | None = None) -> str:
-    """`suspect 3, untrusted 1 (power_cap 3, other_process 1)`, of the reasons the main ones."""
+    """Return text such as `suspect 3, untrusted 1 (power_cap 3, other_process 1)`, with the main reasons."""
     if not job["by_quality"]:
         return ""
     counts = ", ".join(f"{quality} {count:,}" for quality, count in job["by_quality"].items())

@@ -1,4 +1,4 @@
-"""`python -m farm.submit`: sample, queue, run, land. Start reading at `entry`."""
+"""`python -m farm.submit`: samples, queues, runs and lands trials. Start reading at `entry`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DRAWN_EVERY = 2000  # trials
 
 
 def entry(cfg: DictConfig) -> int:
-    """Queue the job that `cfg` describes and work it off; 130 when it was interrupted."""
+    """Queue the job that `cfg` describes and run it; return 130 if interrupted."""
     settings = SubmitSettings.from_config(cfg)
     choice, device_line = choose_device(settings.device)
     settings = dataclasses.replace(settings, device=choice)
@@ -61,7 +61,7 @@ def entry(cfg: DictConfig) -> int:
 
 
 def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bool = True) -> str:
-    """Queue the tasks that are not queued yet; the job's id. The same submission again adds nothing.
+    """Queue the tasks that are not queued yet; return the job's id. The same submission again adds nothing.
 
     Shows a bar on a terminal where that takes a while, unless `quiet`. Ctrl-C takes out again what was added.
     """
@@ -115,7 +115,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
 
 
 def _queued(folder: DataFolder, settings: SubmitSettings) -> int:
-    """How many of the job's trials the queue holds already, so that the same command again need not ask again."""
+    """Return how many of the job's trials the queue already holds, so that a repeated command need not ask again."""
     if not folder.queue.is_file():
         return 0
     with queue_to_read(folder.queue) as queue:
@@ -123,7 +123,7 @@ def _queued(folder: DataFolder, settings: SubmitSettings) -> int:
 
 
 def _shown(configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """The same, with the bar drawn every few thousand: the first job of a newcomer is queued without one."""
+    """Yield the same items and draw a bar every few thousand, so small jobs show none."""
     for done, config in enumerate(configs, start=1):
         yield config
         if done % _DRAWN_EVERY == 0:
@@ -131,7 +131,7 @@ def _shown(configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: i
 
 
 def _configs(settings: SubmitSettings, start: int, stop: int, rejections: Counter[str] | None = None):
-    """The sampled configs of the indices `start` <= i < `stop`."""
+    """Yield the sampled configs of the indices `start` <= i < `stop`."""
     return sample_range(
         settings.space, settings.seed, start, stop, settings.policy, settings.limits, rejections, settings.batch_sizes
     )

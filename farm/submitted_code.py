@@ -1,7 +1,7 @@
-"""Which code of a task may run: a data folder can come from anybody, so its queue alone allows none.
+"""Decides which code of a task may run: a data folder can come from anybody, so its queue alone allows none.
 
-Start reading at `SubmittedCode`. `record_submitted` writes down what this user queues, in a folder of the user's own
-state; the dispatcher asks `SubmittedCode.decide` before it hands a task out.
+Start reading at `SubmittedCode`. `record_submitted` records the code that this user queues, in the user's own state
+folder; the dispatcher calls `SubmittedCode.decide` before it hands out a task.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _of_this_process: set[str] = set()  # what this process queued itself, also wher
 
 
 class SubmittedCode:
-    """What the dispatcher's user has submitted or trusts. `trust`: modules, as `featurize.own_code.parse_trust` has
-    them."""
+    """Code that the dispatcher's user has submitted or trusts. `trust`: modules, as `featurize.own_code.parse_trust`
+    returns them."""
 
     def __init__(self, trust: Sequence[str] = ()):
         self._trust = tuple(trust)
@@ -57,7 +57,7 @@ class SubmittedCode:
         return entry in self._recorded
 
     def _read_again(self) -> None:
-        """Read the record anew where it has changed: others may submit while this dispatcher runs."""
+        """Reread the record if it has changed, since others may submit while this dispatcher runs."""
         with _state_folder() as folder:
             if folder is None:
                 return
@@ -73,9 +73,9 @@ class SubmittedCode:
 
 
 def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
-    """Pass on configs that the user queues, their code written down before each is handed on.
+    """Yield configs that the user queues, after recording the code of each.
 
-    Without a folder that can be written to, only this process knows.
+    Without a writable folder, only this process knows the code.
     """
     for config in configs:
         record_code(entry for name, entry in code_entries(config).items() if isinstance(name, CodeName))
@@ -83,7 +83,7 @@ def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
 
 
 def record_code(entries: Iterable[str]) -> None:
-    """Write down names of code that the user typed, as `code_entries` spells them."""
+    """Record names of code that the user typed, as `code_entries` spells them."""
     new = [entry for entry in dict.fromkeys(entries) if entry not in _of_this_process]
     if not new:
         return
@@ -101,7 +101,7 @@ def record_code(entries: Iterable[str]) -> None:
 
 
 def state_path() -> Path | None:
-    """The folder of the user's own state: `$XDG_STATE_HOME/gpufarm`, else `~/.local/state/gpufarm`; None: no home."""
+    """Return the user's state folder: `$XDG_STATE_HOME/gpufarm`, else `~/.local/state/gpufarm`; None: no home."""
     given = os.environ.get("XDG_STATE_HOME")
     if given and os.path.isabs(given):
         return Path(given, "gpufarm")

@@ -1,4 +1,4 @@
-"""Finds and ends processes that a killed dispatcher left behind: trial servers, trials, Ray's helpers.
+"""Finds and ends processes that a killed dispatcher left: trial servers, trials, Ray's helpers.
 
 Start reading at `sweep_orphans`. A process is ended only with proof that it is ours: it runs as this user, and either
 its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote
@@ -22,7 +22,7 @@ _END_WITHIN_S = 5.0
 
 
 def descendants() -> list[str]:
-    """Return the identities of every process below this one, for `SessionRecord.write`."""
+    """Return the identities of this process's descendants, for `SessionRecord.write`."""
     identities = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(ProcessLookupError):
@@ -31,7 +31,7 @@ def descendants() -> list[str]:
 
 
 def sweep_orphans() -> list[int]:
-    """Kill what dead dispatchers of this user left, see above; return the ids of the killed."""
+    """Kill the processes that dead dispatchers of this user left, see above; return their ids."""
     recorded = {text for processes in dead_sessions() for text in processes}
     return end_processes(
         [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_orphan(process, recorded)]
@@ -39,7 +39,7 @@ def sweep_orphans() -> list[int]:
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> list[int]:
-    """SIGKILL each, wait until they are gone, and return their ids. psutil sees to it that no number is used again."""
+    """Kill the processes, wait until they are gone, and return their ids. psutil guards against reused ids."""
     killed = []
     for process in processes:
         with contextlib.suppress(psutil.Error):

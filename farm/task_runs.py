@@ -1,6 +1,6 @@
-"""What a queued task becomes: what its worker is given, what of the answer is accepted, what lands without one.
+"""Turns queued tasks into work for workers, and the workers' answers into runs that can land.
 
-Start reading at `accepted`: everything that a worker sends passes through it, whatever it holds.
+Start reading at `accepted`: everything that a worker sends passes through it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAPPING_COLUMNS = tuple(name for name in JSON_COLUMNS if name != "config")
 
 
 def task_spec(task: Task, own_code: bool = False) -> TaskSpec:
-    """Return a queued task as its worker needs it; the trial's seed is the task's index, so that repeats are alike."""
+    """Return a queued task as its worker needs it; its seed is the task's index, so that repeats are equal."""
     return TaskSpec(
         job_id=task.job_id,
         task_index=task.task_index,
@@ -44,12 +44,12 @@ def task_spec(task: Task, own_code: bool = False) -> TaskSpec:
 
 
 def attempt_run_id(run_id: str, attempt: int) -> str:
-    """Return the id of an attempt that was not the task's last: it never takes the place of the task's run."""
+    """Return the run id of an attempt that was not the task's last, so that it never replaces the task's run."""
     return f"{run_id}-a{attempt}"
 
 
 def accepted(completion: Completion, task: Task) -> Completion:
-    """Return the completion as the queue and the warehouse can take it; never raises for what it holds.
+    """Return the completion in a form that queue and warehouse accept; its content never raises.
 
     Texts are made storable and bounded (a line in them says how much was left out). A result that is no run of this
     task becomes a `crashed` one that says why. Only a `crashed` run is tried again.
@@ -64,7 +64,7 @@ def accepted(completion: Completion, task: Task) -> Completion:
 
 
 def _checked(result: object, task: Task) -> RunResult:
-    """Raises `ValueError`; the values' types and ranges are the warehouse's to check."""
+    """Check a result's shape. Raises `ValueError`. The warehouse checks types and ranges of values."""
     if not isinstance(result, RunResult):
         raise ValueError(f"it is a {type(result).__name__}")
     if not isinstance(result.run, Run):
@@ -87,7 +87,7 @@ def _checked(result: object, task: Task) -> RunResult:
 
 
 def _storable(name: str, text: object) -> str | None:
-    """The text of a column, storable and bounded. Raises `ValueError` for what is no text."""
+    """Return a column's text, storable and bounded. Raises `ValueError` for a value that is no text."""
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{name} must be a text, got {safe_text(repr(text), _TEXT_CHARACTERS)}")
     if text is None:
@@ -96,7 +96,7 @@ def _storable(name: str, text: object) -> str | None:
 
 
 def _bounded(values: object) -> Mapping[str, Any] | None:
-    """The values of a column of JSON; None where JSON cannot hold them, or they are too long."""
+    """Return the values of a JSON column; None if JSON cannot hold them or they are too long."""
     if not isinstance(values, Mapping):
         return None
     try:
@@ -106,7 +106,7 @@ def _bounded(values: object) -> Mapping[str, Any] | None:
 
 
 def doubt_of(quality: str | None, reasons: Iterable[str]) -> RunDoubt | None:
-    """Return how a run was judged; None for a trusted run, and for one without a judgement."""
+    """Return a run's doubt; None for a trusted run, and for one that was not judged."""
     if quality in (None, "trusted"):
         return None
     return RunDoubt(quality=quality, reasons=tuple(safe_text(reason) for reason in reasons))

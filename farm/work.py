@@ -1,4 +1,4 @@
-"""`python -m farm.work`: the dispatcher without a submission. Start reading at `work`, which `farm.submit` uses too."""
+"""`python -m farm.work`: runs the queue without a submission. Start reading at `work`, which `farm.submit` uses too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOOK_AGAIN_S = 2.0
 
 
 def entry(cfg: DictConfig) -> int:
-    """Work off the whole queue; 130 when interrupted, 1 where every trial of a job failed."""
+    """Run the whole queue; return 130 if interrupted, 1 if every trial of a job failed."""
     values = values_of(cfg)
     if not isinstance(values["wait"], bool):
         raise UsageError(f"wait must be true or false, got {values['wait']!r}")
@@ -54,7 +54,7 @@ def work(
     service: Service | None = None,
     trust: Sequence[str] = (),
 ) -> int:
-    """Run what is queued, device after device, until nothing is left (`job_id`: of that job's device only).
+    """Run the queued tasks, device after device, until none is left (`job_id`: only of that job's device).
 
     After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for so long.
     Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
@@ -119,7 +119,7 @@ def run_job(
     service: Service,
     shares: int = 1,
 ) -> bool:
-    """Work off this one job alone, for a caller that has more to do: True, or False where `stop` asked to leave.
+    """Run this job only; return False if `stop` asked to leave.
 
     Stands by while another dispatcher has the folder, which may run the job itself. `shares` as in `Dispatcher`.
     """
@@ -149,8 +149,7 @@ def _take_lock(
     wait: bool,
     unless: Callable[[], bool] = lambda: False,
 ) -> DispatcherLock | None:
-    """The lock, held. With `wait` it stands by until the other dispatcher has ended; None: asked to leave meanwhile, or
-    `unless` holds.
+    """Acquire the lock. With `wait`, wait until the other dispatcher has ended; None: asked to leave, or `unless`.
 
     Raises `DispatcherBusy` where it need not wait.
     """
@@ -182,7 +181,7 @@ def _held(lock: DispatcherLock, service: Service) -> Iterator[None]:
 
 
 class TimedStop(StopRequest):
-    """Asks to leave on Ctrl-C, and when its time is over."""
+    """A stop request on Ctrl-C, and when its time is over."""
 
     def __init__(self, seconds: float | None):
         self._until_s = None if seconds is None else time.monotonic() + seconds
@@ -199,7 +198,7 @@ def _announce_stop() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _QueueWork:
-    """Everything that a dispatcher works off a queue with. `job_id`: of that job's device only."""
+    """A dispatcher's resources for running a queue. `job_id`: only that job's device."""
 
     folder: DataFolder
     queue: Queue
@@ -213,7 +212,7 @@ class _QueueWork:
     trust: Sequence[str]
 
     def run(self) -> None:
-        """Mend what a killed dispatcher left, then work off device after device; compact whenever nothing is left."""
+        """Clean up after a killed dispatcher, then run device after device; compact whenever nothing is left."""
         _mend(self.folder, self.queue, self.service)
         mended = {job.job_id for job in self.queue.jobs()}
         compacted = False
@@ -239,7 +238,7 @@ class _QueueWork:
             _compact(self.folder, self.service)
 
     def _run_device(self, key: str) -> None:
-        """Work off the tasks of one device."""
+        """Run the tasks of one device."""
         choice = device_from_key(key)
         jobs = [job for job in self.queue.jobs() if job.device == key and self.queue.pending(job.job_id)]
         _be_patient(self.service, self.cluster, jobs)
@@ -261,14 +260,14 @@ def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
 
 
 def _be_patient(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
-    """With cluster=inline the loop stands still while a trial runs."""
+    """Allow for cluster=inline, where the loop stands still while a trial runs."""
     if cluster.kind == "inline":
         longest_s = max((_timeout_s(job) for job in jobs), default=0.0)
         service.pulse.patience_s = PATIENCE_S + longest_s
 
 
 def _timeout_s(job: Job) -> float:
-    """How long a trial of the job may take, in seconds; 0 where its settings cannot be read, so that none runs."""
+    """Return the time limit of the job's trials in s; 0 if its settings cannot be read, so that none runs."""
     try:
         return settings_of_text(job.settings_json).timeout_s
     except UsageError:
@@ -276,7 +275,7 @@ def _timeout_s(job: Job) -> float:
 
 
 def _totals(queue: Queue, names: Sequence[str]) -> tuple[int, int]:
-    """(ended, not cancelled) tasks of these jobs."""
+    """Return the numbers of ended and of not cancelled tasks of these jobs."""
     counts = [queue.counts(name) for name in names]
     return sum(c.ended for c in counts), sum(c.total - c.cancelled for c in counts)
 
@@ -296,10 +295,10 @@ def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
 
 
 def follow_hint(folder: DataFolder, job_id: str | None) -> str:
-    """How to go on from here."""
+    """Return the hint on how to continue."""
     job = f" job={job_id}" if job_id else ""
     run = "" if dispatcher_of(folder.dispatcher_lock) else "`python -m farm.work` runs it; "
-    return f"{run}`python -m farm.status{job}` tells how far it is."
+    return f"{run}`python -m farm.status{job}` shows its progress."
 
 
 def main() -> None:

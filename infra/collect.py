@@ -101,14 +101,14 @@ def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitS
     sampled = []
     for name, choices in TRAINING.items():
         if name not in space or not hasattr(space[name], "__iter__") or isinstance(space[name], str):
-            said = ",".join(str(choice).lower() for choice in choices)
-            sampled.append(f"{'' if name in space else '+'}arch.space.{name}=[{said}]")
+            choices_text = ",".join(str(choice).lower() for choice in choices)
+            sampled.append(f"{'' if name in space else '+'}arch.space.{name}=[{choices_text}]")
     common = [
         f"+arch={family}", "n=1", f"device={settings.device}", f"cluster={settings.cluster}",
         f"trial.timeout_s={settings.timeout_s}", *sampled,
         *(_ON_CPU if settings.device == "cpu" else ()), *settings.overrides,
     ]  # fmt: skip
-    found = {}
+    submissions = {}
     for offset, share in enumerate(SHARES):
         own = [f"seed={settings.seed * len(SHARES) + offset}"]
         if share == PAIRS:
@@ -119,8 +119,8 @@ def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitS
             own.append(f"device.memory_fraction={share}")
         submission = SubmitSettings.from_config(load_config("submit", [*common, *own]))
         choice, _ = choose_device(submission.device)
-        found[share] = dataclasses.replace(submission, device=choice)
-    return found
+        submissions[share] = dataclasses.replace(submission, device=choice)
+    return submissions
 
 
 def _plain(node):
@@ -190,9 +190,9 @@ def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bo
 def _queue_family(folder, queue, jobs: dict[float | str, SubmitSettings], total: int, say) -> bool:
     for share, submission in jobs.items():
         wanted = math.ceil(SHARES[share] * total)
-        said = io.StringIO()
+        printed = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said):
+            with contextlib.redirect_stdout(printed):
                 submit(folder, queue, dataclasses.replace(submission, n=wanted))
         except CommandError as error:
             say(f"{submission.space.family} is left out: {error}")
@@ -204,13 +204,13 @@ def _counts(folder: DataFolder) -> list[str]:
     from warehouse import connect
 
     with contextlib.closing(connect(folder)) as connection:
-        found = connection.execute(
+        rows = connection.execute(
             "SELECT family, count(*), list(status ORDER BY status) FROM runs GROUP BY ALL ORDER BY ALL"
         ).fetchall()
     lines = []
-    for family, count, statuses in found:
-        said = ", ".join(f"{status} {statuses.count(status)}" for status in dict.fromkeys(statuses))
-        lines.append(f"{family}: {count} runs ({said})")
+    for family, count, statuses in rows:
+        status_counts = ", ".join(f"{status} {statuses.count(status)}" for status in dict.fromkeys(statuses))
+        lines.append(f"{family}: {count} runs ({status_counts})")
     return lines
 
 

@@ -9,10 +9,13 @@ import argparse
 import difflib
 import re
 import sys
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "commands.md"
+SHARED_FROM = 2  # commands that must have a key before it is described once for all of them
 sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
 
 from conf.cli import help_text  # noqa: E402
@@ -31,9 +34,37 @@ def command_modules() -> dict[str, str]:
     return COMMANDS
 
 
+def key_lines(help_lines: list[str]) -> dict[str, str]:
+    """Return the lines of a help text that describe a key: with single spaces -> as they are aligned."""
+    start = next((at for at, line in enumerate(help_lines) if line.startswith("Keys")), len(help_lines))
+    return {" ".join(line.split()): line for line in help_lines[start + 1 :] if line.startswith("  ")}
+
+
+def shared_keys(help_texts: Collection[str]) -> dict[str, str]:
+    """Return the key lines, as `key_lines` does, that at least `SHARED_FROM` commands have word for word."""
+    of_commands = [key_lines(text.splitlines()) for text in help_texts]
+    counts = Counter(line for lines in of_commands for line in lines)
+    aligned = {line: text for lines in reversed(of_commands) for line, text in lines.items()}
+    return {line: aligned[line] for line, commands in counts.items() if commands >= SHARED_FROM}
+
+
+def without_shared(text: str, shared: Collection[str]) -> str:
+    """Return a command's help text with its shared keys as one line of names, and without lines that all texts have."""
+    lines = [line for line in text.splitlines() if not line.endswith("are the same command.")]
+    lines = ["Keys:" if line.startswith("Keys (") else line for line in lines]
+    names = [line.partition("=")[0] for line in key_lines(lines) if line in shared]
+    kept = [line for line in lines if not (line.startswith("  ") and " ".join(line.split()) in shared)]
+    if names:
+        groups = dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in names)
+        kept.append(f"  and the shared keys {', '.join(groups)}")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept))
+
+
 def commands_markdown() -> str:
-    """The whole file."""
+    """Return the whole file."""
     modules = command_modules()
+    help_texts = {name: help_text(name) for name in modules}
+    shared = shared_keys(list(help_texts.values()))
     parts = [
         "# Commands",
         "",
@@ -51,14 +82,22 @@ def commands_markdown() -> str:
         "head; another growth cycle), 130 interrupted.",
         "",
         *(f"- [`python -m {module}`](#{_anchor(module)})" for module in modules.values()),
+        "",
+        "## Shared keys",
+        "",
+        "Several commands have these keys, with the same meaning. Their `--help` prints them all.",
+        "",
+        "```text",
+        *shared.values(),
+        "```",
     ]
     for name, module in modules.items():
-        parts += ["", f"## {module}", "", "```text", help_text(name), "```"]
+        parts += ["", f"## {module}", "", "```text", without_shared(help_texts[name], shared), "```"]
     return "\n".join(parts) + "\n"
 
 
 def _anchor(heading: str) -> str:
-    """The link target that Markdown renderers make of a heading."""
+    """Return the link target that Markdown renderers make of a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 

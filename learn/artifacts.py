@@ -63,9 +63,9 @@ class Artifact:
         except MemoryError:
             raise
         except Exception as error:  # of a file without a checksum, parsers may raise anything
-            said = printable(f"{type(error).__name__}: {error}", 200)
+            reason = printable(f"{type(error).__name__}: {error}", 200)
             raise DamagedArtifact(
-                f"{printable(str(self.path), 300)} is damaged: it cannot be loaded: {said}"
+                f"{printable(str(self.path), 300)} is damaged: it cannot be loaded: {reason}"
             ) from error
 
     def check(self) -> None:
@@ -94,8 +94,8 @@ class Artifact:
                 seen += report["test_run_ids"] + report.get("refused_run_ids", [])
             return frozenset(map(str, seen))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            said = printable(f"{type(error).__name__}: {error}", 200)
-            raise DamagedArtifact(f"{printable(str(self.path), 300)} is damaged: report.json: {said}") from error
+            reason = printable(f"{type(error).__name__}: {error}", 200)
+            raise DamagedArtifact(f"{printable(str(self.path), 300)} is damaged: report.json: {reason}") from error
 
 
 def described(
@@ -171,17 +171,17 @@ def versions(data, target: str) -> list[Artifact]:
     home = models_folder(data) / get_target(target).name
     if not home.is_dir():
         return []
-    found = []
+    names = []
     for path in sorted(home.iterdir()):
         if path.name.startswith(".") or not (path / "meta.json").is_file():
             continue
         try:
             if not path.resolve().is_relative_to(home.resolve()):
                 raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: it lies outside of {home.name}")
-            found.append(open_artifact(path))
+            names.append(open_artifact(path))
         except DamagedArtifact as error:
             say_damaged(error, "it is left out")
-    return found
+    return names
 
 
 def open_artifact(path: Path) -> Artifact:
@@ -193,8 +193,8 @@ def open_artifact(path: Path) -> Artifact:
     texts = [meta.get(name) for name in ("estimator", "target", "feature_version")]
     whole = all(isinstance(one, dict) for one in counts) and all(isinstance(one, str) for one in texts)
     if not whole or meta["estimator"] not in ESTIMATORS:
-        said = "is damaged, or of another version of this code: meta.json does not say what it is"
-        raise DamagedArtifact(f"{printable(str(path), 300)} {said}")
+        problem = "is damaged, or of another version of this code: meta.json does not say what it is"
+        raise DamagedArtifact(f"{printable(str(path), 300)} {problem}")
     return Artifact(path, meta)
 
 
@@ -212,8 +212,8 @@ class Wanted(TypedDict, total=False):
 def find_latest(data, target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
     """`newest`, of whose arguments `wanted` is, or None; `StaleArtifact` where that version's features are not those
     of this code."""
-    found = newest(data, target, **wanted)
-    return None if found is None else require_current(found)
+    artifact = newest(data, target, **wanted)
+    return None if artifact is None else require_current(artifact)
 
 
 def newest(

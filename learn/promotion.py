@@ -93,10 +93,10 @@ def refit(
     folder = DataFolder.resolve(data).open()
     if (done := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
         return done
-    told = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
+    promotion_of = partial(Promotion, target=target, estimator=estimator, source=source, device_name=device_name)
 
     def skipped(why: str) -> Promotion:
-        return told(decision="skipped", why=why, figures={"current": None, "candidate": None})
+        return promotion_of(decision="skipped", why=why, figures={"current": None, "candidate": None})
 
     progress("reading rows")
     try:
@@ -135,14 +135,14 @@ def refit(
         try:
             verdict = _beside(require_current(current), _seen_groups(folder, current, every), candidate, rows, held_out)
         except StaleArtifact:
-            said = "the current one was fitted with features of other code and cannot answer any more"
-            verdict = _alone("promoted", said, candidate)
-    found = told(current=None if current is None else current.version, **verdict)
-    if found.decision == "kept":
-        return found
+            no_answer = "the current one was fitted with features of other code and cannot answer any more"
+            verdict = _alone("promoted", no_answer, candidate)
+    promotion = promotion_of(current=None if current is None else current.version, **verdict)
+    if promotion.decision == "kept":
+        return promotion
     progress("drawing the report")
     in_doubt = int((every.doubt != "").sum())
-    return _write(folder, found, candidate, cycle, now=_after(current, now), in_doubt=in_doubt)
+    return _write(folder, promotion, candidate, cycle, now=_after(current, now), in_doubt=in_doubt)
 
 
 def is_held_out(groups) -> np.ndarray:
@@ -177,16 +177,16 @@ def _alone(decision: str, reason: str, candidate: _Candidate) -> dict[str, Any]:
     judges = candidate.judges
     prediction = candidate.fitted.predict(judges.cases, candidate.steps)
     ours = figures(judges, candidate.bins, prediction)
-    said = (
+    explanation = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
         "told their bin"
     )
     if own_labels(candidate.name, judges, prediction.point):
-        said = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
+        explanation = f"its errors are {NOT_INFORMATIVE}: the trace simulated these very labels"
     return {
         "decision": decision,
         "why": f"{reason}; this one is fitted on {len(candidate.known)} rows, and on {len(judges)} others held out "
-        f"{said}",
+        f"{explanation}",
         "held_out": len(judges),
         "figures": {"current": None, "candidate": _marked(ours, candidate.name, judges, prediction.point)},
     }
@@ -236,16 +236,16 @@ def _beside(
         )
     theirs = current.estimator.predict(judges.cases, candidate.steps)
     ours = candidate.fitted.predict(judges.cases, candidate.steps)
-    found = compare(judges, candidate.bins, theirs, ours, candidate.seed)
+    comparison = compare(judges, candidate.bins, theirs, ours, candidate.seed)
     own = own_labels(candidate.name, judges, ours.point)
-    said = f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels" if own else ""
+    caveat = f"; these figures are {NOT_INFORMATIVE}: the trace simulated these very labels" if own else ""
     return {
-        "decision": "kept" if found.worse else "promoted",
-        "why": f"on {len(judges)} rows held out that neither has seen, {found.why}{said}",
+        "decision": "kept" if comparison.worse else "promoted",
+        "why": f"on {len(judges)} rows held out that neither has seen, {comparison.why}{caveat}",
         "held_out": len(judges),
         "figures": {
-            "current": _marked(found.current, current.meta["estimator"], judges, theirs.point),
-            "candidate": _marked(found.candidate, candidate.name, judges, ours.point),
+            "current": _marked(comparison.current, current.meta["estimator"], judges, theirs.point),
+            "candidate": _marked(comparison.candidate, candidate.name, judges, ours.point),
         },
     }
 
@@ -263,12 +263,12 @@ def _seen_groups(folder, artifact: Artifact, rows: Rows) -> frozenset[str]:
     if others:
         connection = warehouse.connect(folder)
         try:
-            found = connection.execute(
+            seen_rows = connection.execute(
                 "SELECT DISTINCT config FROM runs WHERE run_id IN (SELECT unnest(?))", [others]
             ).fetchall()
         finally:
             connection.close()
-        for (config,) in found:
+        for (config,) in seen_rows:
             with contextlib.suppress(UsageError):  # of a family that this code does not know: a copy of no row here
                 seen.add(group_key(config_of_row(config)))
     return frozenset(seen)
@@ -284,9 +284,9 @@ def _recorded(folder, target: str, estimator: str, cycle: str, source, device_na
 
     for artifact in versions(folder, target):
         if artifact.meta.get("cycle") == cycle:
-            found = Promotion(**{**artifact.meta["promotion"], "candidate": artifact.version})
-            if (found.estimator, found.source, found.device_name) == (estimator, source, device_name):
-                return found
+            promotion = Promotion(**{**artifact.meta["promotion"], "candidate": artifact.version})
+            if (promotion.estimator, promotion.source, promotion.device_name) == (estimator, source, device_name):
+                return promotion
     return None
 
 
@@ -298,7 +298,9 @@ def _after(current: Artifact | None, now: datetime) -> datetime:
     return max(now, written + timedelta(seconds=1))
 
 
-def _write(folder, found: Promotion, candidate: _Candidate, cycle: str, *, now: datetime, in_doubt: int) -> Promotion:
+def _write(
+    folder, promotion: Promotion, candidate: _Candidate, cycle: str, *, now: datetime, in_doubt: int
+) -> Promotion:
     """The candidate as an artifact, like one of `learn.fit`, but never fitted on the rows that judge it."""
     from learn.artifacts import described, save_artifact
     from learn.evaluation.evaluate import judged
@@ -318,7 +320,7 @@ def _write(folder, found: Promotion, candidate: _Candidate, cycle: str, *, now: 
         "fitted": "on the training rows alone; the held-out ones, a fifth of all configurations, never are",
         "snapshot": candidate.snapshot,
         "cycle": cycle,
-        "promotion": found.to_mapping(),
+        "promotion": promotion.to_mapping(),
     }
     meta["rows"] |= {
         "train": len(known),
@@ -334,7 +336,7 @@ def _write(folder, found: Promotion, candidate: _Candidate, cycle: str, *, now: 
         "fitted_on": "train",
     }
     path = save_artifact(
-        folder, found.target, candidate.fitted, meta, report,
+        folder, promotion.target, candidate.fitted, meta, report,
         now=now, extras=lambda home: write_report(home, evaluation, meta),
     )  # fmt: skip
-    return replace(found, candidate=path.name)
+    return replace(promotion, candidate=path.name)

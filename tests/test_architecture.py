@@ -21,6 +21,13 @@ ALLOWED = {
 TORCH_FREE = ("farm", "warehouse", "conf")
 COMMANDS_ONLY = {"learn.estimate", "learn.fit"}  # as modules; in Python they are functions of `learn`
 
+VAGUE_NAMES = {"found", "said", "told", "what", "it"}
+CLEARLY_NAMED = (  # folders whose variables all say what they hold
+    "conf", "farm", "infra", "warehouse", "workers", "featurize/families", "learn/evaluation", "learn/learned",
+    "tests/bench", "tests/conf", "tests/contracts", "tests/farm", "tests/faults", "tests/gpu", "tests/infra",
+    "tests/warehouse", "tests/workers",
+)  # fmt: skip
+
 
 def modules(package):
     return sorted((ROOT / package).rglob("*.py"))
@@ -174,3 +181,36 @@ def test_a_class_name_means_one_thing_in_the_whole_project():
     assert not families
     shared = {name for name, places in homes.items() if len(places) > 1 and name != "Config"}
     assert not {name: homes[name] for name in shared}
+
+
+def vague_names(tree):
+    """(line, name) of the arguments and variables of functions whose name says nothing of what they hold.
+
+    Fields of classes are left out: a report, a journal and `stale` of older data folders have a key `said`.
+    """
+    fields = {
+        id(part.target) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        for part in node.body if isinstance(part, ast.AnnAssign)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields:
+            if node.id in VAGUE_NAMES:
+                yield node.lineno, node.id
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name in VAGUE_NAMES:
+            yield node.lineno, node.name
+
+
+def test_a_vague_name_is_found_wherever_it_is_bound():
+    code = "def f(it):\n for what in it:\n  found = [said for said in what]\n\nclass C:\n said: str\n"
+    assert sorted(vague_names(ast.parse(code))) == [(1, "it"), (2, "what"), (3, "found"), (3, "said")]
+
+
+@pytest.mark.parametrize("folder", CLEARLY_NAMED)
+def test_variables_say_what_they_hold(folder):
+    vague = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in modules(folder) for line, name in vague_names(ast.parse(path.read_text("utf-8")))
+    ]  # fmt: skip
+    assert not vague

@@ -7,12 +7,15 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import warehouse
+from conf.cli import help_text
+from conf.commands import COMMANDS
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 
@@ -25,8 +28,8 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to
 
 def code_blocks(language):
     """The fenced blocks in that language of the pages whose code is run here."""
-    found = [re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S) for page in RUN]
-    return [block for blocks in found for block in blocks]
+    page_blocks = [re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S) for page in RUN]
+    return [block for blocks in page_blocks for block in blocks]
 
 
 def generate(*arguments, script=ROOT / "infra" / "generate_docs.py"):
@@ -40,6 +43,14 @@ def anchor(heading):
 def test_generated_documents_are_fresh():
     done = generate("--check")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_of_commands_describes_each_key_of_each_command_once():
+    page = [" ".join(line.split()) for line in (ROOT / "docs" / "commands.md").read_text("utf-8").splitlines()]
+    described = Counter(line for line in page if re.match(r"[\w.]+=", line))
+    for name in COMMANDS:
+        keys = [" ".join(line.split()) for line in help_text(name).partition("Keys (")[2].splitlines()[1:]]
+        assert keys and not [line for line in keys if described[line] != 1], name
 
 
 def test_a_stale_document_is_told_with_what_to_do(tmp_path):
@@ -155,9 +166,9 @@ def test_a_query_of_the_documents_gives_rows(connection, sql):
 
 @pytest.mark.parametrize("code", code_blocks("python"))
 def test_code_of_the_documents_runs(code):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         exec(compile(code, "README.md", "exec"), {})
-    assert "9,666,232,320 parameters" in said.getvalue()
+    assert "9,666,232,320 parameters" in printed.getvalue()
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert [line for line in said.getvalue().splitlines() if line not in readme] == [], "make readme"
+    assert [line for line in printed.getvalue().splitlines() if line not in readme] == [], "make readme"

@@ -92,59 +92,59 @@ def problem_of_call(call):
 
 def findings(tree):
     """(line, what) of everything that could run what data says, imports by name aside."""
-    found = [(line, f"imports {module}") for module, line in imported(tree) if module in PICKLES]
+    found_lines = [(line, f"imports {module}") for module, line in imported(tree) if module in PICKLES]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (problem := problem_of_call(node)) is not None:
-            found.append((node.lineno, problem))
-    return found
+            found_lines.append((node.lineno, problem))
+    return found_lines
 
 
 def loaders(tree):
     """(function, line) of every use of a name that imports by name, called or handed on."""
-    found = []
+    loader_lines = []
 
     def walk(node, function):
         for child in ast.iter_child_nodes(node):
             inside = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
             if isinstance(child, ast.Attribute | ast.Name) and name_of(child) in IMPORTS:
-                found.append((inside, child.lineno))
+                loader_lines.append((inside, child.lineno))
             walk(child, inside)
 
     walk(tree, "")
-    return found
+    return loader_lines
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_room_loads_pickles_or_runs_texts(room):
     wrong = []
     for path in sorted((ROOT / room).rglob("*.py")):
-        for line, what in findings(ast.parse(path.read_text())):
-            if what == "a shell" and str(path.relative_to(ROOT)) in SHELLS:
+        for line, finding in findings(ast.parse(path.read_text())):
+            if finding == "a shell" and str(path.relative_to(ROOT)) in SHELLS:
                 continue
-            wrong.append(f"{path.relative_to(ROOT)}:{line}: {what}")
+            wrong.append(f"{path.relative_to(ROOT)}:{line}: {finding}")
     assert not wrong
 
 
 def test_imports_by_name_are_those_of_the_list_and_the_list_has_no_others():
-    found = {}
+    importers = {}
     for path in sources():
         for function, line in loaders(ast.parse(path.read_text())):
-            found.setdefault((str(path.relative_to(ROOT)), function), line)
+            importers.setdefault((str(path.relative_to(ROOT)), function), line)
     assert {
-        f"{path}:{line} {function}" for (path, function), line in found.items() if (path, function) not in LOADERS
+        f"{path}:{line} {function}" for (path, function), line in importers.items() if (path, function) not in LOADERS
     } == set()
-    assert set(LOADERS) - set(found) == set()
+    assert set(LOADERS) - set(importers) == set()
 
 
 def test_configs_become_code_names_only_where_the_user_speaks():
     """Who grants a config's names of code: what is typed, what the user trusts, tasks that the user submitted."""
     granting = {"CodeName", "named_by_user", "config_of_user"}
-    found = set()
+    callers = set()
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and name_of(node.func) in granting:
-                found.add(str(path.relative_to(ROOT)))
-    assert found == {
+                callers.add(str(path.relative_to(ROOT)))
+    assert callers == {
         "featurize/own_code.py", "farm/model_check.py", "farm/sampling.py", "workers/trial.py",
         "learn/commands/estimate.py", "learn/estimation/model_names.py",
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """Moves damaged files out of the way, into `damaged/` of the data folder, each with the reason beside it.
 
-Start reading at `set_aside`. Nothing is deleted: who knows better moves the file back.
+Start reading at `set_aside`. Nothing is deleted, so a user can move a file back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ REASON_SUFFIX = ".reason.txt"
 def set_aside(folder: DataFolder, path: Path, reason: str) -> Path:
     """Move a file of the folder to the same place below `damaged/`; return its new path.
 
-    A file that is there already stays: the new one gets a number. The reason is durable before the file moves, so a
-    kill in between leaves the file where it was.
+    If the target exists, the new file gets a number. The reason is durable before the file moves, so a kill in
+    between leaves the file in place.
     """
     target = folder.damaged / path.relative_to(folder.root)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Which listings of a data folder are believed: those that compaction could have written. What they say is lost, too.
+"""Decides which listings of a data folder are valid, i.e. could come from a compaction, and which rows are lost.
 
-Start reading at `judge`. Queries, `warehouse.merged_index`, the comparison with the queue and repair judge by it.
+Start reading at `judge`. Queries, `warehouse.merged_index`, the comparison with the queue and repair all use it.
 
 A believed listing stands for the merged file of its own name, and that file holds every run of the files that it hides
 and that are there. Compaction proves more before it deletes anything (`warehouse.held_rows`) and mends what is not
@@ -33,7 +33,7 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
 
 @dataclass(frozen=True)
 class Judgement:
-    """What listings say of the files of a folder, each named `family=F/NAME`."""
+    """State of a folder's files according to its listings; each file is named `family=F/NAME`."""
 
     listed: Mapping[str, Listing]  # by their merged files, which count unless another listing hides them
     hidden: frozenset[str]  # files that do not count, as a merged one stands for them
@@ -41,13 +41,13 @@ class Judgement:
 
     @classmethod
     def of(cls, listings: Iterable[Listing], hides: Callable[[Listing], bool] = lambda listing: True) -> Judgement:
-        """Take listings at their word; one for which `hides` is false hides nothing."""
+        """Return the judgement in which every listing is valid; one for which `hides` is false hides nothing."""
         listed = {listing.merged: listing for listing in listings}
         return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
 
 def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
-    """Return what the believed listings of `runs` or `telemetry` say. Each other one is named in a line on stderr.
+    """Return what the valid listings of `runs` or `telemetry` state. Invalid ones are reported on stderr.
 
     A damaged merged file hides nothing: what it replaces may still be there. `left_out` says of a file whether it is
     damaged; by default only footers are looked at.
@@ -59,7 +59,7 @@ def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | No
 
 
 def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
-    """Return the merged files that count, as `family=F/NAME`: listed, not hidden, there, and not damaged."""
+    """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
     root = folder.root / kind
     listings = [one for one in _believed(folder, kind)[0] if (root / one.merged).exists()]
     whole = Judgement.of(one for one in listings if not _is_damaged(root / one.merged))
@@ -109,7 +109,7 @@ def merged_damage(path: Path) -> str | None:
 
 
 def is_damaged_merged(path: Path) -> bool:
-    """Whether a file is a merged one that cannot be used. It is named on stderr, once while it stays the same."""
+    """Return whether a file is an unusable merged one, and report it on stderr, once while it stays the same."""
     if not is_merged_name(path.name):
         return False
     try:
@@ -129,7 +129,7 @@ def _is_damaged(path: Path) -> bool:
 
 
 def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
-    """The believed listings, and damaged ones whose merged file is there but cannot say what they said.
+    """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
     Their content is read once while they stay the same. What they hide is judged anew, as files come and go.
     """
@@ -147,7 +147,7 @@ def _believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[Dama
 
 
 def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
-    """The merged files of a snapshot, all of which count, each as a listing."""
+    """Return a snapshot's merged files, all of which count, as listings."""
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
         rows = remembered(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
@@ -157,7 +157,7 @@ def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
 
 
 def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) -> tuple[str, ...]:
-    """One line for each lost listing whose merged file no other listing replaces."""
+    """Return a line for each lost listing whose merged file no other listing replaces."""
     return tuple(
         f"{damaged.path} is damaged ({damaged.reason}) and cannot be recovered from {damaged.merged}, whose rows may "
         "be lost; restore both files from a copy, or run `python -m farm.doctor repair=true` to measure the runs again"
@@ -176,7 +176,7 @@ def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
     gone = [one for one in believed if one.merged not in hidden and not os.path.lexists(root / one.merged)]
     if not gone:
         return []
-    # A compaction of an older version removed the listing last: what merged the file says so itself.
+    # A compaction of an older version removed the listing last; the merged file itself names its sources.
     replaced: set[str] = set()
     for listing in believed:
         try:
@@ -199,7 +199,7 @@ def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
 
 
 def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> tuple[str, ...]:
-    """The files that a listing hides, that are there now and have a run which the merged file lacks."""
+    """Return the existing files that a listing hides although they have a run that the merged file lacks."""
     root = folder.root / kind
     merged = root / listing.merged
     try:
@@ -230,13 +230,13 @@ def _listing_key(listing: Listing) -> Hashable:
 
 
 def _foreign(listing: Listing) -> tuple[str, ...]:
-    """The hidden names that are not of the merged file's partition."""
+    """Return the hidden names outside the merged file's partition."""
     partition = os.path.dirname(listing.merged)
     return tuple(name for name in listing.hidden if not _is_name(name) or os.path.dirname(name) != partition)
 
 
 def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
-    """The hidden names that do not say that the merged file holds their run: their content has to."""
+    """Return the hidden names whose content must be read to know whether the merged file holds their run."""
     if not listing.hidden:
         return ()
     held = _ids(merged)
@@ -244,7 +244,7 @@ def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
 
 
 def _present(root: Path, names: tuple[str, ...]) -> dict[str, Hashable]:
-    """Those of the names that are there, and what changes when they are written."""
+    """Return the names that exist, with a value that changes when they are written."""
     present = {}
     for name in names:
         try:
@@ -271,6 +271,6 @@ def _ids(path: Path) -> frozenset[str]:
 
 
 def _is_name(name: str) -> bool:
-    """Whether `name` is family=F/NAME.parquet and leads nowhere else."""
+    """Return whether `name` has the form family=F/NAME.parquet and leads nowhere else."""
     partition, slash, file_name = name.partition("/")
     return bool(slash) and partition.startswith(PARTITION) and "/" not in file_name and file_name.endswith(".parquet")

@@ -1,4 +1,4 @@
-"""`python -m warehouse.check`: verifies every file of a data folder by its checksum, and names what is damaged or gone.
+"""`python -m warehouse.check`: verifies the checksum of every file of a data folder; names damaged and missing files.
 
 Start reading at `entry`; `warehouse.integrity` verifies. (`warehouse.checks` judges the rows, not the files.)
 """
@@ -21,7 +21,7 @@ FORMATS = ("table", "json")
 
 
 def entry(cfg: DictConfig) -> int:
-    """Print what is damaged or gone in the folder of `cfg`; return 1 if anything is."""
+    """Print the damaged and missing files of the folder of `cfg`; return 1 if there are any, else 0."""
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
     folder = DataFolder.resolve(cfg.data).open()

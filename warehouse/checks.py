@@ -1,6 +1,6 @@
-"""Quality checks of what the warehouse holds: schema, ranges, duplicates, combinations that cannot be.
+"""Quality checks of the warehouse's rows: schema, ranges, duplicates, impossible combinations.
 
-Start reading at `check`. Nothing is dropped or changed: each rule that is broken is a `Finding`.
+Start reading at `check`. Each broken rule becomes a `Finding`; no row is dropped or changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from warehouse.schema import (
 from warehouse.sql_text import sql_text
 from warehouse.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 
-SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and somebody should look
+SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
 LABELS = (
     "peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "smact", "smocc", "drama", "gpu_util", "power_w",
     "energy_j", "step_time_ms",
@@ -49,7 +49,7 @@ _SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule that some rows break."""
+    """A rule that some rows break, with examples."""
 
     rule: str  # as in `impossible.oom_with_full_window`
     severity: str  # error | warning
@@ -58,24 +58,24 @@ class Finding:
     said: str  # the rule in words
 
     def line(self) -> str:
-        """The finding in words."""
+        """Return the finding as one line of text."""
         return f"{self.severity}: {self.rule}: {self.count:,} ({self.said}), as {'; '.join(self.examples)}"
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Rows of `table` for which `broken` is true break it; NULL is not true."""
+    """A rule of `table`: rows for which `broken` is true break it, rows for which it is NULL do not."""
 
     name: str
     severity: str
-    said: str
+    sentence: str
     broken: str
     shown: str = ""  # column whose value the examples tell
     table: str = "attempts"
 
 
 def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnection) -> list[Finding]:
-    """Every rule that is broken, errors first; none for a warehouse in order.
+    """Return a finding for each broken rule, errors first; an empty list if all rows are in order.
 
     A data folder's files are looked at too, and where one cannot be read, only they; a connection (also of a
     snapshot) is asked through its views. Runs that were not their task's last are checked as well. Raises
@@ -112,34 +112,34 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
                     f"ORDER BY ALL LIMIT {_EXAMPLES}"
                 ).fetchall()
                 yield Finding(
-                    rule=rule.name, severity=rule.severity, count=count, said=rule.said,
+                    rule=rule.name, severity=rule.severity, count=count, said=rule.sentence,
                     examples=tuple(text for (text,) in rows),
                 )  # fmt: skip
-    for name, severity, said, query in _GROUPED:
+    for name, severity, sentence, query in _GROUPED:
         # `query` gives one text for each row that breaks the rule
         ((count, examples),) = connection.execute(
             f"SELECT count(*), list(said ORDER BY said)[:{_EXAMPLES}] FROM ({query}) AS found(said)"
         ).fetchall()
         if count:
-            yield Finding(rule=name, severity=severity, count=count, said=said, examples=tuple(examples))
+            yield Finding(rule=name, severity=severity, count=count, said=sentence, examples=tuple(examples))
 
 
 def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
-    """What follows from a column's name and type: finite, not negative, ratios in [0, 1]."""
+    """Return the rules that follow from a column's name and type: finite, not negative, ratios in [0, 1]."""
     ratios = RUN_RATIOS if table == "attempts" else TELEMETRY_RATIOS
     rules = []
     for field in schema:
         name = field.name
         if name in ratios:
-            broken, said = f"NOT {name} BETWEEN 0 AND 1", "a ratio outside [0, 1]"
+            broken, sentence = f"NOT {name} BETWEEN 0 AND 1", "a ratio outside [0, 1]"
         elif pa.types.is_floating(field.type) and name != "temperature_c":
-            broken, said = f"{name} < 0 OR NOT isfinite({name})", "below 0, or not finite"
+            broken, sentence = f"{name} < 0 OR NOT isfinite({name})", "below 0, or not finite"
         elif pa.types.is_integer(field.type):
-            broken, said = f"{name} < 0", "below 0"
+            broken, sentence = f"{name} < 0", "below 0"
         else:
             continue
         where = "" if table == "attempts" else "telemetry."
-        rules.append(_Rule(f"range.{where}{name}", "error", said, broken, name, table))
+        rules.append(_Rule(f"range.{where}{name}", "error", sentence, broken, name, table))
     return rules
 
 
@@ -156,7 +156,7 @@ RULES = (
             ("status", STATUSES), ("source", SOURCES), ("oom_kind", OOM_KINDS), ("quality", QUALITIES)
         )
     ),
-    _Rule("schema.config", "error", "config is no JSON", "NOT json_valid(config)", "config"),
+    _Rule("schema.config", "error", "config is not JSON", "NOT json_valid(config)", "config"),
     _Rule(
         "schema.config_family", "error", "config is of another family",
         "CASE WHEN json_valid(config) THEN json_extract_string(config, '$.family') <> family END", "config",
@@ -182,7 +182,7 @@ RULES = (
         "status = 'ok' AND source <> 'imported' AND steps = 0",
     ),
     _Rule(
-        "impossible.oom_with_full_window", "error", "out of memory, and yet the window came to its end",
+        "impossible.oom_with_full_window", "error", "out of memory, but the window is complete",
         "status = 'oom' AND window_s IS NOT NULL AND window_ended IS NOT NULL", "window_ended",
     ),
     _Rule(
@@ -190,7 +190,7 @@ RULES = (
         "oom_kind IS NOT NULL AND status <> 'oom'", "status",
     ),
     _Rule(
-        "impossible.oom_without_kind", "warning", "out of memory, and not told of which",
+        "impossible.oom_without_kind", "warning", "out of memory, and oom_kind is missing",
         "status = 'oom' AND oom_kind IS NULL",
     ),
     _Rule(
@@ -206,11 +206,11 @@ RULES = (
         f"smocc > smact + {_RATIO}", "smocc",
     ),
     _Rule(
-        "impossible.window_over_wall", "error", "a window longer than the whole run",
+        "impossible.window_over_wall", "error", "the window is longer than the whole run",
         "source = 'measured' AND window_s > wall_s + 0.001", "window_s",
     ),
     _Rule(
-        "impossible.window_backwards", "error", "the window ends before it begins, or is not as long as they say",
+        "impossible.window_backwards", "error", "the window ends before it begins, or its length is not window_s",
         "window_end_ms < window_start_ms OR abs(window_end_ms - window_start_ms - window_s * 1000) > 1", "window_s",
     ),
     _Rule(
@@ -234,7 +234,7 @@ _SAMPLES = "(SELECT run_id, count(*) AS samples FROM telemetry GROUP BY run_id)"
 # rule, severity, in words, query of one text column with a row for each that breaks it
 _GROUPED = (
     (
-        "duplicate.run_id", "error", "a run is there more than once",
+        "duplicate.run_id", "error", "a run_id has more than one row",
         "SELECT run_id || ' ' || count(*) || ' times' FROM attempts "
         "WHERE run_id IS NOT NULL GROUP BY run_id HAVING count(*) > 1",
     ),
@@ -257,7 +257,7 @@ _GROUPED = (
         WHERE config_hash IS NOT NULL GROUP BY config_hash HAVING count(DISTINCT config) > 1""",
     ),
     (
-        "telemetry.no_run", "warning", "samples of a run that is not there: it is landing, or was lost",
+        "telemetry.no_run", "warning", "samples without a run, which is landing or was lost",
         f"SELECT run_id || ': ' || samples || ' samples' FROM {_SAMPLES} "
         "WHERE run_id IS NOT NULL AND run_id NOT IN (SELECT run_id FROM attempts WHERE run_id IS NOT NULL)",
     ),
@@ -270,7 +270,7 @@ _GROUPED = (
 
 
 def _files(folder: DataFolder) -> Iterator[Finding]:
-    """What is wrong with the files that count, before any row is looked at."""
+    """Yield the problems of the files that count, before any row is read."""
     problems: dict[str, list[str]] = {"unreadable_file": [], "unknown_column": [], "column_type": []}
     for kind in KINDS:
         schema = _SCHEMAS[kind]
@@ -288,8 +288,8 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
                     elif not _fits(field.type, schema.field(field.name).type):
                         problems["column_type"].append(f"{name}: {field.name} is {field.type}")
     meaning = {
-        "unreadable_file": "no whole Parquet file; rows were not looked at",
-        "unknown_column": "a column that the schema does not have, and no view shows",
+        "unreadable_file": "the file is damaged; no rows were checked",
+        "unknown_column": "a column that is not in the schema, so no view shows it",
         "column_type": "a column of another type than the schema's",
     }
     for rule, examples in problems.items():

@@ -3,7 +3,7 @@
 Start reading at `sealed_bytes`, which writes one, and `checksum_problem`, which verifies it.
 
 The file is written with zeros where the digest belongs, hashed whole, and then the digest takes the zeros' place.
-Whoever verifies puts the zeros back. It finds what a disk, a cable or a copy did to a file; it proves no author.
+To verify, the zeros are put back. A checksum detects damage by disks, cables and copies; it proves no authorship.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHUNK_BYTES = 2**20
 
 
 class NoParquetFile(ValueError):
-    """A file that has no Parquet footer."""
+    """The file has no Parquet footer."""
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def sealed_bytes(table: pa.Table, **options: Any) -> bytes:
 
 
 def write_sealed(table: pa.Table, path: Path, *, row_group_size: int | None = None, **options: Any) -> str:
-    """Write a table of any size that carries its checksum, which it returns. Neither atomic nor synced."""
+    """Write a table of any size with its checksum, and return the checksum. The write is neither atomic nor synced."""
     with _writer(path, table.schema, **options) as writer:
         writer.write_table(table, row_group_size=row_group_size)
     with open(path, "r+b") as file:
@@ -139,7 +139,7 @@ def _mismatch(recorded: str, computed: str) -> str | None:
 
 
 def _with_zeros(chunk: bytes, chunk_at: int, place: int) -> bytes:
-    """The chunk that begins at `chunk_at` with that part of the placeholder that lies in it."""
+    """Return the chunk that begins at offset `chunk_at`, with its part of the placeholder zeroed."""
     first, last = max(place, chunk_at), min(place + _DIGEST_CHARACTERS, chunk_at + len(chunk))
     if first >= last:
         return chunk
@@ -147,7 +147,7 @@ def _with_zeros(chunk: bytes, chunk_at: int, place: int) -> bytes:
 
 
 def _tail(descriptor: int) -> tuple[bytes, int]:
-    """The end of an open file, its whole footer in it, and where that end begins."""
+    """Return the end of an open file, which includes its whole footer, and the offset where this end begins."""
     size = os.fstat(descriptor).st_size
     tail_at = max(0, size - _TAIL_BYTES)
     tail = os.pread(descriptor, _TAIL_BYTES, tail_at)
@@ -168,7 +168,7 @@ def _footer_bytes(tail: bytes | bytearray, size: int) -> int:
 
 
 def _place(tail: bytes | bytearray, tail_at: int, size: int) -> int | None:
-    """Where in the file the digest is, None where there is none. `ValueError` where the entry itself is damaged.
+    """Return the offset of the digest, None if there is none. Raises `ValueError` if the entry is damaged.
 
     Searched from the end: statistics, which hold texts of runs, stand before the key-value pairs. Searched also before
     the footer, since a flipped bit in the footer's length makes it begin elsewhere.

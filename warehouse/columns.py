@@ -1,4 +1,4 @@
-"""What each column of the published tables means, in words and with its unit.
+"""Meaning and unit of each column of the published tables.
 
 Start reading at `described`. `warehouse.schema` has the types; a test compares the names.
 """
@@ -86,7 +86,7 @@ TELEMETRY = {
     "phase": "warmup or window; NULL before and after",
     "quality": "measured, repeated, unavailable or suspect",
     "reasons": "why it is unavailable or suspect",
-    **{name: f"{what}; {unit}" for name, (unit, what) in METRICS.items()},
+    **{name: f"{meaning}; {unit}" for name, (unit, meaning) in METRICS.items()},
 }
 
 JOBS = {
@@ -103,7 +103,7 @@ TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "jobs": JOBS}
 
 
 def described(table: str, column: str) -> str:
-    """Return a column's meaning, its unit at the end."""
+    """Return a column's meaning, followed by its unit."""
     text = TABLES[table][column]
     unit = _UNITS.get(column.rpartition("_")[2]) if "_" in column else None
     if table == "telemetry" and column in METRICS:

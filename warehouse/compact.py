@@ -7,13 +7,13 @@ Start reading at `compact`. Why no reader sees a row twice or not at all, and no
   a listing also finds its merged file; a reader that does not find it still finds the replaced files.
 - Replaced files are deleted by a later compaction, when their listing is older than `grace_s` and nobody has the
   warehouse open, as a query that began earlier still opens (and then drops) them.
-- Killed before the listing: the merged file does not count, and its sources are merged again. A later compaction
-  deletes it once files that count hold all its runs. Killed while deleting: the files stay hidden, and the next
-  compaction goes on.
-- A file whose checksum is wrong is never merged and never deleted, but named. Nothing is deleted or hidden that a whole
-  file that counts does not hold (`warehouse.held_rows`), whatever a listing or a merged file says of itself.
+- After a kill before the listing is written, the merged file does not count, and its sources are merged again. A later
+  compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
+  and the next compaction continues.
+- A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
+  file that counts holds them (`warehouse.held_rows`), whatever a listing or a merged file claims.
 
-No clock is compared between processes, so neither stepped clocks nor long transactions matter.
+No clocks are compared between processes, so stepped clocks and long transactions do no harm.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"]}
 ROW_GROUP_ROWS = 100_000
 _OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
-_ABANDONED_AFTER_S = 86_400.0  # a temporary file this old belongs to nobody who lives
+_ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old
 
 
 def compact(
     folder: DataFolder, *, now_s: float | None = None, settings: CompactionSettings | None = None
 ) -> CompactionReport:
-    """Merge small files of `runs` and `telemetry`, family by family, and delete what was merged long ago.
+    """Merge small files of `runs` and `telemetry`, family by family, and delete files that were replaced long ago.
 
-    One compaction at a time: a second returns at once with `busy`. `now_s` is in seconds since the epoch. May be
-    killed at any point. Raises `UsageError` for a folder that is none, `OSError` for a full disk.
+    Only one compaction runs at a time; a second one returns at once with `busy`. `now_s` is in seconds since the
+    epoch. Killing it at any point is safe. Raises `UsageError` if there is no such folder, `OSError` if the disk is
+    full.
     """
     now_s = time.time() if now_s is None else now_s
     folder.open()
@@ -111,7 +112,7 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
 
 
 def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
-    """The rows sorted by `keys`. Most are already, as files are read in the order of their names."""
+    """Return the rows sorted by `keys`; most are sorted already, as files are read in the order of their names."""
     first, *more = [(table.column(key)[:-1], table.column(key)[1:]) for key in reversed(keys)]
     ascends = pc.less_equal(*first)
     for pair in more:
@@ -124,9 +125,9 @@ def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
 def _plan(
     work: Compaction, kind: str, family: str, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[list[Path]]:
-    """Groups of small files that are worth a merge.
+    """Return the groups of small files that are worth a merge.
 
-    By their sizes: how many rows a run has shows when it is read.
+    Groups are formed by file size, since row counts are known only after reading.
     """
     folder, settings, report = work.folder, work.settings, work.report
     target_bytes = settings.target_mib * 2**20
@@ -226,7 +227,7 @@ def _delete_replaced(work: Compaction, kind: str) -> None:
 
 
 def _remove_abandoned(partition: Path, now_s: float) -> None:
-    """Temporary files of writers that were killed."""
+    """Delete temporary files of writers that were killed."""
     for path in partition.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
             if now_s - path.stat().st_mtime > _ABANDONED_AFTER_S:
@@ -234,7 +235,7 @@ def _remove_abandoned(partition: Path, now_s: float) -> None:
 
 
 def entry(cfg: DictConfig) -> int:
-    """Compact the folder that `cfg` names and print what was done."""
+    """Compact the folder that `cfg` names and print the report."""
     settings = CompactionSettings(
         **{f.name: cfg[f.name] for f in dataclasses.fields(CompactionSettings) if f.name in cfg}
     )

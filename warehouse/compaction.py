@@ -1,6 +1,6 @@
-"""What compaction is asked to do and says it did, its lock, and whether anybody has the warehouse open.
+"""Settings, report and lock of a compaction, and whether any client has the warehouse open.
 
-Start reading at `CompactionReport`; `warehouse.compact` merges, `warehouse.settle` mends what kills and disks left.
+Start reading at `CompactionReport`; `warehouse.compact` merges, `warehouse.settle` repairs after kills and damage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from warehouse.lock_file import is_shared_by_any, open_lock
 
 @dataclass(frozen=True, kw_only=True)
 class CompactionSettings:
-    """When files are merged and deleted."""
+    """Thresholds for merging and deleting files."""
 
     grace_s: float = 3600.0  # least age of a listing before what it replaced is deleted
     force_after_s: float = 86_400.0  # from this age on also while somebody has the warehouse open
@@ -42,7 +42,7 @@ class CompactionSettings:
 
 @dataclass
 class CompactionReport:
-    """What a compaction did. Paths are relative to the data folder."""
+    """Result of a compaction. Paths are relative to the data folder."""
 
     busy: bool = False  # another compaction was at work, nothing was done
     merged: dict[str, int] = field(default_factory=dict)  # new file -> number of files it replaces
@@ -53,13 +53,13 @@ class CompactionReport:
     left: set[Path] = field(default_factory=set)  # files that are neither merged nor deleted, named in `problems`
 
     def left_alone(self, path: Path, why: str) -> None:
-        """Report once a file that is neither merged nor deleted."""
+        """Report a file that is neither merged nor deleted; each file is reported once."""
         if path not in self.left:
             self.left.add(path)
             self.problems.append(f"{path} is left alone: {why}")
 
     def damaged(self, file: DamagedFile) -> None:
-        """Report a file that cannot be read."""
+        """Report an unreadable file."""
         self.left_alone(file.path, file.reason)
 
     def lines(self) -> list[str]:
@@ -78,7 +78,7 @@ class CompactionReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Compaction:
-    """A compaction at work: what its steps share."""
+    """State that the steps of a running compaction share."""
 
     folder: DataFolder
     settings: CompactionSettings
@@ -90,7 +90,7 @@ _probes: dict[Path, tuple[int, int]] = {}  # path -> inode, descriptor
 
 
 def is_open_somewhere(folder: DataFolder) -> bool:
-    """Whether a DuckDB client has `warehouse.duckdb` open: each holds a POSIX read lock on it while it is open."""
+    """Return whether a DuckDB client has `warehouse.duckdb` open, i.e. holds a POSIX read lock on it."""
     path = folder.warehouse
     try:
         inode = path.stat().st_ino
@@ -106,7 +106,7 @@ def is_open_somewhere(folder: DataFolder) -> bool:
 
 @contextlib.contextmanager
 def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]:
-    """Take the lock under which files are merged and deleted; yield whether it is held. `wait` until it is."""
+    """Take the compaction lock and yield whether it was acquired; with `wait`, block until it is."""
     with open_lock(folder.compaction_lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,4 +1,4 @@
-"""The warehouse opened for reading: a DuckDB connection that sees its views, or a snapshot's, and nothing else.
+"""Opens the warehouse read-only: a DuckDB connection that sees its views, or a snapshot's, and nothing else.
 
 Start reading at `connect`. `warehouse.reader` is what it returns, `warehouse.folder_files` what DuckDB reads through.
 
@@ -35,10 +35,10 @@ _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary 
 def connect(
     data: str | os.PathLike[str] | DataFolder | None = None, *, snapshot: str | None = None
 ) -> WarehouseConnection:
-    """Open the warehouse's views read-only; several may, also while the farm writes.
+    """Open the warehouse's views read-only; any number of readers may, also while the farm writes.
 
-    `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change; `UsageError` names
-    each of its files that did.
+    `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change. Raises `UsageError`
+    naming each snapshot file that has changed.
 
     The result behaves as a DuckDB connection. It reads the folder's Parquet files that count and nothing else: INSERT,
     CREATE, ATTACH of a file, SET and COPY to anywhere fail in DuckDB itself, and so does `relation.write_parquet`. (A
@@ -76,7 +76,7 @@ def connect(
 
 @functools.lru_cache(1)
 def _views_file(statements: tuple[str, ...]) -> bytes:
-    """A DuckDB file of the views over `gpufarm://`, the same for every folder."""
+    """Return a DuckDB file of the views over `gpufarm://`, which is the same for every folder."""
     from warehouse.folder_files import FolderFiles
 
     with tempfile.TemporaryDirectory(prefix="gpufarm-", dir=_scratch()) as building:
@@ -88,7 +88,7 @@ def _views_file(statements: tuple[str, ...]) -> bytes:
 
 
 def _open_copy(content: bytes) -> duckdb.DuckDBPyConnection:
-    """Open a DuckDB file read-only whose path is gone: DuckDB lets COPY write over the file that it has open."""
+    """Open a DuckDB file read-only and remove its path, since DuckDB lets COPY overwrite the file that it has open."""
     folder = tempfile.mkdtemp(prefix="gpufarm-", dir=_scratch())
     try:
         path = Path(folder) / "warehouse.duckdb"
@@ -99,7 +99,7 @@ def _open_copy(content: bytes) -> duckdb.DuckDBPyConnection:
 
 
 def _scratch() -> str:
-    """A folder for files that live for a moment: one that has space left."""
+    """Yield a folder with free space for short-lived files."""
     wanted_bytes = 4 * 2**20
     for candidate in (Path(tempfile.gettempdir()), _MEMORY):
         with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def _scratch() -> str:
 
 
 def _spill_folder() -> Path:
-    """Make a folder for what a query cannot hold in memory: stored rows, which no other user may read."""
+    """Make a folder where queries spill rows; no other user may read it."""
     spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     with contextlib.suppress(OSError):  # of a full disk, where no query that has to spill succeeds anyway
         spill.mkdir(mode=0o700)
@@ -117,7 +117,7 @@ def _spill_folder() -> Path:
 
 
 def _confine(connection: duckdb.DuckDBPyConnection, spill: Path) -> None:
-    """Take from the connection every way to files but `gpufarm://`, and the means to change that."""
+    """Close the connection's access to all files but `gpufarm://`, and lock this configuration."""
     from warehouse.folder_files import SCHEME
 
     connection.execute(f"SET temp_directory = {sql_text(str(spill))}")
@@ -132,9 +132,9 @@ def _confine(connection: duckdb.DuckDBPyConnection, spill: Path) -> None:
 
 
 def _reader_lock(folder: DataFolder) -> int | None:
-    """A read lock on `warehouse.duckdb`, which says that somebody reads; None where there is no such file.
+    """Return a descriptor with a read lock on `warehouse.duckdb`, which announces a reader; None if there is no file.
 
-    DuckDB's own lock is on a copy.
+    DuckDB locks a copy only.
     """
     try:
         descriptor = os.open(folder.warehouse, os.O_RDONLY)
@@ -147,7 +147,7 @@ def _reader_lock(folder: DataFolder) -> int | None:
 
 
 def check_readable(error: duckdb.Error, folder: DataFolder) -> EnvironmentProblem | None:
-    """Return an `EnvironmentProblem` naming the damaged file, if that is what `error` is about."""
+    """Return an `EnvironmentProblem` that names the damaged file, if `error` is about one."""
     if isinstance(error, duckdb.InvalidInputException | duckdb.IOException) and ".parquet" in str(error):
         return EnvironmentProblem(f"a file of data={folder.root} cannot be read: {first_line(error)}")
     return None

@@ -1,9 +1,9 @@
-"""Names the files of a data folder whose rows count: those that are listed, or that no listing hides.
+"""Finds the files of a data folder whose rows count: merged files with a listing, and files that no listing hides.
 
 Start reading at `counting_files`; `counting_plan` is for queries, which also show each run once and leave damaged files
 out. Both cost a listing of the folders; content is read in doubtful cases only.
 
-Which listings are believed is `warehouse.believed`'s to say. Checksums of data files are `warehouse.check`'s.
+`warehouse.believed` decides which listings are valid. `warehouse.check` verifies the checksums of data files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """The files of one family that count, by name, and the runs of a merged file that another file holds already."""
+    """Names of one family's files that count, and the runs of a merged file that another file already holds."""
 
     family: str
     names: tuple[str, ...]
@@ -43,9 +43,8 @@ class FamilyPlan:
 def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
     """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
 
-    `left_out` says of a file whether it is known to be damaged. A merged file that is listed and missing raises
-    `EnvironmentProblem`: its rows are lost, and no count may hide that. A listing that cannot be compaction's hides
-    nothing.
+    `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
+    `EnvironmentProblem`, since its rows are lost. A listing that no compaction can have written hides nothing.
     """
 
     def is_left_out(path: Path) -> bool:
@@ -85,12 +84,12 @@ def counting_files(
 
 
 def _parquet_names(partition: Path) -> list[str]:
-    """The names of a partition's Parquet files, sorted: of 100,000 paths the sorting alone takes seconds."""
+    """Return the sorted names of a partition's Parquet files; sorting 100,000 paths instead would take seconds."""
     return [name for name in names_in(partition) if name.endswith(".parquet")]
 
 
 def _counting_names(partition: str, names: Sequence[str], judgement: Judgement) -> list[str]:
-    """Those of a partition's files that count: merged ones that are listed, and others, unless a listing hides them."""
+    """Return the partition's files that count: listed merged files, and others that no listing hides."""
     prefix, hidden, listed = f"{partition}/", judgement.hidden, judgement.listed
     return [
         name for name in names if prefix + name not in hidden and (not is_merged_name(name) or prefix + name in listed)
@@ -98,7 +97,7 @@ def _counting_names(partition: str, names: Sequence[str], judgement: Judgement) 
 
 
 def _names_on_disk(root: Path) -> dict[str, list[str]]:
-    """Partition -> names of its Parquet files, sorted."""
+    """Return the sorted names of the Parquet files of each partition."""
     return {
         partition: _parquet_names(root / partition)
         for partition in names_in(root)
@@ -128,7 +127,7 @@ def _family_plan(
 
 
 def _without_merged(partition: Path, own: list[str], merged: list[str]) -> list[str]:
-    """The runs' own files whose run no merged file holds. Where both are there, the merged one came first."""
+    """Return the runs' own files whose run is in no merged file. Where both exist, the merged one came first."""
     for name in merged:
         if not own:
             break
@@ -141,9 +140,9 @@ def _without_merged(partition: Path, own: list[str], merged: list[str]) -> list[
 
 
 def _doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
-    """Merged file -> its runs that an earlier merged file holds. Statistics rule out nearly all pairs.
+    """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs.
 
-    The answer is remembered while the files stay the same.
+    The result is cached while the files stay the same.
     """
     key = ("doubled", *(file_key(partition / name) for name in merged))
     return remembered_by(key, lambda: _compared(partition, merged))
@@ -171,7 +170,7 @@ def _compared(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
 
 
 def _ranges(path: Path) -> list[tuple[str, str]]:
-    """(least, greatest) run_id of each row group; of a file that cannot be read none, as it is named elsewhere."""
+    """Return (least, greatest) run_id of each row group; none for an unreadable file, which is reported elsewhere."""
 
     def read() -> list[tuple[str, str]]:
         metadata = pq.read_metadata(plain(path))

@@ -60,7 +60,7 @@ _KEYS = {"runs": "runs/run_id", "jobs": "jobs/job_id"}
 def croissant(
     about: Mapping[str, Any], tables: Mapping[str, pa.Schema], files: Sequence[tuple[str, int, str]]
 ) -> dict[str, Any]:
-    """The metadata as JSON-LD. about: name, description, licence, and where given citation, creators, url, version,
+    """Return the metadata as JSON-LD. about: name, description, licence; optional: citation, creators, url, version,
     published; tables: name -> schema; files: (path below the data set's folder, bytes, SHA-256). What is not given is
     left out."""
     given = {

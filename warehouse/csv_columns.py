@@ -1,4 +1,4 @@
-"""Any CSV file of measurements as rows of `runs`, by a mapping of columns that the user gives.
+"""Reads any CSV file of measurements as rows of `runs`, by a column mapping that the user gives.
 
 Start reading at `CsvMapping.file`.
 """
@@ -31,14 +31,14 @@ _OURS = {"run_id", "job_id", "task_index", "attempt", "family", "config", "confi
 TARGETS = tuple(name for name in RUN_SCHEMA.names if name not in _OURS)
 LABELS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "smact", "smocc", "drama", "gpu_util",
           "power_w", "energy_j", "step_time_ms")  # fmt: skip
-_DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: told once, they stand in both
+_DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CsvMapping:
-    """What the columns of a CSV file mean. Raises `UsageError` naming every key that is neither a column of `runs` nor
+    """Mapping of a CSV file's columns. Raises `UsageError` naming every key that is neither a column of `runs` nor
     `config.FIELD`, and an unknown family.
 
     columns    column of `runs` or `config.FIELD` -> the file's column
@@ -52,22 +52,24 @@ class CsvMapping:
     def __post_init__(self) -> None:
         if self.family not in group_options("arch"):
             raise unknown_name("family", self.family, group_options("arch"))
-        found = []
-        for key, told in (("columns", self.columns), ("constants", self.constants)):
-            unknown = [name for name in told if name not in TARGETS and not (name.startswith(FIELD) and name != FIELD)]
+        problems = []
+        for key, given_names in (("columns", self.columns), ("constants", self.constants)):
+            unknown = [
+                name for name in given_names if name not in TARGETS and not (name.startswith(FIELD) and name != FIELD)
+            ]
             if unknown:
-                found.append(f"{key}: unknown {', '.join(unknown)}; known: {', '.join(TARGETS)} and config.FIELD")
+                problems.append(f"{key}: unknown {', '.join(unknown)}; known: {', '.join(TARGETS)} and config.FIELD")
         if both := sorted(set(self.columns) & set(self.constants)):
-            found.append(f"{', '.join(both)}: in columns and in constants")
+            problems.append(f"{', '.join(both)}: in columns and in constants")
         if not self.columns:
-            found.append("columns='{peak_memory_mib: COLUMN, ...}' is missing: source=csv reads what it names")
+            problems.append("columns='{peak_memory_mib: COLUMN, ...}' is missing: source=csv reads what it names")
         if "device_name" not in self.columns and "device_name" not in self.constants:
-            found.append("device_name=... is missing: the GPU model that was measured")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append("device_name=... is missing: the GPU model that was measured")
+        if problems:
+            raise UsageError("; ".join(problems))
 
     def file(self, path: Path) -> ImportedFile:
-        """The rows of one file. `UsageError` for a file that lacks a column, or is no CSV file."""
+        """Return the rows of one file. Raises `UsageError` if it lacks a column or is no CSV file."""
         try:
             with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file)
@@ -104,38 +106,38 @@ class CsvMapping:
             problems.append(problem)
         if not problems:
             return run
-        # What breaks a rule cannot stand in its column; it stands in the reason.
+        # A value that breaks a rule cannot be stored in its column; the reason quotes it.
         kept = {name: value for name, value in run.items() if not any(p.startswith(name) for p in problems)}
         return {**kept, "status": "invalid", "oom_kind": None, "error": "; ".join(problems)}
 
     def _missing(self, run: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         batch, card = config.get("batch_size"), run.get("device_memory_mib")
-        found = [] if batch is not None else ["no batch size"]
+        missing = [] if batch is not None else ["no batch size"]
         if isinstance(batch, int | float) and batch < 1:
-            found.append(f"batch_size: {batch}")
+            missing.append(f"batch_size: {batch}")
         if card is not None and card <= 0:
-            found.append(f"device_memory_mib: {card:g}")
+            missing.append(f"device_memory_mib: {card:g}")
         if run["status"] == "ok" and all(run.get(name) is None for name in LABELS):
-            found.append("no figure")
-        return found
+            missing.append("no figure")
+        return missing
 
 
 def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """`{peak_memory_mib: mem, config.model: net}`, with or without braces, as a dict. `UsageError` for other text."""
+    """Parse `{peak_memory_mib: mem, config.model: net}`, with or without braces. Raises `UsageError` for other text."""
     if text is None:
         return {}
     try:
         written = str(text).strip()
-        found = yaml.safe_load(written if written.startswith("{") else f"{{{written}}}")
+        mapping = yaml.safe_load(written if written.startswith("{") else f"{{{written}}}")
     except (yaml.YAMLError, ValueError, RecursionError):  # a day such as 2026-99-99 is a ValueError
-        found = None
-    if not isinstance(found, dict) or any(value is None for value in found.values()):
+        mapping = None
+    if not isinstance(mapping, dict) or any(value is None for value in mapping.values()):
         raise UsageError(f"{key} must be written as '{{NAME: VALUE, NAME: VALUE}}', got {shown(text)}")
-    return {str(name): str(value) if key == "columns" else value for name, value in found.items()}
+    return {str(name): str(value) if key == "columns" else value for name, value in mapping.items()}
 
 
 def _converted(name: str, value: Any) -> Any:
-    """A cell or constant as the column's type; None for an empty one, and for -1 where that means not measured."""
+    """Return a cell or constant as the column's type; None if it is empty, or -1 where that means not measured."""
     text = value.strip() if isinstance(value, str) else value
     if text is None or str(text).lower() in _EMPTY:
         return None
@@ -164,7 +166,7 @@ def _converted(name: str, value: Any) -> Any:
 
 
 def _scalar(text: str) -> bool | int | float | str:
-    """`32`, `0.1` and `true` as what they look like, anything else as text."""
+    """Return `32`, `0.1` and `true` as the values that they spell, anything else as text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

@@ -1,6 +1,6 @@
-"""Tells a Parquet file that can be read from one that is torn, and names the damaged files of a data folder.
+"""Detects damaged Parquet files, and lists those of a data folder.
 
-Start reading at `damage_of`; `warehouse.connection` leaves out what is named here and reads the rest.
+Start reading at `damage_of`; `warehouse.connection` leaves these files out and reads the rest.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class DamagedFile:
-    """A file of a data folder that cannot be read, and why."""
+    """An unreadable file of a data folder, with the reason."""
 
     path: Path
     reason: str
 
     def line(self) -> str:
-        """The file and the reason, as commands print them."""
+        """Return the file and the reason as commands print them."""
         return one_line(f"{self.path} cannot be read ({self.reason}): its rows are left out")
 
 
 def damage_of(path: Path, *, pages: bool = False) -> str | None:
-    """Return why a Parquet file of the folder cannot be read, or None if it can.
+    """Return why a Parquet file of the folder cannot be read, None if it can be.
 
     Size, magic, footer and column types are checked, which takes well under a millisecond for a run's file. With
-    `pages`, every page is decoded too. A file that does not exist is no damaged file: `FileNotFoundError`.
+    `pages`, every page is decoded too. Raises `FileNotFoundError` for a file that does not exist.
     """
     try:
         reason = _frame_damage(path)
@@ -73,7 +73,7 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
 
 
 def damage_for_duckdb(path: Path) -> str | None:
-    """Return why DuckDB cannot read a file, or None if it can: it refuses some flipped bits that Arrow looks over."""
+    """Return why DuckDB cannot read a file, None if it can. DuckDB rejects some flipped bits that Arrow ignores."""
     import duckdb  # farm.status imports this module and asks no database
 
     try:
@@ -90,9 +90,9 @@ def damage_for_duckdb(path: Path) -> str | None:
 def damaged_among(
     paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
 ) -> list[DamagedFile]:
-    """Return the files of `paths` that cannot be read, in order. Files that vanish meanwhile are left out.
+    """Return the unreadable files of `paths`, in order. Files that vanish meanwhile are left out.
 
-    `judge` says why a file cannot be read; by default `damage_of` does.
+    `judge` returns why a file cannot be read, None if it can be; the default is `damage_of`.
     """
 
     def check(path: Path) -> DamagedFile | None:
@@ -109,7 +109,7 @@ def damaged_among(
 def damaged_files(
     folder: FolderLayout, *, kinds: Sequence[str] = tuple(_NEEDED), pages: bool = False
 ) -> list[DamagedFile]:
-    """Return the files of a folder that cannot be read; `pages` decodes everything, which reads the whole folder.
+    """Return the unreadable files of a folder; `pages` decodes everything, which reads the whole folder.
 
     `kinds` are `runs`, `telemetry`, `jobs`, `stale` and `compactions`.
     """
@@ -142,7 +142,7 @@ def report(damaged: Iterable[DamagedFile]) -> None:
 
 
 def _frame_damage(path: Path) -> str | None:
-    """What the file's first and last bytes say, without parsing anything."""
+    """Return the damage that shows in the file's size and first and last bytes, None if none does."""
     with open_binary(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         if file_bytes == 0:
@@ -163,7 +163,7 @@ def _frame_damage(path: Path) -> str | None:
 
 
 def _schema_damage(path: Path, schema: pa.Schema) -> str | None:
-    """A file of another kind would change the types of a whole view, or give it rows without an id."""
+    """Return why the schema does not fit: it would change the types of a view, or give it rows without an id."""
     parent, above = path.parent.name, path.parent.parent.name
     kind = above if parent.startswith("family=") or above == "compactions" else parent
     if kind not in _NEEDED:
@@ -180,7 +180,7 @@ def _schema_damage(path: Path, schema: pa.Schema) -> str | None:
 
 
 def _fits(own: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether a column of an older or foreign writer can be read as `wanted`."""
+    """Return whether a column of an older or foreign writer can be read as `wanted`."""
     if pa.types.is_dictionary(own):
         own = own.value_type
     if pa.types.is_null(own) or own == wanted:

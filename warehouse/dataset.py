@@ -1,4 +1,4 @@
-"""A data set: measured runs as Parquet files for others to load, a pair for each family, device and day.
+"""A data set: measured runs as Parquet files for others to load, two for each family, device and day.
 
 Start reading at `DatasetPart`. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
 """
@@ -49,12 +49,12 @@ class DatasetPart:
     day: str  # YYYY-MM-DD, or undated
 
     def path(self, kind: str) -> Path:
-        """Of the part's `runs` or `telemetry`, below the data set's folder."""
+        """Return the path of the part's `runs` or `telemetry`, relative to the data set's folder."""
         return Path(self.family) / f"{self.device}-{self.day}-{kind}.parquet"
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> DatasetPart:
-        """Where a row of `runs` belongs. What was not measured on its device says so in the file's name."""
+        """Return the part of a row of `runs`. File names of rows that were not measured on the device say so."""
         device = re.sub(r"[^A-Za-z0-9.]+", "-", run["device_name"]).strip("-.")
         if run["source"] == "simulated":
             device = f"simulated-{device}"
@@ -63,27 +63,27 @@ class DatasetPart:
 
 
 def repository_folder() -> Path:
-    """The `datasets/` of this checkout, which an installed package may lack."""
+    """Return the folder `datasets/` of this checkout, which an installed package may lack."""
     return Path(__file__).resolve().parent.parent / "datasets"
 
 
 def find_parts(root: Path) -> list[DatasetPart]:
-    """Every part of the data set at `root`, sorted; none where the folder holds none."""
-    found = []
+    """Return the parts of the data set at `root`, sorted; an empty list if the folder holds none."""
+    parts = []
     for path in root.glob("*/*-runs.parquet"):
         name = _FILE.fullmatch(path.name)
         if name is not None and not path.parent.name.startswith("."):
-            found.append(DatasetPart(path.parent.name, name["device"], name["day"]))
-    return sorted(found)
+            parts.append(DatasetPart(path.parent.name, name["device"], name["day"]))
+    return sorted(parts)
 
 
 def lies_in(root: Path, path: Path) -> bool:
-    """Whether the path is a plain file below `root`, links followed: a data set of others may hold any links."""
+    """Return whether the path leads to a plain file below `root`; a data set of others may hold any links."""
     return path.is_file() and path.resolve().is_relative_to(root.resolve())
 
 
 def public_id(run_id: str, device_uuid: str | None, finished_at: datetime.datetime | None) -> str:
-    """What a run is known by outside its data folder: its id and 8 hex digits of where and when it ran.
+    """Return a run's id outside its data folder: its id and 8 hex digits of where and when it ran.
 
     A job's runs have the same ids on every machine and at every release of torch, so that a repeat lands once; in a
     data set each is a measurement of its own.
@@ -94,12 +94,12 @@ def public_id(run_id: str, device_uuid: str | None, finished_at: datetime.dateti
 
 
 def is_loaded(job_id: str | None) -> bool:
-    """Whether a row of this job has come from a data set, under its public id already."""
+    """Return whether rows of this job came from a data set, and so have their public id already."""
     return job_id is not None and job_id.startswith(JOB_PREFIX)
 
 
 def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
-    """The file of a part: columns without any value left out, zstd. Same rows, same bytes."""
+    """Return the content of a part's file: zstd, without empty columns. Equal rows give equal bytes."""
     columns = [
         name for name in table.column_names
         if name in _ALWAYS or table.column(name).null_count < table.num_rows
@@ -118,7 +118,7 @@ def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
 
 
 def narrow(telemetry: pa.Schema) -> pa.Schema:
-    """The schema with floats of 32 bits where a reading needs no more digits."""
+    """Return the schema with 32-bit floats where a reading needs no more digits."""
     return pa.schema(
         [
             field.with_type(pa.float32()) if pa.types.is_floating(field.type) and field.name not in _WHOLE else field
@@ -128,7 +128,7 @@ def narrow(telemetry: pa.Schema) -> pa.Schema:
 
 
 def writing(kind: str, schema: pa.Schema) -> dict[str, Any]:
-    """How pyarrow is to write `runs` or `telemetry`: small rather than fast."""
+    """Return pyarrow's options for writing `runs` or `telemetry`, chosen for small files rather than speed."""
     split = [name for name in _SPLIT if kind == "telemetry" and name in schema.names]
     return {
         "compression": "zstd",
@@ -139,10 +139,10 @@ def writing(kind: str, schema: pa.Schema) -> dict[str, Any]:
 
 
 def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = None) -> pa.Table:
-    """A part's `runs` or `telemetry` with every column of this schema version; no rows where the file is not there.
+    """Read a part's `runs` or `telemetry` with every column of this schema version; no rows if there is no file.
 
-    `content` stands in for the file. Raises `UsageError` naming the file: damaged, not of a data set, or of a newer
-    schema version.
+    `content`, where given, is the file's content. Raises `UsageError` naming a file that is damaged, not of a data
+    set, or of a newer schema version.
     """
     path = root / part.path(kind)
     schema = KINDS[kind]
@@ -167,8 +167,8 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
             f"{path} has schema version {version}, this code knows up to {SCHEMA_VERSION}; update the code"
         )
     if described.get("kind") != kind or described.get("family") != part.family:
-        said = f"{described.get('kind')} of {described.get('family')}"
-        raise EnvironmentProblem(f"{path} holds {said}: it has been moved or renamed")
+        content_kind = f"{described.get('kind')} of {described.get('family')}"
+        raise EnvironmentProblem(f"{path} holds {content_kind}: it has been moved or renamed")
     unknown = [name for name in table.column_names if name not in schema.names]
     if unknown:
         raise EnvironmentProblem(f"{path}: unknown column {', '.join(unknown)}")
@@ -188,9 +188,9 @@ def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
     rows: list[dict[str, Any]] = runs.to_pylist()
     for number, row in enumerate(rows, start=1):
-        found = run_problems(row)
+        problems = run_problems(row)
         if row["family"] != part.family:
-            found.append(f"family must be {part.family!r}, got {row['family']!r}")
-        if found:
-            raise EnvironmentProblem(f"{root / part.path('runs')}, row {number}: {'; '.join(found)}")
+            problems.append(f"family must be {part.family!r}, got {row['family']!r}")
+        if problems:
+            raise EnvironmentProblem(f"{root / part.path('runs')}, row {number}: {'; '.join(problems)}")
     return rows

@@ -1,6 +1,6 @@
-"""The card of a data set: how its runs were made, how many there are of each kind, what its columns mean.
+"""The card of a data set: how its runs were measured, how many there are of each kind, what its columns mean.
 
-Start reading at `card`; all of it is read off the rows.
+Start reading at `card`; everything follows from the rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ The data are under the licence of the project that they come with.
 
 
 def card(runs: Sequence[pa.Table], telemetry: Sequence[pa.Table]) -> str:
-    """The card as Markdown. `runs` and `telemetry` have every column of the schema; same rows, same text."""
+    """Return the card as Markdown. `runs` and `telemetry` have all columns of the schema; equal rows, equal text."""
     rows = [row for table in runs for row in table.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
@@ -88,7 +88,7 @@ SECTION_COLUMNS = (
 
 
 def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[str]:
-    """The card's sections on how the rows were made, and how many there are of each kind."""
+    """Return the card's sections on how the rows were measured, and how many there are of each kind."""
     thinned = "" if hz is None else _THINNED.format(hz=hz)
     own = any(row["source"] != "imported" for row in rows)
     made = [_kinds(rows), _MADE if own else "", thinned, _SCRUBBED]
@@ -105,13 +105,13 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _environments(rows: Sequence[Mapping[str, Any]]) -> str:
-    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    days_by_environment: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for row in rows:
-        found[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
+        days_by_environment[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
     heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
     lines = [
         (*(_said(value) for value in key), f"{len(days):,}", _span(days))
-        for key, days in sorted(found.items(), key=lambda item: tuple(map(str, item[0])))
+        for key, days in sorted(days_by_environment.items(), key=lambda item: tuple(map(str, item[0])))
     ]
     return "\n## Environments\n\n" + markdown_table(heads, lines)
 
@@ -126,12 +126,12 @@ def _span(days: Iterable[str]) -> str:
 
 
 def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    rows_by_ending: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["window_s"] is not None:
-            found[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
+            rows_by_ending[_said(row["window_kind"]), _said(row["window_ended"])].append(row)
     lines = []
-    for (kind, ended), group in sorted(found.items()):
+    for (kind, ended), group in sorted(rows_by_ending.items()):
         windows, warmups = ([row[name] for row in group if row[name] is not None] for name in ("window_s", "warmup_s"))
         quantiles = (min(windows), statistics.median(windows), max(windows))
         warmup = f"{statistics.median(warmups):.2f}" if warmups else "-"
@@ -141,18 +141,18 @@ def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
-    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    statuses_by_group: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
-        found[row["family"], _said(row["device_name"])][row["status"]] += 1
+        statuses_by_group[row["family"], _said(row["device_name"])][row["status"]] += 1
     lines = [
         (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
-        for (family, device), counts in sorted(found.items())
+        for (family, device), counts in sorted(statuses_by_group.items())
     ]
     return "\n## Runs by family and status\n\n" + markdown_table(("family", "device", *STATUSES, "all"), lines)
 
 
 def _special(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe what is sampled beyond the spaces: smaller cards, pairs, settings, doubts."""
+    """Describe trials beyond the search spaces: smaller cards, several batch sizes, settings, rows in doubt."""
 
     def by(name: str, of: Callable[[Mapping[str, Any]], Any] | None = None) -> str:
         counts = Counter(_said((of or (lambda row: row[name]))(row)) for row in rows)
@@ -163,7 +163,7 @@ def _special(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["config"] is None:
             continue
         sizes[row["family"], row["device_name"], _network(row)].add(row["batch_size"])
-    several = sum(len(found) > 1 for found in sizes.values())
+    several = sum(len(batch_sizes) > 1 for batch_sizes in sizes.values())
     lines = [
         ("share of the card's memory allowed", by("memory_fraction", lambda row: row["memory_fraction"] or 1)),
         ("MIG profile", by("mig_profile")),
@@ -204,9 +204,11 @@ def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
         for name in METRICS:
             column = table.column(name)
             values[name] += len(column) - column.null_count
-    said = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
-    lines = [(f"`{name}`", unit, what, f"{values[name]:,}") for name, (unit, what) in METRICS.items() if values[name]]
-    text = f"\n## Columns of telemetry\n\nReadings by sensor: {said}.\n\n"
+    readings = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
+    lines = [
+        (f"`{name}`", unit, meaning, f"{values[name]:,}") for name, (unit, meaning) in METRICS.items() if values[name]
+    ]
+    text = f"\n## Columns of telemetry\n\nReadings by sensor: {readings}.\n\n"
     return text + markdown_table(("column", "unit", "what", "readings"), lines)
 
 

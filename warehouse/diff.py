@@ -1,4 +1,4 @@
-"""`python -m warehouse.diff A B`: what changed between two snapshots, or since one: runs, labels, schema.
+"""`python -m warehouse.diff A B`: changes of runs, labels and schema between two snapshots, or since one.
 
 Start reading at `diff`.
 """
@@ -53,7 +53,7 @@ class RunCount:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelDifference:
-    """How a label of the same configurations in the same environment differs where they were measured again.
+    """Difference of a label between repeated measurements of the same configurations in the same environment.
 
     Shifts are of medians: relative to the median before, for ratios (`smact`, ...) the difference.
     """
@@ -70,7 +70,7 @@ class LabelDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaChange:
-    """Columns of a table that one side has and the other has not, or of another type."""
+    """Columns of a table that one side lacks, or that have another type there."""
 
     table: str
     added: tuple[str, ...]
@@ -80,7 +80,7 @@ class SchemaChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What changed from `before` to `after`; counts are of the view `runs`."""
+    """Changes from `before` to `after`; counts are of the view `runs`."""
 
     before: str
     after: str
@@ -101,8 +101,8 @@ class Difference:
 def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 0.05) -> Difference:
     """Compare two snapshots of the folder; `now` is the folder as it is.
 
-    `tolerance` is the shift of a label from which on a configuration is counted as beyond. Raises `UsageError` for a
-    snapshot that is not there, or is damaged.
+    `tolerance` is the largest shift of a label that is not counted as beyond. Raises `UsageError` for a snapshot that
+    does not exist or is damaged.
     """
     data.open()
     with contextlib.ExitStack() as stack:
@@ -145,16 +145,16 @@ def _runs(connection: WarehouseConnection) -> pa.Table:
 def _rows(connection: WarehouseConnection) -> dict[str, int]:
     counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
     # All of it is fetched: a result that is left unfinished makes the connection refuse tables.
-    (found,) = connection.execute(f"SELECT {counts}").fetchall()
-    return dict(zip(VIEWS, found, strict=True))
+    (row_counts,) = connection.execute(f"SELECT {counts}").fetchall()
+    return dict(zip(VIEWS, row_counts, strict=True))
 
 
 def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[RunCount, ...]:
-    found = joined.execute(
+    groups = joined.execute(
         f"SELECT {', '.join(_BY)}, count(*) FROM {side} JOIN pairs USING (run_id) WHERE {which} "
         "GROUP BY ALL ORDER BY ALL"
     ).fetchall()
-    return tuple(RunCount(family=f, device_name=d, status=s, runs=n) for f, d, s, n in found)
+    return tuple(RunCount(family=f, device_name=d, status=s, runs=n) for f, d, s, n in groups)
 
 
 def _changed_columns(
@@ -164,13 +164,15 @@ def _changed_columns(
     if not ids.num_rows:
         return {}
     columns = ", ".join(RUN_SCHEMA.names)
-    found = []
+    runs_by_side = []
     for side in sides:
         side.register("wanted", ids)
-        found.append(side.sql(f"SELECT {columns} FROM runs JOIN wanted USING (run_id) ORDER BY run_id").fetchall())
+        runs_by_side.append(
+            side.sql(f"SELECT {columns} FROM runs JOIN wanted USING (run_id) ORDER BY run_id").fetchall()
+        )
         side.unregister("wanted")
     counts: Counter[str] = Counter()
-    for old, new in zip(*found, strict=True):
+    for old, new in zip(*runs_by_side, strict=True):
         counts.update(name for name, a, b in zip(RUN_SCHEMA.names, old, new, strict=True) if a != b)
     return dict(counts.most_common())
 
@@ -184,7 +186,7 @@ def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[Lab
             WHERE status = 'ok' AND config_hash IS NOT NULL AND {label} IS NOT NULL {{}} GROUP BY ALL"""
         of_new = "AND run_id IN (SELECT run_id FROM pairs WHERE NOT same)"
         shift = "new.typical - old.typical" + ("" if label in RUN_RATIOS else ") / nullif(old.typical, 0")
-        found = joined.execute(
+        groups = joined.execute(
             f"""WITH shifts AS (
                 SELECT new.family, new.device_name, new.config_hash, ({shift}) AS shift
                 FROM ({of_side.format("before", "")}) AS old
@@ -195,7 +197,7 @@ def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[Lab
                 list(config_hash ORDER BY abs(shift) DESC, config_hash)[:{_LARGEST}]
             FROM shifts WHERE shift IS NOT NULL GROUP BY ALL ORDER BY ALL"""
         ).fetchall()
-        for family, device, count, typical, largest, beyond, examples in found:
+        for family, device, count, typical, largest, beyond, examples in groups:
             yield LabelDifference(
                 label=label, family=family, device_name=device, configurations=count, median_shift=typical,
                 largest_shift=largest, beyond=beyond, examples=tuple(examples),
@@ -223,52 +225,56 @@ def _schema_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iter
             yield change
 
 
-def lines(found: Difference) -> list[str]:
+def lines(difference: Difference) -> list[str]:
     """Return the difference as tables."""
-    said = [f"from {found.before} to {found.after}"]
-    for view in found.rows_before:
-        old, new = found.rows_before[view], found.rows_after[view]
-        said.append(f"  {view}: {old:,} -> {new:,} ({new - old:+,})")
-    for what in ("added", "removed", "changed"):
-        counts: tuple[RunCount, ...] = getattr(found, what)
-        said.append(f"runs {what}: {sum(count.runs for count in counts):,}")
-        said += table_lines(
+    text_lines = [f"from {difference.before} to {difference.after}"]
+    for view in difference.rows_before:
+        old, new = difference.rows_before[view], difference.rows_after[view]
+        text_lines.append(f"  {view}: {old:,} -> {new:,} ({new - old:+,})")
+    for change_kind in ("added", "removed", "changed"):
+        counts: tuple[RunCount, ...] = getattr(difference, change_kind)
+        text_lines.append(f"runs {change_kind}: {sum(count.runs for count in counts):,}")
+        text_lines += table_lines(
             ("family", "device", "status", "runs"),
             [(c.family, c.device_name or "-", c.status, f"{c.runs:,}") for c in counts],
         )
-    if found.changed_columns:
-        said.append("changed in: " + ", ".join(f"{name} ({n:,} runs)" for name, n in found.changed_columns.items()))
-    said.append("labels of the same configuration and environment, measured again:" + ("" if found.shifts else " none"))
+    if difference.changed_columns:
+        text_lines.append(
+            "changed in: " + ", ".join(f"{name} ({n:,} runs)" for name, n in difference.changed_columns.items())
+        )
+    text_lines.append(
+        "labels of the same configuration and environment, measured again:" + ("" if difference.shifts else " none")
+    )
     rows = []
-    for shift in found.shifts:
+    for shift in difference.shifts:
         form = "+.3f" if shift.label in RUN_RATIOS else "+.1%"
         figures = (format(shift.median_shift, form), format(shift.largest_shift, form))
         beyond = f"{shift.beyond:,}"
         rows.append(
             (shift.label, shift.family, shift.device_name or "-", f"{shift.configurations:,}", *figures, beyond)
         )
-    said += table_lines(
-        ("label", "family", "device", "configurations", "median", "largest", f"beyond {found.tolerance:g}"), rows
+    text_lines += table_lines(
+        ("label", "family", "device", "configurations", "median", "largest", f"beyond {difference.tolerance:g}"), rows
     )  # fmt: skip
-    for change in found.schema:
-        parts = [f"{what} {', '.join(getattr(change, what))}" for what in ("added", "removed", "retyped")
-                 if getattr(change, what)]  # fmt: skip
-        said.append(f"schema of {change.table}: {'; '.join(parts)}")
-    return said
+    for change in difference.schema:
+        changed = {kind: getattr(change, kind) for kind in ("added", "removed", "retyped")}
+        parts = [f"{kind} {', '.join(columns)}" for kind, columns in changed.items() if columns]
+        text_lines.append(f"schema of {change.table}: {'; '.join(parts)}")
+    return text_lines
 
 
 def named_arguments(argv: Sequence[str]) -> list[str]:
-    """`A B` as `before=A after=B`; whatever has a `=` or begins with `-` stays. `UsageError` for a third name."""
-    keys, found = iter(("before", "after")), []
+    """Turn `A B` into `before=A after=B`; keep arguments with `=` or a leading `-`. A third name is a `UsageError`."""
+    keys, arguments = iter(("before", "after")), []
     for item in argv:
         if re.match(r"-|[+~]*[\w.@/]+=", item):
-            found.append(item)
+            arguments.append(item)
             continue
         key = next(keys, None)
         if key is None:
             raise UsageError(f"two snapshots are compared, got a third name {item!r}")
-        found.append(f"{key}={item}")
-    return found
+        arguments.append(f"{key}={item}")
+    return arguments
 
 
 def entry(cfg: DictConfig) -> int:
@@ -279,8 +285,8 @@ def entry(cfg: DictConfig) -> int:
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
         raise UsageError(f"tolerance must be a number >= 0, got {tolerance!r}")
     with disk_errors_named():
-        found = diff(DataFolder.resolve(cfg.data), str(cfg.before), str(cfg.after), tolerance=tolerance)
-    print(found.as_json() if cfg.format == "json" else "\n".join(lines(found)))
+        difference = diff(DataFolder.resolve(cfg.data), str(cfg.before), str(cfg.after), tolerance=tolerance)
+    print(difference.as_json() if cfg.format == "json" else "\n".join(lines(difference)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""DuckDB's errors about the disk as the operating system's, which every command prints in one line.
+"""Turns DuckDB's disk errors into `OSError`, which every command prints in one line.
 
 Start reading at `disk_errors_named`.
 """

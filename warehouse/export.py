@@ -57,7 +57,7 @@ SOURCES = {
     "simulated": "source = 'simulated' AND device_name IS NOT NULL",
 }
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
-_ERROR_CHARACTERS = 2000  # of an error's end, which says what happened
+_ERROR_CHARACTERS = 2000  # of an error's end, where its message is
 _LARGEST = 5  # files named where the data set is too large
 # Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
@@ -76,23 +76,23 @@ class ExportSettings:
     max_mb: float = 20
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         if self.source not in SOURCES:
-            found.append(str(unknown_name("source", self.source, SOURCES)))
+            problems.append(str(unknown_name("source", self.source, SOURCES)))
         if isinstance(self.families, str):
             object.__setattr__(self, "families", (self.families,))
         for name in ("hz", "max_mb"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                found.append(f"{name} must be a number > 0, got {value!r}")
+                problems.append(f"{name} must be a number > 0, got {value!r}")
         if self.out is not None and Path(self.out).expanduser().is_file():
-            found.append(f"out={self.out} is a file, not a folder")
+            problems.append(f"out={self.out} is a file, not a folder")
         if self.out is not None:
-            found += folder_problems(self.out)
+            problems += folder_problems(self.out)
         if self.out is None and not repository_folder().parent.joinpath("pyproject.toml").is_file():
-            found.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
-        if found:
-            raise UsageError("; ".join(found))
+            problems.append("out=... is missing: this is no checkout with a datasets/ folder of its own")
+        if problems:
+            raise UsageError("; ".join(problems))
 
     @property
     def root(self) -> Path:
@@ -101,7 +101,7 @@ class ExportSettings:
 
 @dataclass
 class ExportReport:
-    """What an export wrote. Sizes in bytes."""
+    """The result of an export. Sizes in bytes."""
 
     root: Path
     added: Counter[DatasetPart] = field(default_factory=Counter)  # runs that the data set did not have
@@ -110,20 +110,22 @@ class ExportReport:
     total_bytes: int = 0
 
     def lines(self) -> list[str]:
-        """The report in words."""
-        said = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
+        """Return the report as lines of text."""
+        text_lines = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
         if self.without_device:
-            said.append(f"{self.without_device} runs that lost their worker know of no device and are left out")
+            text_lines.append(f"{self.without_device} runs lost their worker, have no device and are left out")
         known = f", {self.there} were there already" if self.there else ""
-        said.append(f"{self.root}: {self.added.total()} runs added{known}; {self.total_bytes / 1e6:.1f} MB in all")
-        return said
+        text_lines.append(
+            f"{self.root}: {self.added.total()} runs added{known}; {self.total_bytes / 1e6:.1f} MB in all"
+        )
+        return text_lines
 
 
 def export(settings: ExportSettings) -> ExportReport:
     """Add the runs of the data folder that the data set lacks, and write its card anew.
 
-    Same runs, same bytes. Nothing is written where the result would be larger than `max_mb`: `UsageError` then, and for
-    a data folder without such runs.
+    Equal runs give equal bytes. Raises `UsageError`, and writes nothing, if the result would be larger than `max_mb`
+    or the data folder has no such runs.
     """
     report = ExportReport(settings.root)
     with (
@@ -146,7 +148,7 @@ def export(settings: ExportSettings) -> ExportReport:
             for _, row in new:
                 row["telemetry_rows"] = counts[row["run_id"]]
             added = pa.Table.from_pylist([row for _, row in new], schema=RUN_SCHEMA)
-            # Telemetry first: whoever sees the runs sees their samples. Those of an export that was killed before it
+            # Telemetry first, so readers of the runs see their samples. Those of an export that was killed before it
             # came to the runs are not kept.
             of_known = read_part(report.root, part, "telemetry")
             of_known = of_known.filter(pc.is_in(of_known.column("run_id"), before.column("run_id").combine_chunks()))
@@ -177,7 +179,7 @@ def _lock(root: Path) -> Iterator[None]:
 def _runs(
     connection: WarehouseConnection, settings: ExportSettings, report: ExportReport
 ) -> dict[DatasetPart, list[tuple[str, dict[str, Any]]]]:
-    """DatasetPart -> (run_id in the data folder, row as others may see it)."""
+    """Return (run_id in the data folder, public row) of the runs of each part."""
     columns = ", ".join(RUN_SCHEMA.names)
     chosen = SOURCES[settings.source]
     if settings.families is not None:
@@ -185,26 +187,26 @@ def _runs(
         for name in settings.families:
             if name not in there:
                 raise unknown_name(f"family with {settings.source} runs", name, there)
-    found = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
+    table = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
     runs: dict[DatasetPart, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    for run in found.cast(naive(RUN_SCHEMA)).to_pylist():
+    for run in table.cast(naive(RUN_SCHEMA)).to_pylist():
         if settings.families is None or run["family"] in settings.families:
             runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
         counts = {name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
                   for name, which in SOURCES.items()}  # fmt: skip
-        said = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
+        other_sources = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
         raise UsageError(
             f"data holds no runs for source={settings.source}{' (on GPUs)' if settings.source == 'measured' else ''}; "
-            f"{said or 'it holds none for any other source either'}"
+            f"{other_sources or 'it holds none of any other source either'}"
         )
     return runs
 
 
 def public_row(run: dict[str, Any]) -> dict[str, Any]:
-    """A row of `runs` without the names of machines, users and paths, under its public id."""
+    """Return a row of `runs` under its public id, without names of machines, users and folders."""
     row = dict(run)
     for name in ("started_at", "finished_at"):
         if row[name] is not None:
@@ -222,13 +224,13 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
         row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
         return row
     row["run_id"] = public_id(run["run_id"], run["device_uuid"], run["finished_at"])
-    if run["device_uuid"] is not None and run["source"] == "measured":  # tells cards apart, and nothing else
+    if run["device_uuid"] is not None and run["source"] == "measured":  # distinguishes cards, and serves nothing else
         row["device_uuid"] = f"gpu-{hashlib.sha256(run['device_uuid'].encode()).hexdigest()[:12]}"
     return row
 
 
 def scrubbed(text: str, names: Iterable[str] = ()) -> str:
-    """`text` with files without their folders, addresses as ADDRESS, and the given names as NAME."""
+    """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
     text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
     text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
     text = re.sub(r"(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
@@ -240,18 +242,18 @@ def scrubbed(text: str, names: Iterable[str] = ()) -> str:
 
 
 def _names(node: str | None) -> set[str]:
-    """Of the machine that ran it, of this one, and of the user; not `root` and the like, which are everybody's."""
-    found = {node or "", platform.node()}
-    found |= {name.partition(".")[0] for name in found}
+    """Return the names of the run's machine, of this machine and of the user; not `root` and other common ones."""
+    names = {node or "", platform.node()}
+    names |= {name.partition(".")[0] for name in names}
     with contextlib.suppress(OSError, KeyError):
-        found.add(getpass.getuser())
-    return {name for name in found if len(name) > 2} - {"root", "user", "localhost"}
+        names.add(getpass.getuser())
+    return {name for name in names if len(name) > 2} - {"root", "user", "localhost"}
 
 
 def public_telemetry(
     connection: WarehouseConnection, ids: dict[str, str], hz: float | None, where: str = "true"
 ) -> pa.Table:
-    """The samples of some runs under their new ids, thinned to `hz` unless that is None.
+    """Return the samples of some runs under their public ids, thinned to `hz` unless that is None.
 
     `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
     """
@@ -259,13 +261,13 @@ def public_telemetry(
     connection.register("exported", wanted)
     columns = ", ".join(_rounded(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
     # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
-    found = connection.sql(
+    samples = connection.sql(
         f"SELECT public_id AS run_id, round(t_ms, 1) AS t_ms, {columns} FROM telemetry "
         f"JOIN exported ON telemetry.run_id = exported.own_id WHERE {where} ORDER BY ALL"
     ).to_arrow_table()
     connection.unregister("exported")
-    found = found.cast(TELEMETRY_SCHEMA)
-    return found if hz is None else thin(found, hz)
+    samples = samples.cast(TELEMETRY_SCHEMA)
+    return samples if hz is None else thin(samples, hz)
 
 
 def _rounded(name: str) -> str:
@@ -274,10 +276,10 @@ def _rounded(name: str) -> str:
 
 
 def thin(samples: pa.Table, hz: float) -> pa.Table:
-    """At most `hz` readings a second of each sensor of each run, and of each the first and last of the window.
+    """Keep at most `hz` readings a second of each sensor of each run, and the first and last of each window.
 
-    `samples` is sorted by run and time. Of those in one bin of 1/hz the last stays: a reading of its own before one
-    that was served again, and that before none.
+    `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; a fresh reading
+    is preferred to a repeated one, and that to none.
     """
     if not samples.num_rows:
         return samples
@@ -304,7 +306,7 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _ends(*keys: np.ndarray) -> np.ndarray:
-    """Of rows sorted by the keys: whether each is the last with its keys."""
+    """Return, for rows sorted by the keys, whether each is the last with its keys."""
     ends = np.ones(len(keys[0]), dtype=bool)
     if len(ends):
         ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
@@ -317,7 +319,7 @@ def _sorted(table: pa.Table) -> pa.Table:
 
 
 def naive(schema: pa.Schema) -> pa.Schema:
-    """The view's timestamps have no zone."""
+    """Return the schema with timestamps without zone, as the views have them."""
     return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])
 
 
@@ -332,10 +334,11 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
     report.total_bytes = sum(sizes.values())
     if report.total_bytes > max_mb * 1e6:
         largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:_LARGEST]
-        said = ", ".join(f"{path} {size / 1e6:.2f} MB" for path, size in largest)
+        largest_files = ", ".join(f"{path} {size / 1e6:.2f} MB" for path, size in largest)
         raise UsageError(
             f"the data set would take {report.total_bytes / 1e6:.2f} MB, more than max_mb={max_mb:g}, and nothing is "
-            f"written; the largest files: {said}. Choose families=, thin the telemetry with hz=, or raise max_mb"
+            f"written; the largest files: {largest_files}. "
+            "Choose families=, thin the telemetry with hz=, or raise max_mb"
         )
     new_files: list[Path] = []
     new_folders: list[Path] = []
@@ -362,7 +365,7 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
 
 
 def entry(cfg: DictConfig) -> int:
-    """Export what `cfg` names and say what was added."""
+    """Export the runs that `cfg` names and print how many were added."""
     report = export(ExportSettings(**plain_values(cfg)))
     print("\n".join(report.lines()))
     return 0

@@ -1,4 +1,4 @@
-"""Verifies one Parquet file: by its checksum, or in full where an older version wrote it.
+"""Verifies one Parquet file by its checksum, or in full if an older version wrote it without one.
 
 Start reading at `file_problem`.
 """
@@ -13,10 +13,10 @@ from warehouse.plain_file import NoPlainFile
 
 
 def file_problem(path: Path) -> tuple[bool, str | None]:
-    """Return whether a Parquet file carries a checksum, and what is wrong with it; one without is decoded in full.
+    """Return whether a Parquet file carries a checksum, and its problem or None; without checksum, decode it in full.
 
-    Whatever is no plain file has a problem. Raises `FileNotFoundError` for a file that is gone, other `OSError` for one
-    that the disk does not give.
+    Anything but a plain file has a problem. Raises `FileNotFoundError` if there is no file, another `OSError` if the
+    disk cannot read it.
     """
     try:
         has_checksum, problem = verify(path)

@@ -27,7 +27,7 @@ class DataFolder(FolderLayout):
 
     @classmethod
     def resolve(cls, data: str | os.PathLike[str] | DataFolder | None = None) -> DataFolder:
-        """The folder that `data` names, else `$GPUFARM_DATA`, else `./data`."""
+        """Return the folder that `data` names, else `$GPUFARM_DATA`, else `./data`."""
         if isinstance(data, DataFolder):
             return data
         chosen = data or os.environ.get("GPUFARM_DATA") or "data"
@@ -43,9 +43,9 @@ class DataFolder(FolderLayout):
         return cls(Path(path))
 
     def create(self) -> DataFolder:
-        """Make the folder, or bring an older one to this schema version; harmless when it is there already.
+        """Make the folder, or bring an older one to this schema version. An existing current folder stays as it is.
 
-        Raises `UsageError` where a file is in the way; `EnvironmentProblem` for no permission or a newer schema.
+        Raises `UsageError` if the path is a file, `EnvironmentProblem` without permission or for a newer schema.
         """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
@@ -57,7 +57,7 @@ class DataFolder(FolderLayout):
             if version != SCHEMA_VERSION:
                 text = json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
                 write_bytes(self.format_marker, text.encode())
-            from warehouse.views import refresh  # DuckDB, which whoever only needs the paths may lack
+            from warehouse.views import refresh  # needs DuckDB, which users of the paths alone may lack
 
             refresh(self)
         return self
@@ -67,9 +67,9 @@ class DataFolder(FolderLayout):
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
         if self._read_version() is None:
-            what = "has no format.json, so it is no data folder" if self.root.exists() else "does not exist"
+            problem = "has no format.json, so it is no data folder" if self.root.exists() else "does not exist"
             raise UsageError(
-                f"data={self.root} {what}; make one with `python -m farm.submit +arch=cnn n=10 data=PATH`, "
+                f"data={self.root} {problem}; make one with `python -m farm.submit +arch=cnn n=10 data=PATH`, "
                 "or name another with data=PATH or $GPUFARM_DATA"
             )
         return self

@@ -1,4 +1,4 @@
-"""A data folder's Parquet files as DuckDB sees them: a file system that can only read, and only what counts.
+"""A read-only file system through which DuckDB sees those Parquet files of a data folder that count.
 
 Start reading at `FolderFiles`; `warehouse.connection` registers it, and closes every other way to files.
 
@@ -47,7 +47,7 @@ _PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)"
 
 
 def files_of(kind: str) -> str:
-    """The glob that stands for the files of `kind` that count."""
+    """Return the glob that stands for the files of `kind` that count."""
     return f"{SCHEME}://{kind}/*.parquet"
 
 
@@ -82,12 +82,12 @@ class FolderFiles(AbstractFileSystem):
 
     @property
     def damaged(self) -> tuple[Path, ...]:
-        """The files that are left out."""
+        """Return the damaged files that are left out."""
         with self._lock:
             return tuple(sorted(map(Path, self._damaged)))
 
     def leave_out_damaged(self) -> list[DamagedFile]:
-        """Find the damaged ones of the files that the query opened, and serve them no more. Names each on stderr."""
+        """Find damaged files among those that the query opened, report each on stderr, and stop serving them."""
         identities = {path: known for path in sorted(self.opened) if (known := identity(path)) is not None}
         paths = [
             path
@@ -112,7 +112,7 @@ class FolderFiles(AbstractFileSystem):
         damage.report(damaged)
 
     def glob(self, path: str, **_options: Any) -> list[str]:
-        """The files that `path` stands for: one of `files_of`, or a file of an earlier answer."""
+        """Return the files that `path` stands for: a glob of `files_of`, or a file of an earlier answer."""
         for kind in SCHEMAS:
             if path == files_of(kind):
                 try:
@@ -171,7 +171,7 @@ class FolderFiles(AbstractFileSystem):
     ) = copy = delete = write_bytes = write_text = _refused
 
     def close(self) -> None:
-        """Close what is kept open; DuckDB's own open files stay until it drops them."""
+        """Close the files that are kept open; those that DuckDB has open stay until it drops them."""
         with self._lock:
             self._pinned.clear()
 
@@ -236,7 +236,7 @@ class FolderFiles(AbstractFileSystem):
         self.unpinned += int(match[2]) > self._plans - _VIEWS_OF_A_QUERY
 
     def _shared_file(self, real: Path, most: int) -> _SharedFile | None:
-        """The file, opened once for all queries; None where that takes a descriptor more than `most`."""
+        """Return the file, opened once for all queries; None if that would take more than `most` descriptors."""
         known = identity(real)
         with self._lock:
             shared = None if known is None else self._shared.get(known)
@@ -311,7 +311,7 @@ class _SharedFile:
 
 
 class _NamedFile(_SharedFile):
-    """A file that is opened for each read, as the process has no descriptor left to keep."""
+    """A file that is opened anew for each read, because the process has no spare descriptors."""
 
     def __init__(self, path: Path, files: FolderFiles) -> None:
         file = _SharedFile(open_plain(path))
@@ -330,7 +330,7 @@ class _NamedFile(_SharedFile):
 
 
 class _OpenFile:
-    """What DuckDB reads from. Each thread has a place of its own: DuckDB seeks and then reads, in several at once."""
+    """A file as DuckDB reads it. Each thread has its own position, since several seek and read at once."""
 
     def __init__(self, file: _SharedFile) -> None:
         self._file: _SharedFile | None = file
@@ -381,13 +381,13 @@ def _refuse(path: str) -> NoReturn:
 
 
 def _descriptors() -> int:
-    """How many descriptors this process may have."""
+    """Return the number of descriptors that this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
 def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
-    """The content of a merged file without some of its runs."""
+    """Return the content of a merged file without some of its runs."""
     with os.fdopen(open_plain(path), "rb") as file:
         table = pq.ParquetFile(file).read()
     is_doubled = pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string()))

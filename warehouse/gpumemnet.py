@@ -36,7 +36,7 @@ _DENSE_LAYERS, _GROWTH_RATE = 4, 32  # of a dense block
 
 
 def parse_filename(name: str) -> dict[str, object]:
-    """The trial-config fields in a GPUMemNet file name; `ValueError` says what is wrong with it.
+    """Parse the trial-config fields in a GPUMemNet file name. Raises `ValueError` with the reason.
 
     The first half of the MLPs have neither activation, dropout nor batch norm in their names: they are plain ReLU
     networks without the final softmax. How often a CNN's dense blocks pool was not recorded: `settle_pooling`.
@@ -51,7 +51,7 @@ def parse_filename(name: str) -> dict[str, object]:
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         text = name.removesuffix(".out")[mark.end() : following.start() if following else None]
         if mark[1] == "dropout" and text in ("True", "False"):
-            switches["dropout"] = text  # `dropout:` stands twice: the rate, then whether there is any
+            switches["dropout"] = text  # `dropout:` occurs twice: the rate, then whether there is any
         elif mark[1] in values:
             raise ValueError(f"file name has {mark[1]} twice")
         else:
@@ -141,14 +141,15 @@ def whole(config: Mapping[str, object], key: str) -> int:
 
 
 def pool_intervals(image_size: int, depth: int) -> tuple[int, int]:
-    """The two `pool_interval`s that GPUMemNet's generator chose between, for a dense CNN, by an unrecorded toss."""
+    """Return the two `pool_interval`s of a dense CNN between which GPUMemNet's generator chose at random."""
     halvings = max(1, int(math.log2(max(1, image_size // _SMALLEST_MAP))))
     return 5, max(1, math.ceil(depth / halvings))
 
 
 def settle_pooling(config: Mapping[str, object], parameters: float | None) -> dict[str, object]:
-    """A CNN's config with the `pool_interval` that gives this count of parameters; the first of the two if neither
-    does. Configs without dense blocks, whose network it leaves alone, are returned as they are."""
+    """Return a CNN's config with the `pool_interval` that gives this count of parameters.
+
+    If neither of the two does, the first is taken. Configs without dense blocks are returned unchanged."""
     if config.get("topology") != "dense":
         return dict(config)
     intervals = pool_intervals(whole(config, "image_size"), whole(config, "depth"))
@@ -157,7 +158,7 @@ def settle_pooling(config: Mapping[str, object], parameters: float | None) -> di
 
 
 def dense_parameters(config: Mapping[str, object]) -> int:
-    """Parameters of a dense CNN: what the layer plan of the family `cnn` counts, without it."""
+    """Return the parameters of a dense CNN, as the layer plan of the family `cnn` counts them."""
     growth, norm = whole(config, "growth_rate"), 2 if config["batch_norm"] else 0
     slope = 1 if config["activation"] == "prelu" else 0
     taps = whole(config, "kernel_size") ** 2
@@ -175,19 +176,19 @@ def dense_parameters(config: Mapping[str, object]) -> int:
 
 
 def utilization(row: Mapping[str, str]) -> dict[str, float | None]:
-    """Means over the run from the cells of a row, each in [0, 1]; None: not measured. Absent columns stay absent."""
-    found = {}
+    """Return the means over the run from a row's cells, in [0, 1]; None: not measured. Absent columns stay absent."""
+    means = {}
     for column, name in _UTILIZATION.items():
         if column in row:
             value = to_number(row[column])
             if value is not None and name == "gpu_util":
                 value /= 100  # nvidia-smi's percentage; the others are fractions
-            found[name] = value if value is not None and 0 <= value <= 1 else None  # -1: not measured
-    return found
+            means[name] = value if value is not None and 0 <= value <= 1 else None  # -1: not measured
+    return means
 
 
 def to_number(text: str | None) -> float | None:
-    """A cell as a number; None for no or no finite one."""
+    """Return a cell as a number; None if it holds no finite number."""
     try:
         value = float(text or "")
     except ValueError:

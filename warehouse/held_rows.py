@@ -1,7 +1,7 @@
-"""Which runs a file holds, and whether files that count hold them too: the proof before anything is deleted or hidden.
+"""Proves, before a file is deleted or hidden, that other files hold its runs.
 
-Start reading at `unheld_ids`. A listing or a merged file may be damaged, or somebody may have put it there, so
-`warehouse.compact` believes neither: a file goes only when the rows of its runs are found in a whole file that stays.
+Start reading at `unheld_ids`. A listing or a merged file may be damaged or foreign, so `warehouse.compact` trusts
+neither: it deletes a file only after finding the rows of its runs in an intact file that stays.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from warehouse.merged import Listing, is_merged_name
 
 
 class Unreadable(Exception):
-    """A file whose rows cannot be told, and why."""
+    """The rows of a file cannot be read; the message has the reason."""
 
 
 def run_ids_of(path: Path) -> set[str]:
-    """Return the run_ids of a whole file. Raises `Unreadable`; `FileNotFoundError` where it is gone."""
+    """Return the run_ids of an intact file. Raises `Unreadable`, or `FileNotFoundError` if there is none."""
     try:
         problem = checksum_problem(path)
         if problem is not None:
@@ -43,9 +43,9 @@ def run_ids_of(path: Path) -> set[str]:
 def unheld_ids(
     folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing], but: Path | None = None
 ) -> set[str]:
-    """Return those of `ids` that no whole file of the partition holds that counts; `but` does not count here.
+    """Return those of `ids` that no intact file of the partition holds, among files that count and are not `but`.
 
-    Of telemetry, only samples whose run has landed are missed: others belong to no run that anybody sees.
+    For telemetry, only samples of landed runs are reported: others belong to no visible run.
     """
     left = set(ids)
     merged: list[Path] = []
@@ -75,17 +75,16 @@ def _landed_among(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
 
 @dataclass
 class Unproven:
-    """Files that a listing hides and that must not be deleted: name -> why."""
+    """Files that a listing hides and that must not be deleted, with the reasons by name."""
 
     unheld: dict[str, str] = field(default_factory=dict)  # no file that counts holds their runs
     unreadable: dict[str, str] = field(default_factory=dict)
 
 
 def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
-    """Return the files that a listing hides although its merged file may not hold their runs.
+    """Return the files that a listing hides without proof that its merged file holds their runs.
 
-    Files that are deleted already are proven. Raises `Unreadable` for a merged file that is not whole, and
-    `FileNotFoundError` for one that is gone.
+    Deleted files need no proof. Raises `Unreadable` for a damaged merged file, `FileNotFoundError` for a missing one.
     """
     root = folder.root / kind
     path = root / listing.merged

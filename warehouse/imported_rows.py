@@ -1,4 +1,4 @@
-"""From published files to rows of `runs`: what a run is known by, and what its columns hold.
+"""Turns rows of published files into rows of `runs`: their identity and their columns.
 
 Start reading at `published_file`; `warehouse.csv_columns` does the same for any CSV file.
 """
@@ -28,7 +28,7 @@ DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
 
 
-_NO_CARD_MIB = 2**20  # more than any device has, where its memory is not told
+_NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class ImportedRow:
 
 @dataclass(frozen=True)
 class ImportedFile:
-    """One file's rows, in its order. told: how many of its columns say something of the run besides its memory."""
+    """One file's rows, in its order. measured_columns: how many of its columns describe the run besides its memory."""
 
     path: Path
     rows: tuple[ImportedRow, ...]
-    told: int = 0
+    measured_columns: int = 0
 
 
 def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:
-    """The rows of a file of GPUMemNet or of timm models; `device_name` None is the card that these are known to be of.
+    """Return the rows of a file of GPUMemNet or timm models; `device_name` None stands for the card of these files.
 
-    A run is known by what ran, on which card, and the memory it took. So the same measurements published with other
-    columns, or in another file, are the same runs.
+    A run's identity is its configuration, card and memory. So measurements that are published again, with other
+    columns or in another file, are the same runs.
     """
     other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
     contents = [
@@ -68,12 +68,12 @@ def published_file(file: PublishedFile, source: str, device_name: str | None) ->
         if run["status"] == "ok" and (problem := beyond_the_card(run)):
             run |= {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
         rows.append(ImportedRow(row.row, run))
-    told = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
-    return ImportedFile(file.path, tuple(rows), told)
+    measured_columns = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
+    return ImportedFile(file.path, tuple(rows), measured_columns)
 
 
 def beyond_the_card(run: Mapping[str, Any]) -> str | None:
-    """Why a peak cannot be one: no job takes clearly more than its device has, nor nothing; None if it can."""
+    """Return why a memory peak is impossible (0, or clearly more than the device has); None if it is possible."""
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
@@ -83,13 +83,14 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
 
 
 def identity(source: str, run_id: str) -> dict[str, Any]:
-    """The columns that say where an imported run is from."""
+    """Return the columns that identify an imported run."""
     return {"run_id": run_id, "job_id": f"import-{source}", "source": "imported"}
 
 
 def run_ids(source: str, contents: Iterable[str]) -> list[str]:
-    """`SOURCE-` and 20 hex digits for each row of a file: a function of its content and, among equal ones, its place.
-    The same rows in another file, or beside further ones, have the same ids."""
+    """Return `SOURCE-` and 20 hex digits for each row of a file, from its content and its rank among equal rows.
+
+    The same rows in another file, or beside further rows, have the same ids."""
     seen: Counter[str] = Counter()
     ids = []
     for content in contents:
@@ -100,7 +101,7 @@ def run_ids(source: str, contents: Iterable[str]) -> list[str]:
 
 
 def config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial config in mapping form as columns of `runs`; none for an empty one."""
+    """Return the columns of `runs` for a trial config in mapping form; an empty mapping for an empty one."""
     if not config:
         return {}
     return {
@@ -115,7 +116,7 @@ def _columns(row: PublishedRow) -> dict[str, Any]:
     if row.family is None and row.group is not None and row.status != "invalid":
         config = timm_config(row)
     family = row.family or ("timm" if row.group is not None else UNKNOWN_FAMILY)
-    told = {name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names}
+    utilization = {name: value for name, value in row.utilization.items() if name in RUN_SCHEMA.names}
     return {
         "family": family,
         "status": row.status,
@@ -129,5 +130,5 @@ def _columns(row: PublishedRow) -> dict[str, Any]:
         # the transformers' counts lack the attention's input projections
         "parameters": None if family == "transformer" else row.parameters,
         "peak_memory_mib": row.memory_mib,
-        **told,
+        **utilization,
     }

@@ -55,7 +55,7 @@ Progress = Callable[[str, int, int], None]  # (what is done, files done, files i
 
 @dataclass(frozen=True, kw_only=True)
 class IngestSettings:
-    """What to read and where it goes. Raises `UsageError` for an unknown source, and for keys of another source."""
+    """Source, path and target of an ingest. Raises `UsageError` for an unknown source, and for keys of another one."""
 
     source: str
     path: str | None = None
@@ -79,7 +79,7 @@ class IngestSettings:
             raise UsageError("family=... is missing: source=csv needs the family that its rows are configurations of")
 
     def mapping(self) -> CsvMapping:
-        """The mapping of source=csv, checked."""
+        """Return the checked mapping of source=csv."""
         assert self.family is not None
         constants = read_mapping("constants", self.constants)
         if self.device_name is not None:
@@ -89,7 +89,7 @@ class IngestSettings:
 
 @dataclass
 class FileReport:
-    """What became of one file's rows. `invalid` and `doubts`: reason -> places in the file, 1 for the first row."""
+    """Counts of one file's rows. `invalid` and `doubts`: reason -> places in the file, 1 for the first row."""
 
     path: Path
     rows: int = 0
@@ -110,24 +110,24 @@ class FileReport:
 
 @dataclass
 class IngestReport:
-    """Files that were read, and those that were left: path -> why."""
+    """Reports of the files that were read, and the reason for each file that was not."""
 
     files: list[FileReport] = field(default_factory=list)
     left: dict[Path, str] = field(default_factory=dict)
 
 
 def ingest(settings: IngestSettings, progress: Progress | None = None) -> IngestReport:
-    """Land the rows of every file that `settings.path` holds and that are not there yet.
+    """Land those rows of the files at `settings.path` that the data folder lacks.
 
-    Raises `UsageError` for a path that is not there or holds no file of this source, a mapping that does not fit, a
-    data folder that cannot be written, and while another ingest is at work on it.
+    Raises `UsageError` if the path does not exist or holds no file of this source, the mapping does not fit, the data
+    folder cannot be written, or another ingest is running on it.
     """
     progress = progress or (lambda label, done, of: None)
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
-    # Of files with the same measurements, the one that tells most of them lands first.
-    files = sorted(_read(settings, report, progress), key=lambda file: -file.told)
+    # Of files with the same measurements, the one with most measured columns lands first.
+    files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
     if not files:
         left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
         raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
@@ -227,8 +227,9 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
 
 
 def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, telemetry: pa.Table) -> int:
-    """Land the runs, their telemetry first, each all at once; how many. A kill between the two leaves samples without
-    runs, which the next ingest finds there."""
+    """Land the telemetry, then the runs, each in one batch; return how many runs landed.
+
+    A kill between the two leaves samples without runs, which the next ingest finds."""
     if not runs.num_rows:
         return 0
     with contextlib.closing(connect(folder)) as connection:
@@ -244,26 +245,26 @@ def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, telemetry:
 
 
 def _known_public_ids(folder: DataFolder) -> set[str]:
-    """Of the runs here, measured here or loaded: what a data set would call them."""
+    """Return the public ids of the folder's runs, both measured here and loaded."""
     with contextlib.closing(connect(folder)) as connection:
-        found = connection.execute(
+        rows = connection.execute(
             "SELECT run_id, job_id, device_uuid, finished_at FROM runs WHERE source != 'imported'"
         ).fetchall()
     return {
         run_id if is_loaded(job_id) else public_id(run_id, uuid, finished_at)
-        for run_id, job_id, uuid, finished_at in found
+        for run_id, job_id, uuid, finished_at in rows
     }
 
 
 def _known_ids(folder: DataFolder) -> set[str]:
     with contextlib.closing(connect(folder)) as connection:
-        found = connection.execute("SELECT run_id FROM runs WHERE source = 'imported'").fetchall()
-    return {run_id for (run_id,) in found}
+        rows = connection.execute("SELECT run_id FROM runs WHERE source = 'imported'").fetchall()
+    return {run_id for (run_id,) in rows}
 
 
 @contextlib.contextmanager
 def _lock(folder: DataFolder) -> Iterator[None]:
-    """Two at a time would both land what neither has seen; the kernel drops the lock however this one ends."""
+    """Hold the folder's ingest lock, since two ingests at once would land rows twice. The kernel drops it at exit."""
     with open_lock(folder.ingest_lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,7 +276,7 @@ def _lock(folder: DataFolder) -> Iterator[None]:
 
 
 def print_report(report: IngestReport) -> None:
-    """The table of files, then what was left out, in doubt or made no sense, by reason, with the first places."""
+    """Print the table of files, then the rows left out, in doubt or invalid, by reason, with the first places."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -294,11 +295,11 @@ def print_report(report: IngestReport) -> None:
     for path, why in report.left.items():
         screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
     places = {"invalid": [file.invalid for file in report.files], "in doubt": [file.doubts for file in report.files]}
-    for what, by_file in places.items():
+    for kind, by_file in places.items():
         for file, rows_by_reason in zip(report.files, by_file, strict=True):
             for reason, rows in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
-                said = f"{what}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
-                screen.print(said, markup=False, soft_wrap=True)
+                line = f"{kind}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
+                screen.print(line, markup=False, soft_wrap=True)
 
 
 def _name(file: FileReport) -> str:
@@ -311,7 +312,7 @@ def _places(name: str, rows: Sequence[int]) -> str:
 
 
 def entry(cfg: DictConfig) -> int:
-    """Ingest what `cfg` names and print what became of it."""
+    """Ingest the files that `cfg` names and print the report."""
     keys = ("path", "data", "device_name", "family", "columns", "constants")
     given = {key: None if cfg[key] is None else str(cfg[key]) for key in keys}
     settings = IngestSettings(source=str(cfg.source), **given)

@@ -39,7 +39,7 @@ _UNLISTED_AFTER_S = 3600.0  # a merged file this old is not about to be listed
 
 @dataclass
 class IntegrityReport:
-    """What was verified and what is wrong."""
+    """Result of a verification: counts and problems."""
 
     files: int = 0
     without_checksum: int = 0  # of older versions: read in full instead
@@ -50,11 +50,11 @@ class IntegrityReport:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is damaged or gone."""
+        """Return whether nothing is damaged or missing."""
         return not (self.damaged or self.lost or self.presence.gone)
 
     def lines(self, root: Path) -> list[str]:
-        """One line for each damaged or missing file, then the counts."""
+        """Return a line for each damaged or missing file, then the counts."""
         lines = [f"damaged: {file.path}: {file.reason}" for file in self.damaged]
         lines += [f"missing: {line}" for line in self.lost_lines]
         lines += [f"missing: {line}" for line in [self.presence.gone_line(root)] if line]
@@ -67,7 +67,7 @@ class IntegrityReport:
         return lines
 
     def as_json(self, root: Path) -> dict[str, Any]:
-        """The report for programs."""
+        """Return the report as JSON."""
         return {
             "data": str(root),
             "files": self.files,
@@ -83,7 +83,7 @@ class IntegrityReport:
 def examine(folder: DataFolder, *, workers: int | None = None, progress: Progress | None = None) -> IntegrityReport:
     """Verify every file of the folder in `workers` threads (default: the CPUs this process may use).
 
-    Files that a compaction deletes meanwhile are left out. Raises `UsageError` for a folder that is none.
+    Files that a compaction deletes meanwhile are left out. Raises `UsageError` if there is no such data folder.
     """
     folder.open()
     report = IntegrityReport()
@@ -181,7 +181,7 @@ def _verified_artifact(path: Path) -> list[_Verified]:
 
 
 def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
-    """What listings say that the files do not bear out."""
+    """Report the claims of listings that their files contradict."""
     known = {file.path for file in report.damaged}
 
     def add(path: Path, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The paths of a data folder, and how to write a file there atomically. It imports no reader and no writer.
+"""Paths of a data folder, and atomic writes of files in it. Imports no reader and no writer.
 
 Start reading at `FolderLayout`; `warehouse.folder` makes and opens data folders.
 """
@@ -73,7 +73,7 @@ class FolderLayout:
 
     @property
     def features(self) -> Path:
-        """What was computed of cases, by the version of the features: a cache that may be deleted."""
+        """Computed features, by their version: a cache that may be deleted."""
         return self.root / "features"
 
     @property
@@ -97,7 +97,7 @@ class FolderLayout:
 
     @property
     def damaged(self) -> Path:
-        """Where damaged files are kept aside, each with the reason beside it; see `farm.repair`."""
+        """Folder of damaged files that were set aside, each with the reason beside it; see `farm.repair`."""
         return self.root / "damaged"
 
     @property
@@ -117,21 +117,21 @@ class FolderLayout:
         return self.locks / "ingest.lock"
 
     def listings(self, kind: str) -> Path:
-        """Where the listings of merged files of `runs` or `telemetry` are."""
+        """Return the folder of the listings of merged files of `runs` or `telemetry`."""
         return self.root / "compactions" / kind
 
     def partition(self, kind: str, family: str) -> Path:
-        """The folder of one family's `runs` or `telemetry`; `ValueError` for a name that cannot be a folder."""
+        """Return the folder of one family's `runs` or `telemetry`. Raises `ValueError` for an invalid folder name."""
         return self.root / kind / f"family={checked_name('family', family)}"
 
     def families(self, kind: str) -> list[str]:
-        """The families that have a partition."""
+        """Return the families that have a partition."""
         prefix = "family="
         names = [path.name.removeprefix(prefix) for path in (self.root / kind).glob(prefix + "*")]
         return sorted(name for name in names if name != _ANCHOR_FAMILY)
 
     def write_anchors(self) -> None:
-        """Write the files without rows that give every glob of the views something to bind, where there are none."""
+        """Write the missing files without rows, so that every glob of the views matches a file."""
         for path, schema in self._anchors().items():
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class FolderLayout:
 
 
 def checked_name(kind: str, name: object) -> str:
-    """`name` if it can be a part of a file's path and of a hive partition as it is; else `ValueError`."""
+    """Return `name` if it can be part of a file's path and of a hive partition unchanged, else raise `ValueError`."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 180:
         raise ValueError(
             f"{kind} must be of letters, digits and _ . + - and start with a letter or digit, got {name!r}"
@@ -160,7 +160,7 @@ def checked_name(kind: str, name: object) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`; on success it becomes `path`, durably; on any error it is removed."""
+    """Yield a temporary path beside `path`; rename it to `path` durably on success, remove it on any error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
     try:
         yield temporary
@@ -185,7 +185,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file or folder."""
+    """Call fsync on a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Reads the listings of a data folder: whole ones as they are, damaged ones off the merged file of the same name.
+"""Reads the listings of a data folder; a damaged one is recovered from the merged file of the same name.
 
-Start reading at `read_listings`. Whether a listing is believed is `warehouse.believed`'s to say; `warehouse.merged`
-writes what is read here. What was read of a file is kept in memory while the file stays the same.
+Start reading at `read_listings`. `warehouse.believed` decides whether a listing is valid; `warehouse.merged` writes
+listings. File contents are cached in memory while the file stays the same.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PARTITION = "family="
 
 @dataclass(frozen=True)
 class DamagedListing(DamagedFile):
-    """A file among the listings that is read neither itself nor off a merged file."""
+    """A listing that can be read neither itself nor from its merged file."""
 
-    merged: Path | None = None  # the merged file of its name, which is there and does not say what the listing said
+    merged: Path | None = None  # the merged file of its name, if it exists and cannot replace the listing
 
     def line(self) -> str:
-        """The file and the reason, as commands print them."""
+        """Return the file and the reason as commands print them."""
         return one_line(f"ignoring {self.path}, which is not a valid listing: {self.reason}")
 
 
@@ -65,7 +65,7 @@ def read_listings(folder: FolderLayout, kind: str, on_damage: OnDamage | None = 
 
 
 def recovered_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | None:
-    """Return what a damaged listing said, from its merged file; None if that is not whole, or too old to know.
+    """Return the content of a damaged listing, from its merged file; None if that is damaged, or too old to hold it.
 
     A listing is written whole, so a damaged one was there: its merged file counted.
     """
@@ -91,7 +91,7 @@ def recovered_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | 
 
 
 def is_whole_listing(file: Path) -> bool:
-    """Whether a listing can be read by itself, and lists the merged file of its own name."""
+    """Return whether a listing is readable and lists the merged file of its own name."""
     try:
         content = _content(file)
     except OSError:
@@ -122,7 +122,7 @@ def warn_once(path: Path, line: str) -> None:
 
 
 def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListing:
-    """The listing, or what its merged file says of it, or why neither. Raises `FileNotFoundError`."""
+    """Return the listing, from its merged file if need be, or the damage. Raises `FileNotFoundError`."""
     if not has_own_name(path):
         return DamagedListing(path, "compaction creates no file of this name")
     try:
@@ -152,7 +152,7 @@ def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListi
 
 
 def _content(path: Path) -> Listing | str:
-    """The listing, or what is wrong with the file."""
+    """Return the listing, or the problem of the file."""
     reason = damage.damage_of(path, pages=True)
     if reason is not None:
         return reason

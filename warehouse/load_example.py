@@ -1,4 +1,4 @@
-"""How to load this data set: the runs, what ran out of memory, and the telemetry of one run.
+"""Loads this data set: the runs, those that ran out of memory, and the telemetry of one run.
 
 Needs `pip install duckdb`; any program that reads Parquet will do. Run it from anywhere: python load_example.py
 """

@@ -20,13 +20,13 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
-    """Open a lock file for reading and writing, and make it where there is none; locking is the caller's.
+    """Open a lock file for reading and writing, and create it if missing. The caller locks it.
 
     Args:
         path: the lock, in the folder `locks/` of a data folder.
         written: whether the caller writes into it. Then a file with a second name is refused, too.
 
-    Raises `EnvironmentProblem` for whatever is no plain file: a symbolic link, a device, a pipe, a folder.
+    Raises `EnvironmentProblem` for anything but a plain file: a symbolic link, a device, a pipe, a folder.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
@@ -41,7 +41,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
 
 
 def read_lock(path: Path, limit_bytes: int) -> bytes:
-    """Return the first `limit_bytes` of a lock file; nothing where there is none, or where it is no plain file."""
+    """Return the first `limit_bytes` of a lock file; empty if it does not exist or is no plain file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -51,7 +51,7 @@ def read_lock(path: Path, limit_bytes: int) -> bytes:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the lock. It is asked, shared and for an instant; a file that cannot be opened is not."""
+    """Return whether another process holds the lock, by trying a shared one; False if the file cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:
@@ -68,7 +68,7 @@ def is_held(path: Path) -> bool:
 
 
 def hold_shared(descriptor: int) -> bool:
-    """Hold a POSIX read lock on an open file, as DuckDB does on a database; whether it could be had.
+    """Take a POSIX read lock on an open file, as DuckDB does on a database; return whether it was acquired.
 
     The lock belongs to the open file and not to the process, so closing another descriptor does not drop it.
     """
@@ -80,7 +80,7 @@ def hold_shared(descriptor: int) -> bool:
 
 
 def is_shared_by_any(descriptor: int) -> bool:
-    """Whether anybody holds a POSIX lock on the file, this process included. Raises `OSError` as `fcntl` does."""
+    """Return whether any process, also this one, holds a POSIX lock on the file. Raises `OSError` as `fcntl` does."""
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
     (lock_type,) = struct.unpack_from("h", answer)
     return bool(lock_type != fcntl.F_UNLCK)

@@ -44,7 +44,7 @@ class Listing:
 
     @classmethod
     def read(cls, file: Path) -> Listing:
-        """Read a listing. Raises `ValueError` where it is damaged or none, `OSError` where it cannot be read."""
+        """Read a listing. Raises `ValueError` if the file is damaged or no listing, `OSError` if it cannot be read."""
         problem = checksum_problem(file)
         if problem is not None:
             raise ValueError(problem)
@@ -65,7 +65,7 @@ class Listing:
             raise ValueError(f"it is no listing: {first_line(error)}") from error
 
     def write(self) -> None:
-        """Atomically: the moment at which `merged` begins to count and `hidden` ends to."""
+        """Write the listing atomically; from this moment `merged` counts, and `hidden` no longer does."""
         table = pa.Table.from_arrays(
             [
                 pa.array([self.merged, *self.hidden]),
@@ -82,7 +82,7 @@ class Listing:
 
 
 def new_merged_name() -> str:
-    """A name that no file had or will have."""
+    """Return a unique name for a merged file."""
     return f"{MERGED_PREFIX}{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:12]}.parquet"
 
 
@@ -91,12 +91,12 @@ def is_merged_name(name: str) -> bool:
 
 
 def has_own_name(path: Path) -> bool:
-    """Whether the name of a merged file or listing is one that `new_merged_name` gives."""
+    """Return whether the name of a merged file or listing is of the form that `new_merged_name` gives."""
     return _OWN_NAME.fullmatch(path.name) is not None
 
 
 def is_own_merge(path: Path) -> bool:
-    """Whether a file was written by `land_merged`, by its name, checksum and metadata. Raises `OSError`."""
+    """Return whether `land_merged` wrote a file, judged by name, checksum and metadata. Raises `OSError`."""
     if not has_own_name(path) or checksum_problem(path) is not None or recorded_checksum(path) is None:
         return False
     try:
@@ -106,7 +106,7 @@ def is_own_merge(path: Path) -> bool:
 
 
 def sources_of(merged: Path) -> Mapping[str, Any]:
-    """The files that a merged file was made of, as its footer names them; none for a file of an older version.
+    """Return the sources of a merged file, as its footer names them; none for a file of an older version.
 
     Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
     """
@@ -115,7 +115,7 @@ def sources_of(merged: Path) -> Mapping[str, Any]:
 
 
 def listing_file(folder: FolderLayout, kind: str, merged_name: str) -> Path:
-    """Where the listing of a merged file is: the same name, so its existence answers whether the file counts."""
+    """Return the path of a merged file's listing, which has the same name; the file counts if this path exists."""
     return folder.listings(kind) / merged_name
 
 
@@ -152,10 +152,10 @@ def land_merged(
 
 
 def land_batch(folder: FolderLayout, kind: str, family: str, table: pa.Table) -> Path:
-    """Make rows durable in one merged file of their own; its path. Readers see all of them or none.
+    """Make rows durable in a new merged file and return its path. Readers see all of the rows or none.
 
-    They count from the moment of the listing. A kill before it leaves a file that does not count. That none of the
-    rows is there already is the caller's business.
+    They count from the moment that the listing is written; a kill before leaves a file that does not count. The caller
+    makes sure that none of the rows has landed before.
     """
     partition = folder.partition(kind, family)
     if not partition.exists():

@@ -1,4 +1,4 @@
-"""Which merged file holds a run: asked at every landing, so what was read once is kept in memory.
+"""Finds the merged file that holds a run. Every landing asks, so file contents are cached in memory.
 
 Start reading at `MergedIndex.file_with`.
 """
@@ -30,7 +30,7 @@ class MergedIndex:
         self._files: dict[tuple[str, str], _MergedFile | None] = {}  # family and name; None: not there
 
     def file_with(self, family: str, run_id: str) -> Path | None:
-        """The merged file that counts and holds the run, or None. A file that cannot be read holds none."""
+        """Return the merged file that counts and holds the run, or None. Unreadable files hold no runs."""
         while any(file.has(run_id) for file in self._of(family)):
             listings = self._listings()
             counting = self._counting(family)
@@ -43,7 +43,7 @@ class MergedIndex:
         return None
 
     def holder(self, family: str) -> Callable[[str], bool]:
-        """Return a function that says whether a merged file of now holds a run, for asking about many."""
+        """Return a function that tells whether a current merged file holds a run, for asking about many runs."""
         counting = self._counting(family)
         files = [file for file in self._of(family) if file.path.name in counting]
         return lambda run_id: any(file.has(run_id) for file in files)

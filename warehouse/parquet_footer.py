@@ -1,4 +1,4 @@
-"""Tells Parquet files of the same columns from others without parsing their footers, which costs more than reading.
+"""Compares the columns of Parquet files without parsing their footers, which costs more than reading the files.
 
 Start reading at `schema_bytes`.
 """
@@ -20,11 +20,11 @@ _BOOLEANS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 
 
 
 def schema_bytes(path: Path, known: Sequence[bytes] = (), content: bytes | None = None) -> bytes:
-    """The bytes of a file's footer that hold its schema: two files with the same ones have the same columns.
+    """Return the bytes of a file's footer that hold its schema; files with equal bytes have equal columns.
 
-    Names, types and their order count. Of a file that has one of the `known` ones nothing is parsed, as the footer
-    begins with it. `content` is the whole file, where the caller has read it. `ValueError` for a footer that is none,
-    or that is laid out otherwise; `OSError` as of any file.
+    Names, types and their order count. If the footer begins with one of the `known` schemas, nothing is parsed.
+    `content` is the whole file, if the caller has read it. Raises `ValueError` for a footer that is damaged or laid
+    out in another way, `OSError` as reading does.
     """
     footer = _footer(path) if content is None else _footer_in(content, len(content), path)
     assert footer is not None
@@ -66,7 +66,7 @@ def _footer_bytes(tail: bytes) -> int:
 
 
 def _schema_end(footer: bytes) -> int:
-    """Where the schema ends: `FileMetaData` has the format's version and then the schema (parquet.thrift)."""
+    """Return the end of the schema; `FileMetaData` has the format's version and then the schema (parquet.thrift)."""
     if footer[0] != _VERSION_FIELD:
         raise ValueError("the footer does not begin with the format's version")
     place = _after(footer, 1, _INTEGERS[1])

@@ -1,4 +1,4 @@
-"""Opens a file of the data folder for reading, and nothing but a file: a pipe of that name would block for ever.
+"""Opens plain files of the data folder for reading; opening a pipe instead would block for ever.
 
 Start reading at `open_plain`.
 """
@@ -16,13 +16,13 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class NoPlainFile(OSError):
-    """A name in the folder that leads to no plain file: a pipe, a device, a folder, a link to nothing."""
+    """The name leads to no plain file, but to a pipe, a device, a folder or a broken link."""
 
 
 def open_plain(path: Path) -> int:
-    """Return a descriptor of a plain file, opened for reading; it never waits.
+    """Return a descriptor of a plain file, opened for reading. Never blocks.
 
-    Raises `NoPlainFile`, `FileNotFoundError` only if the name itself is gone, and `OSError` as opening does.
+    Raises `NoPlainFile`, `FileNotFoundError` only if the name does not exist, and `OSError` as opening does.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -37,7 +37,7 @@ def open_plain(path: Path) -> int:
 
 
 def plain(path: Path) -> Path:
-    """Return `path` once it is found to be a plain file, for a reader that opens it by name. Raises as `open_plain`."""
+    """Check that `path` is a plain file and return it, for readers that open by name. Raises as `open_plain`."""
     os.close(open_plain(path))
     return path
 
@@ -48,12 +48,12 @@ def open_binary(path: Path) -> BinaryIO:
 
 
 def is_out_of_descriptors(error: BaseException) -> bool:
-    """Whether an error says nothing of the file that was to be opened: too many others are open."""
+    """Return whether an error means that too many files are open, and so nothing about the file itself."""
     return isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS
 
 
 def identity(path: Path) -> tuple[int, ...] | None:
-    """Return what stays the same while a file does, of a link to nothing the link's; None if the name is gone."""
+    """Return a value that changes when the file does (for a broken link, the link); None if there is no such name."""
     try:
         status = os.stat(path)
     except OSError:

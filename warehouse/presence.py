@@ -1,4 +1,4 @@
-"""Which runs the queue knows and which are in the warehouse: what is gone, and what the queue does not know.
+"""Compares the runs in the queue with those in the warehouse: which are missing, and which the queue does not know.
 
 Start reading at `compare`. Both sides are read cheaply: small files by their names, merged ones by three columns, and
 the queue's file as any SQLite client would, since its commands are in a package that this one does not import.
@@ -37,13 +37,13 @@ Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """Tasks whose runs should be there and are not, and runs whose tasks should be known and are not."""
+    """Done tasks without a run in the warehouse, and runs without a done task in the queue."""
 
     gone: Tasks = field(default_factory=dict)  # done in the queue, in no file
     unknown: Tasks = field(default_factory=dict)  # in a file, and the queue does not have the task as done
 
     def gone_line(self, root: Path) -> str | None:
-        """How many runs are gone, in words; None for none."""
+        """Return a line that counts the missing runs, None if there are none."""
         if not self.gone:
             return None
         return (
@@ -52,7 +52,7 @@ class Presence:
         )
 
     def unknown_line(self, root: Path) -> str | None:
-        """How many runs the queue does not know, in words; None for none."""
+        """Return a line that counts the runs that the queue does not know, None if there are none."""
         if not self.unknown:
             return None
         return (
@@ -61,16 +61,16 @@ class Presence:
         )
 
     def lines(self, root: Path) -> list[str]:
-        """One line for each side that has any."""
+        """Return a line for each side that lacks runs."""
         return [line for line in (self.gone_line(root), self.unknown_line(root)) if line is not None]
 
 
 def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
-    """Compare the queue with the files that count. A queue that is not there knows nothing.
+    """Compare the queue with the files that count. A missing queue knows no tasks.
 
-    `quick` compares counts and sums of each job's indexes first, and looks no further where they are equal.
+    `quick` first compares counts and sums of each job's indexes, and stops where they are equal.
 
-    Beside a running dispatcher, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue.
+    While a dispatcher runs, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue.
     """
     if quick:
         done_sums = _done_sums(folder)
@@ -89,7 +89,7 @@ def compare(folder: DataFolder, *, quick: bool = False) -> Presence:
 def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[str, np.ndarray]:
     """Return the tasks whose runs are in files that count, by job; only those of `families` if given.
 
-    Files are believed by their names: a damaged one counts. Merged files that cannot be read hold nothing.
+    File names decide, so damaged files count. Unreadable merged files hold no runs.
     """
     indexes: dict[str, list[np.ndarray]] = {}
     for family in folder.families("runs"):
@@ -100,7 +100,7 @@ def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[s
 
 
 def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
-    """Return the tasks of the queue whose state fits the SQL condition `states`, by job; none without a queue."""
+    """Return the queue's tasks whose state meets the SQL condition `states`, by job; none without a queue."""
     rows: dict[str, list[int]] = {}
     with _queue(folder) as connection:
         if connection is not None:
@@ -112,7 +112,7 @@ def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
 
 
 def queue_problem(folder: DataFolder) -> str | None:
-    """Return what SQLite finds wrong with the queue's file, which it reads in full; None for a good one, or none."""
+    """Return the problem that SQLite finds in the queue's file, read in full; None if intact or missing."""
     try:
         with _queue(folder, any_tables=True) as connection:
             if connection is None:
@@ -190,13 +190,13 @@ def _done_sums(folder: DataFolder) -> dict[str, tuple[int, int, int]]:
 
 
 def _sums(indexes: np.ndarray) -> tuple[int, int, int]:
-    """What tells one set of task indexes from another: their number, their sum, and one of their squares."""
+    """Return a fingerprint of a set of task indexes: their number, their sum, and the sum of their squares."""
     return len(indexes), int(indexes.sum()), int((indexes * indexes % _PRIME).sum())
 
 
 @contextlib.contextmanager
 def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.Connection | None]:
-    """The queue's file opened for reading, also in a folder that may only be read; None where there is no queue.
+    """Open the queue's file for reading, also in a read-only folder; None if there is no queue.
 
     With `any_tables` also a file that has not a queue's tables.
     """
@@ -208,7 +208,7 @@ def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.
         try:
             connection = held.enter_context(_opened(path))
         except sqlite3.OperationalError as error:
-            # Without write permission, SQLite cannot share the log of changes; whatever else fails is not ours to mend.
+            # Without write permission, SQLite cannot share the log of changes; other errors cannot be handled here.
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
             try:

@@ -56,7 +56,7 @@ _CHUNK_RUNS = 2_000
 _FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "jobs": 500_000}
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
-_TOLD = ("citation", "creators", "url", "version")  # what is said to be missing where it is
+_TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class PublishSettings:
 
 @dataclass
 class PublishReport:
-    """What was published. Sizes in bytes."""
+    """The result of a publication. Sizes in bytes."""
 
     root: Path
     snapshot: str
@@ -120,21 +120,21 @@ class PublishReport:
     missing: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The report in words."""
+        """Return the report as lines of text."""
         rows = ", ".join(f"{count:,} {table}" for table, count in self.rows.items())
         lines = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
         lines += [f"left out: {count:,} runs, {why}" for why, count in self.left_out.items()]
         if self.findings:
-            lines.append(f"{self.findings} checks found something; the card tells what")
+            lines.append(f"{self.findings} checks found something; the card lists it")
         if self.missing:
             lines.append(f"not given, and so not in the card or {METADATA}: {', '.join(self.missing)}")
         return lines
 
 
 def publish(settings: PublishSettings) -> PublishReport:
-    """Write the snapshot that `settings` names as a data set; the newest by default, or one that is taken now.
+    """Write the snapshot that `settings` names as a data set; by default the newest, or a new one.
 
-    The folder appears whole or not at all. Raises `UsageError` for a snapshot without such runs, or a damaged one.
+    The folder appears whole or not at all. Raises `UsageError` for a damaged snapshot, or one without such runs.
     """
     folder = DataFolder.resolve(settings.data).open()
     with disk_errors_named(), _chosen(folder, settings.snapshot) as snapshot:
@@ -178,7 +178,7 @@ def _published(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Folders of earlier calls that were killed, a day ago or longer."""
+    """Delete the folders that killed calls left at least a day ago."""
     for path in root.parent.glob(f".{glob.escape(root.name)}.{'?' * _TOKEN_CHARACTERS}{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
@@ -187,7 +187,7 @@ def _remove_abandoned(root: Path) -> None:
 
 @contextlib.contextmanager
 def _chosen(folder: DataFolder, name: str | None) -> Iterator[Snapshot]:
-    """The snapshot to publish: the one named, the newest, or one that is taken now, and goes again on any error."""
+    """Yield the snapshot to publish: the one named, the newest, or a new one, which any error removes again."""
     there = [find_snapshot(folder, name)] if name is not None else snapshots(folder)
     if there:
         yield there[-1]
@@ -231,7 +231,7 @@ class _Writer:
             writer.close()
 
     def abandon(self) -> None:
-        """Let go of the file after an error; closing writes a footer, which fails again on a full disk."""
+        """Abandon the file after an error; closing it would write a footer, which fails again on a full disk."""
         with contextlib.suppress(OSError, pa.ArrowException):
             self.close()
 
@@ -262,7 +262,7 @@ def _write_tables(
 def _write_runs(
     connection: WarehouseConnection, chosen: str, settings: PublishSettings, runs: _Writer, telemetry: _Writer
 ) -> set[str]:
-    """Write the chosen runs and their samples; the jobs that they are of."""
+    """Write the chosen runs and their samples; return the ids of their jobs."""
     jobs: set[str] = set()
     for rows in _chunks(connection, chosen):
         ids = [row["run_id"] for row in rows]
@@ -283,7 +283,7 @@ def _write_runs(
 
 
 def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
-    """The chosen rows of `runs`, sorted by family and run_id, each list of one family."""
+    """Yield lists of the chosen rows of `runs`, sorted by family and run_id, each list of one family."""
     columns = ", ".join(RUN_SCHEMA.names)
     families = connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen} ORDER BY family").fetchall()
     for (family,) in families:
@@ -291,8 +291,8 @@ def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[
         last = None
         while True:
             after = "" if last is None else f"AND run_id > {sql_text(last)}"
-            found = connection.sql(f"{of_family} {after} ORDER BY run_id LIMIT {_CHUNK_RUNS}").to_arrow_table()
-            rows = found.cast(naive(RUN_SCHEMA)).to_pylist()
+            table = connection.sql(f"{of_family} {after} ORDER BY run_id LIMIT {_CHUNK_RUNS}").to_arrow_table()
+            rows = table.cast(naive(RUN_SCHEMA)).to_pylist()
             if not rows:
                 break
             yield rows
@@ -300,29 +300,29 @@ def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[
 
 
 def _count_left_out(connection: WarehouseConnection, chosen: str, report: PublishReport) -> None:
-    found = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
-    report.left_out = {f"source {source}": count for source, count in found.fetchall()}
+    counts = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
+    report.left_out = {f"source {source}": count for source, count in counts.fetchall()}
     ((attempts,),) = connection.execute(f"SELECT count(*) FROM attempts WHERE final IS FALSE AND {chosen}").fetchall()
     if attempts:
         report.left_out["attempts whose labels were not trusted, measured again"] = attempts
 
 
 def _filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
-    """The columns that have a value, and those that always are there."""
+    """Return the columns that have a value, and those that are always published."""
     counts = ", ".join(f"count({name})" for name in schema.names)
-    (found,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
+    (value_counts,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
     return pa.schema(
         [
             column
-            for column, count in zip(schema, found, strict=True)
+            for column, count in zip(schema, value_counts, strict=True)
             if column.name in _ALWAYS[view] or (count and column.name not in _PRIVATE)
         ]
     )
 
 
 def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
-    found = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
-    rows = [row for row in found if row["job_id"] in wanted]
+    jobs = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
+    rows = [row for row in jobs if row["job_id"] in wanted]
     for row in rows:
         if row["submitted_at"] is not None:
             row["submitted_at"] = row["submitted_at"].replace(tzinfo=datetime.UTC)
@@ -381,7 +381,7 @@ def _card(
 
 
 def entry(cfg: DictConfig) -> int:
-    """Publish what `cfg` names and say what was written."""
+    """Publish the snapshot that `cfg` names and print the report."""
     print("\n".join(publish(PublishSettings(**plain_values(cfg))).lines()))
     return 0
 

@@ -1,7 +1,7 @@
 """Readers of published files of measurements: GPUMemNet's sets, timm models and well-known models on an A100.
 
-Start reading at `read_published`. Formats are told by their header; a row is never dropped: what cannot be a label
-has the status `invalid` and says why. Whoever needs models or torch for these rows is not here.
+Start reading at `read_published`. The header determines the format. No row is dropped: an impossible label has the
+status `invalid` and a reason. Nothing here needs models or torch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PublishedRow:
 
     @property
     def module(self) -> str:
-        """What the row is grouped by: topology of a configuration, module of a model."""
+        """Return the row's group: the topology of a configuration, or the module of a model."""
         if self.family is None:
             return self.group or self.model or "unknown"
         topology = self.config.get("topology")
@@ -83,15 +83,15 @@ class PublishedFile:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows by status, and by reason among those that are no plain `ok`."""
-        found = Counter(row.status for row in self.rows)
-        found.update(f"{row.status}: {row.reason}" for row in self.rows if row.reason)
-        return dict(sorted(found.items()))
+        """Return the number of rows by status, and by status and reason where there is a reason."""
+        row_counts = Counter(row.status for row in self.rows)
+        row_counts.update(f"{row.status}: {row.reason}" for row in self.rows if row.reason)
+        return dict(sorted(row_counts.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What `read_published` found: files in alphabetical order, and a folder's CSV files that are none of these."""
+    """Result of `read_published`: files in alphabetical order, and the folder's CSV files of unknown form."""
 
     files: tuple[PublishedFile, ...]
     others: tuple[Path, ...] = ()
@@ -100,8 +100,8 @@ class Published:
 def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str] = ()) -> Published:
     """Read one file, several, or every recognised CSV file right in a folder; `stems` names some of them.
 
-    Raises `UsageError` for a path that isn't there, a file that is named and has no known header, a stem that the
-    folder lacks, and a folder without any such file.
+    Raises `UsageError` for a path that does not exist, a named file without a known header, a stem that the folder
+    lacks, and a folder without any such file.
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     files: dict[str, PublishedFile] = {}
@@ -132,7 +132,7 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
 
 
 def read_recognised(path: Path) -> PublishedFile | None:
-    """One file; None where its header is none of the known ones, or it is no CSV file."""
+    """Read one file; None if it is no CSV file or its header is unknown."""
     try:
         return _read_file(path)
     except _UnknownHeader:
@@ -140,7 +140,7 @@ def read_recognised(path: Path) -> PublishedFile | None:
 
 
 def timm_config(row: PublishedRow) -> dict[str, object]:
-    """The trial config of a row of a timm model, complete, in mapping form.
+    """Return the complete trial config of a timm model's row, in mapping form.
 
     The optimizer was not recorded. The measured peaks hold one copy of the parameters besides weights and gradients:
     with none, large models at small batches come out a copy too low; with Adam's two, several take less than their
@@ -160,11 +160,11 @@ class _UnknownHeader(UsageError):
     pass
 
 
-def _keep(files: dict[str, PublishedFile], found: PublishedFile) -> None:
-    stem = found.path.stem
+def _keep(files: dict[str, PublishedFile], file: PublishedFile) -> None:
+    stem = file.path.stem
     if stem in files:
-        raise UsageError(f"two files are called {stem}: {files[stem].path} and {found.path}; read one at a time")
-    files[stem] = found
+        raise UsageError(f"two files are called {stem}: {files[stem].path} and {file.path}; read one at a time")
+    files[stem] = file
 
 
 def _read_file(path: Path) -> PublishedFile:
@@ -184,7 +184,7 @@ def _read_file(path: Path) -> PublishedFile:
 
 @contextlib.contextmanager
 def wide_cells() -> Iterator[None]:
-    """While entered, the csv module reads cells of any size that these files have."""
+    """Let the csv module read cells as large as these files have."""
     before = csv.field_size_limit(_CELL_CHARACTERS)
     try:
         yield
@@ -193,7 +193,7 @@ def wide_cells() -> Iterator[None]:
 
 
 def known_headers() -> str:
-    """The forms with their columns, for messages."""
+    """Return the known forms with their columns, for messages."""
     return "; ".join(f"{form} ({', '.join(sorted(columns))})" for form, (columns, _) in _FORMS.items())
 
 
@@ -207,16 +207,16 @@ def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[Published
             config = settle_pooling(parse_filename(row["Filename"] or ""), parameters)
         except ValueError as error:
             problem = f"{error}"
-        said = (row.get("Status") or "").strip()
-        status = STATUS.get(said, "invalid") if "Status" in row else "ok"
+        status_cell = (row.get("Status") or "").strip()
+        status = STATUS.get(status_cell, "invalid") if "Status" in row else "ok"
         if status == "invalid":
-            problem = problem or f"status {said or 'missing'}"
+            problem = problem or f"status {status_cell or 'missing'}"
         if to_number(row.get("Depth")) == 0:
             problem = problem or "never started: depth 0"
         elif not memory or memory < 0:
             problem = problem or "never started: no memory"
-        told = to_number(row.get("Batch Size"))
-        if config and told is not None and told != config["batch_size"]:
+        written_batch_size = to_number(row.get("Batch Size"))
+        if config and written_batch_size is not None and written_batch_size != config["batch_size"]:
             problem = problem or "batch size is not the one in the file name"
         yield PublishedRow(
             file=stem,
@@ -237,12 +237,12 @@ def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[Published
 
 
 def _read_timm(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
-    found = []
+    published_rows = []
     for number, row in enumerate(rows, start=1):
         peak = to_number(row.get("faketensor_peak_mib"))
         estimates = {} if peak is None else {"faketensor": peak}
-        found.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
-    return iter(_judge_batches(found))
+        published_rows.append(_named(stem, number, row, row["max_gpu_memory_mib"], row["module"], estimates))
+    return iter(_judge_batches(published_rows))
 
 
 def _read_models(stem: str, rows: list[dict[str, str]]) -> Iterator[PublishedRow]:
@@ -282,7 +282,7 @@ def _named(
 
 
 class _Measured(NamedTuple):
-    """What is judged of a row that trained: its place among the rows, batch and memory."""
+    """A row that trained, as it is judged: its place among the rows, batch and memory."""
 
     place: int
     batch_size: int

@@ -52,7 +52,7 @@ _UNBOUNDED = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class QuerySettings:
-    """What to ask, and where the answer goes."""
+    """A query and where its answer goes."""
 
     sql: str
     format: str = "table"
@@ -71,7 +71,7 @@ class QuerySettings:
 
 
 def entry(cfg: DictConfig) -> int:
-    """Run the query that `cfg` holds."""
+    """Run the query of `cfg`."""
     settings = QuerySettings(
         sql=str(cfg.sql), format=cfg.format, out=cfg.out, max_rows=cfg.max_rows, snapshot=cfg.snapshot,
         data=cfg.data,
@@ -81,7 +81,7 @@ def entry(cfg: DictConfig) -> int:
 
 
 def run_query(settings: QuerySettings, stdout: TextIO) -> None:
-    """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for SQL that is wrong."""
+    """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for wrong SQL."""
     folder = DataFolder.resolve(settings.data)
     with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explained(folder):
         target = None if settings.out is None else checked_output(settings.out, data=[folder.root])
@@ -118,7 +118,7 @@ def _write_answer(
                 begun.release()
                 text.flush()
             finally:
-                text.detach()  # the file is closed by whoever opened it
+                text.detach()  # the caller that opened the file closes it
 
 
 class _HeldBack(io.StringIO):
@@ -150,7 +150,7 @@ class _HeldBack(io.StringIO):
 
 
 def _is_of_output(error: Exception) -> bool:
-    """Whether writing failed rather than reading: what the system says has a number."""
+    """Return whether writing failed rather than reading: only system errors have a number."""
     return isinstance(error, OSError) and error.errno is not None
 
 
@@ -159,7 +159,7 @@ def _only_statement(connection: WarehouseConnection, sql: str) -> str:
     if len(statements) != 1:
         raise UsageError(f"give one SQL statement, got {len(statements)}")
     (statement,) = statements
-    # The connection cannot write whatever the statement is. This says so in words, before anything runs.
+    # The connection cannot write in any case. This check gives a clear message before anything runs.
     inner = _explained_statement(connection, statement) if statement.type == _EXPLAIN else statement
     if inner.type != duckdb.StatementType.SELECT:
         raise UsageError(
@@ -170,7 +170,7 @@ def _only_statement(connection: WarehouseConnection, sql: str) -> str:
 
 
 def _explained_statement(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
-    """What an EXPLAIN is of, parsed by DuckDB; the statement itself if that cannot be told."""
+    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is no EXPLAIN."""
     text = statement.query
     try:
         inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))
@@ -261,7 +261,7 @@ FORMATS = (*_TEXT_FORMATS, "parquet")
 
 
 def _reader(relation: WarehouseRelation) -> pa.RecordBatchReader:
-    """The answer in batches; DuckDB renamed the method in 2.0."""
+    """Return the answer in batches; DuckDB 2.0 renamed the method."""
     start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
     reader: pa.RecordBatchReader = getattr(relation, start)(_BATCH_ROWS)
     return reader
@@ -313,7 +313,7 @@ def _json_value(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _explained(folder: DataFolder) -> Iterator[None]:
-    """DuckDB's message as a whole (it has the position and what was probably meant), in our error.
+    """Return our error with DuckDB's whole message, which has the position and a suggestion.
 
     Not for an unknown table: DuckDB then proposes tables of its own.
     """

@@ -1,4 +1,4 @@
-"""A copy of the queue's file, for who only looks at it in a folder that cannot be written to.
+"""Copies the queue's file, so that it can be read in a read-only folder.
 
 Start reading at `queue_copy`. SQLite needs to write beside a file in WAL mode, even to read it.
 """
@@ -20,9 +20,9 @@ _PARTS = ("", "-wal")  # the shared memory beside them is made anew from these
 
 @contextlib.contextmanager
 def queue_copy(path: Path) -> Iterator[Path]:
-    """Give the path of a temporary copy of the queue, its log of changes included.
+    """Yield the path of a temporary copy of the queue, with its log of changes.
 
-    Raises `EnvironmentProblem` where somebody writes to it all the time, `OSError` where it cannot be read.
+    Raises `EnvironmentProblem` if another process keeps writing to it, `OSError` if it cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="gpufarm-queue-") as folder:
         copy = Path(folder, path.name)
@@ -31,7 +31,7 @@ def queue_copy(path: Path) -> Iterator[Path]:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy the database and its log of changes; again where somebody wrote meanwhile."""
+    """Copy the database and its log of changes; repeat if another process wrote meanwhile."""
     for _ in range(_COPY_TRIES):
         before = _state(path)
         for suffix in _PARTS:
@@ -42,7 +42,7 @@ def _copy(path: Path, copy: Path) -> None:
         for suffix in _PARTS:
             Path(f"{copy}{suffix}").unlink(missing_ok=True)
     raise EnvironmentProblem(
-        f"{path} cannot be copied: somebody writes to it all the time; try again, or where it can be written"
+        f"{path} cannot be copied: another process keeps writing to it; try again, or use a writable folder"
     )
 
 

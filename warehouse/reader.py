@@ -48,7 +48,7 @@ _DERIVED = tuple(
 
 
 class _Opened:
-    """What the connection and its cursors share: the folder's files, and the lock that keeps compaction's hands off."""
+    """State shared by a connection and its cursors: the folder's files, and the lock against deletion by compaction."""
 
     def __init__(self, files: FolderFiles, lock: int | None, spill: Path) -> None:
         self.files = files
@@ -73,7 +73,7 @@ def _removed(spill: Path, pid: int) -> None:
 
 
 class _Planned:
-    """Passes everything on to a DuckDB object; what fails for the sake of a file is done again without it."""
+    """Forwards everything to a DuckDB object, and repeats calls that fail because of a file without this file."""
 
     def __init__(self, wrapped: Any, opened: _Opened) -> None:
         self._wrapped = wrapped
@@ -104,7 +104,7 @@ class _Planned:
         return self._own(self._again(lambda: getattr(self._wrapped, name)(*args, **options)))
 
     def _again(self, act: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
-        """What `act` returns, tried again for as long as it fails because files went away or turned out damaged."""
+        """Return the result of `act`, repeated while it fails because files vanished or are damaged."""
         files = self._opened.files
         for _ in range(_ATTEMPTS):
             failures, lost = files.failures, files.lost
@@ -199,9 +199,9 @@ class WarehouseConnection(_Planned):
         return self._opened.files.damaged
 
     def leave_out_damaged(self) -> bool:
-        """Look for damaged files among those that queries have read, and leave them out; whether there are new ones.
+        """Leave out damaged files among those that queries have read; return whether there are new ones.
 
-        For whoever reads a stream of rows that failed; each file is named on stderr.
+        For callers whose stream of rows failed; each file is reported on stderr.
         """
         return bool(self._opened.files.leave_out_damaged())
 
@@ -240,7 +240,7 @@ class WarehouseConnection(_Planned):
         return self._own(result)
 
     def _buffered(self, name: str, size: int = 1) -> Any:
-        """Rows as DuckDB would hand them out, of those that have been fetched all at once."""
+        """Rows that were fetched all at once, handed out as DuckDB would."""
         assert self._rows is not None
         if name == "fetchone":
             return self._rows.popleft() if self._rows else None
@@ -261,7 +261,7 @@ class WarehouseConnection(_Planned):
 
 
 def is_of_the_statement(error: Exception) -> bool:
-    """Whether DuckDB's error, or Arrow's of a stream of DuckDB's, is the user's SQL's, whatever the files hold."""
+    """Return whether an error of DuckDB, or of Arrow on its stream, is due to the user's SQL and not to a file."""
     if isinstance(error, duckdb.Error) and not isinstance(error, _OF_EITHER):
         return isinstance(error, _OF_THE_STATEMENT)
     text = str(error)
@@ -271,5 +271,5 @@ def is_of_the_statement(error: Exception) -> bool:
 
 
 def _bare(value: Any) -> Any:
-    """DuckDB's own object of one of ours, as its functions take no other."""
+    """Return the DuckDB object that one of ours wraps, as DuckDB's functions take no other."""
     return value._wrapped if isinstance(value, _Planned) else value

@@ -1,4 +1,4 @@
-"""Keeps what was read of a file in memory while the file stays the same, by its inode, size and time.
+"""Caches what was read from a file while the file stays the same, judged by inode, size and time.
 
 Start reading at `remembered`.
 """
@@ -20,25 +20,25 @@ _lock = threading.Lock()
 def remembered(
     path: Path,
     read: Callable[[], T],
-    what: Hashable,
+    part: Hashable,
     memory: dict[Hashable, Any] = _memory,
     most: int = _MOST,
 ) -> T:
-    """Return what `read` gives of a file, read once in a process while the file stays the same.
+    """Return the result of `read`, which is called once per process while the file stays the same.
 
-    `what` tells apart what is read of one file. Raises what `read` raises, and `OSError` where there is no file.
+    `part` names which content of the file is read. Raises what `read` raises, and `OSError` where there is no file.
     """
-    return remembered_by((file_key(path), what), read, memory, most)
+    return remembered_by((file_key(path), part), read, memory, most)
 
 
 def file_key(path: Path) -> Hashable:
-    """Return what changes when the file is replaced or written. Raises `OSError` where there is no file."""
+    """Return a key that changes when the file is replaced or written. Raises `OSError` if there is no file."""
     status = os.stat(path)
     return str(path), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def remembered_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory, most: int = _MOST) -> T:
-    """Return what `read` gives, read once in a process for each key. `memory` is emptied once it holds `most`."""
+    """Return the result of `read`, called once per process and key. `memory` is emptied at `most` entries."""
     with _lock:
         if key in memory:
             known: T = memory[key]

@@ -1,4 +1,4 @@
-"""What a run and a telemetry sample are: the Arrow schemas, their words and their units.
+"""The Arrow schemas of runs and telemetry samples, with their words and units.
 
 Start reading at `RUN_SCHEMA`. Every column that can be missing is NULL when it was not measured; ratios lie in
 [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION` grows; older files stay
@@ -15,7 +15,7 @@ STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
 OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
 # Whether a run's labels can be relied on. `suspect`: something was odd, and the labels that it touches say so;
-# `untrusted`: they must not be learned from. NULL: nobody judged (imported rows, older files).
+# `untrusted`: they must not be learned from. NULL: not judged (imported rows, older files).
 QUALITIES = ("trusted", "suspect", "untrusted")
 # What a telemetry row is: a reading of its own; one that the source had served before; no reading; or a reading that
 # its circumstances (`reasons`) put in doubt.

@@ -1,6 +1,6 @@
-"""Mends merged files and listings that a kill, a damaged disk or somebody left as compaction would not have.
+"""Repairs merged files and listings after kills, disk damage and foreign changes.
 
-Start reading at `settled_listings`. Nothing is believed that the rows do not prove (`warehouse.held_rows`).
+Start reading at `settled_listings`. Only rows count as proof (`warehouse.held_rows`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from warehouse.held_rows import Unreadable, run_ids_of, unheld_ids, unproven_sou
 from warehouse.listings import is_whole_listing, read_listings
 from warehouse.merged import MERGED_PREFIX, Listing, has_own_name, is_own_merge, listing_file
 
-REDUNDANT = ""  # said of a merged file whose runs whole files that count hold, too
+REDUNDANT = ""  # of a merged file whose runs intact files that count hold, too
 
 
 def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
-    """The listings whose merged files hold what they hide, mended where they can be; others are named and left alone.
+    """Return the listings whose merged files hold the runs that they hide, after repairs; report the others.
 
-    A listing that hides runs which its merged file does not hold forgets those runs' files: they count again. One
-    whose merged file is gone while everything that it hides is there is set aside, for the same reason.
+    If a merged file lacks hidden runs, their files are removed from its listing and count again. If a merged file is
+    gone while all hidden files exist, its listing is set aside, so they count again too.
     """
     listings = read_listings(folder, kind, report.damaged)
     hidden = {name for listing in listings for name in listing.hidden}
@@ -68,16 +68,16 @@ def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) ->
 
 
 def write_anew(folder: DataFolder, listing: Listing) -> None:
-    """Write a listing in place of what has its name. A folder of that name is set aside."""
+    """Write a listing over any file of its name. A folder of that name is set aside."""
     if listing.file.is_dir():
         set_aside(folder, listing.file, "it is a folder, not a listing")
     listing.write()
 
 
 def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
-    """A merged file without a listing was left by a kill, and its sources still count; or somebody put it there.
+    """Settle a merged file without a listing, which a kill left or somebody put there.
 
-    It goes when it is a merge's own, and whole files that count hold its runs. Otherwise it stays, and is named.
+    It is deleted if a merge wrote it and intact files that count hold its runs. Otherwise it stays and is reported.
     """
     for path in work.folder.partition(kind, family).glob(f"{MERGED_PREFIX}*.parquet"):
         problem = unlisted_problem(work.folder, kind, family, path, work.settings.grace_s, work.now_s)
@@ -90,9 +90,9 @@ def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
 def unlisted_problem(
     folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
 ) -> str | None:
-    """Return what is wrong with a merged file that has no listing; `REDUNDANT` where it may go, None where nothing is.
+    """Return the problem of a merged file without listing; `REDUNDANT` if it may be deleted, None if it has none.
 
-    Nothing is wrong with one that is listed, or younger than `young_s`: it may be landing right now.
+    A listed file has no problem, nor one younger than `young_s`, which may be landing right now.
     """
     if has_own_name(path) and listing_file(folder, kind, path.name).exists():
         return None

@@ -1,4 +1,4 @@
-"""Reads many small Parquet files at once: through DuckDB, which takes a fraction of pyarrow's time for each.
+"""Reads many small Parquet files at once, through DuckDB, which takes a fraction of pyarrow's time.
 
 Start reading at `read_files`; `warehouse.compact` merges what is read here.
 """
@@ -29,17 +29,17 @@ _WHOLE_BYTES = 2**20  # a file up to this size is read at once to verify its che
 
 
 class DamagedContent(ValueError):
-    """A file's checksum says that it is not as it was written."""
+    """The content of a file does not match its checksum."""
 
 
 def read_files(
     paths: Sequence[Path], schema: pa.Schema, most_rows: int, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[tuple[list[Path], pa.Table]]:
-    """(files, their rows) by and by, in the files' order; of many files some `most_rows` rows at once.
+    """Yield (files, their rows) in the files' order, about `most_rows` rows at once.
 
-    Tables have the schema's columns and those that it does not know; files that lack some get NULLs. `unreadable` is
-    told of files that cannot be read or whose checksum is wrong;
-    they are left out. Rows of a file keep their order, and so do files of one schema.
+    Tables have the schema's columns and unknown ones; columns that a file lacks are NULL. Files that cannot be read or
+    have a wrong checksum are left out and passed to `unreadable`. Rows of a file keep their order, and so do files of
+    one schema.
     """
     files: list[Path] = []
     tables: list[pa.Table] = []
@@ -58,7 +58,7 @@ def read_files(
 
 
 def _united(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
-    """One table, which alone holds the rows then: `tables` is emptied."""
+    """Return the concatenated table and empty `tables`, so that the rows are in memory once."""
     united = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive")
     tables.clear()
     return united
@@ -66,7 +66,7 @@ def _united(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
 
 @dataclass
 class _Batch:
-    """What was read of some files: those that are whole, their rows, and the others with the reason."""
+    """Result of reading some files: the intact ones, their rows, and the others with the reason."""
 
     files: list[Path]
     tables: list[pa.Table]
@@ -107,7 +107,7 @@ def _read_singly(
 
 
 def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Batch]]]:
-    """Batches in order, and their tables, while the next ones are read."""
+    """Yield batches and their tables in order, while the next ones are read."""
     readers = min(_MOST_READERS, len(os.sched_getaffinity(0)))
     waiting: deque[tuple[list[Path], Future[_Batch]]] = deque()
     with _connect() as connection, ThreadPoolExecutor(readers) as pool:
@@ -120,9 +120,9 @@ def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Bat
 
 
 def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) -> _Batch:
-    """A table for each set of columns that files have: DuckDB takes half the time where it need not unite them.
+    """Return a table for each set of columns; DuckDB takes half the time when it need not unite them.
 
-    Files whose checksum is wrong are left out. Those without one are read as they are.
+    Files with a wrong checksum are left out. Those without one are read unverified.
     """
     alike: dict[Hashable, list[Path]] = {}
     known: list[bytes] = []
@@ -136,7 +136,7 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
         except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
             batch.damaged.append((path, error))
             continue
-        except ValueError:  # DuckDB says whether it is a file
+        except ValueError:  # DuckDB decides whether it is a Parquet file
             key = path
         batch.files.append(path)
         alike.setdefault(key, []).append(path)
@@ -149,7 +149,7 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
 
 
 def _verified_schema(path: Path, known: Sequence[bytes]) -> bytes:
-    """The bytes of the file's schema. Raises `DamagedContent` where its checksum is wrong, else as `schema_bytes`."""
+    """Return the bytes of the file's schema. Raises `DamagedContent` for a wrong checksum, else as `schema_bytes`."""
     if path.stat().st_size > _WHOLE_BYTES:
         problem, content = checksum_problem(path), None
     else:  # opened once, for both
@@ -164,7 +164,7 @@ def _verified_schema(path: Path, known: Sequence[bytes]) -> bytes:
 def _connect() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
     connection.execute("SET GLOBAL TimeZone = 'UTC'")  # of the timestamps that Arrow gets
-    # DuckDB's own threads gain nothing on small files and cost a fifth; a batch for each of ours is what gains.
+    # DuckDB's own threads cost a fifth on small files and gain nothing; a batch for each of our threads gains.
     connection.execute("SET threads = 1")
     if connection.execute("SELECT 1 FROM duckdb_settings() WHERE name = 'async_threads'").fetchone():  # since 2.0
         connection.execute("SET async_threads = 0")
@@ -180,7 +180,7 @@ def _batches(paths: Sequence[Path]) -> Iterator[list[Path]]:
     size = 0
     for path in paths:
         batch.append(path)
-        with contextlib.suppress(FileNotFoundError):  # whoever reads it says so
+        with contextlib.suppress(FileNotFoundError):  # the reader reports it
             size += path.stat().st_size
         if len(batch) >= _BATCH_FILES or size > _BATCH_BYTES:
             yield batch

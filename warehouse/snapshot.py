@@ -1,4 +1,4 @@
-"""`python -m warehouse.snapshot`: freezes what the warehouse shows under a name, to be read for ever.
+"""`python -m warehouse.snapshot`: freezes the warehouse's rows under a name.
 
 Start reading at `take_snapshot`; `warehouse.connect(snapshot=NAME)` reads one.
 """
@@ -52,13 +52,13 @@ NOW = "now"  # in a diff: the folder as it is
 ALL = "all"  # in verify=
 _SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 _TABLES = (*KINDS, "jobs", "stale", "compactions")
-# Where a hard link cannot be: another file system, none that has them, somebody else's file, or too many of one.
+# Hard links fail across file systems, where there are none, for another user's file, and beyond their maximum.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A file of a snapshot, as it was when the snapshot was taken."""
+    """A file of a snapshot: size, time and hash when the snapshot was taken."""
 
     path: str  # below the snapshot's folder
     bytes: int
@@ -69,7 +69,7 @@ class SnapshotFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What the warehouse showed at one moment: files that nobody changes, and their manifest."""
+    """The warehouse at one moment: files that nobody changes, and their manifest."""
 
     folder: DataFolder  # laid out as a data folder, but none: nothing can be added to it
     name: str
@@ -85,16 +85,16 @@ class Snapshot:
         return sum(file.bytes for file in self.files)
 
     def line(self) -> str:
-        """The snapshot in words."""
+        """Return the snapshot as one line of text."""
         rows = ", ".join(f"{count:,} {view}" for view, count in self.rows.items())
         taken = f"{self.taken_at:%Y-%m-%d %H:%M:%S} UTC"
         left_out = f"; {len(self.left_out):,} damaged files left out" if self.left_out else ""
         return f"{self.name}: {rows}; {len(self.files):,} files, {self.bytes / 2**20:.1f} MiB; taken {taken}{left_out}"
 
     def problems(self, *, hashes: bool = True) -> list[str]:
-        """Every file that is not as it was: gone, of another size, of other content, or added.
+        """Return a line for each file that is missing, changed or added.
 
-        Without `hashes`, content is read only where a file's time says that it was written again.
+        Without `hashes`, content is read only if a file's time has changed.
         """
         problems, root = [], self.folder.root
         for file in self.files:
@@ -103,7 +103,7 @@ class Snapshot:
             except (FileNotFoundError, NotADirectoryError):
                 problems.append(f"{file.path} is gone")
                 continue
-            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be anybody's
+            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be foreign
                 problems.append(f"{file.path} is no plain file of the snapshot")
                 continue
             if status.st_size != file.bytes:
@@ -118,7 +118,7 @@ class Snapshot:
 
 
 def _is_below(root: Path, path: str) -> bool:
-    """Whether the path leads to a file below the folder, by no link and no `..`."""
+    """Return whether the path leads to a file below the folder without links and `..`."""
     real_root = os.path.realpath(root)
     return not os.path.isabs(path) and os.path.realpath(root / path) == f"{real_root}/{os.path.normpath(path)}"
 
@@ -164,18 +164,18 @@ def take_snapshot(
 
 
 def snapshot_names(folder: DataFolder) -> list[str]:
-    """The names of a folder's snapshots, oldest first."""
+    """Return the names of a folder's snapshots, oldest first."""
     return [snapshot.name for snapshot in snapshots(folder)]
 
 
 def snapshots(folder: DataFolder) -> list[Snapshot]:
-    """A folder's snapshots, oldest first. Raises `EnvironmentProblem` for a damaged manifest."""
+    """Return a folder's snapshots, oldest first. Raises `EnvironmentProblem` for a damaged manifest."""
     read = [read_manifest(path) for path in folder.snapshots.glob(f"[!.]*/{MANIFEST}")]
     return sorted(read, key=lambda snapshot: (snapshot.taken_at, snapshot.name))
 
 
 def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
-    """The snapshot of that name; `UsageError` lists those there are. Its files are not looked at."""
+    """Return the snapshot of that name, its files unchecked. Raises `UsageError`, which lists the existing ones."""
     folder.open()
     with contextlib.suppress(ValueError):
         path = folder.snapshots / checked_name("snapshot", str(name)) / MANIFEST
@@ -220,10 +220,10 @@ def _lock(folder: DataFolder, tell: Callable[[str], None] | None) -> Iterator[No
 
 
 def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
-    """Give the files that count a second name in `building`; those that are damaged, which have none there.
+    """Link the files that count into `building`; return the damaged ones, which are left out.
 
-    Runs before telemetry: a run that is there has its samples, which land before it. Samples whose run is not there
-    are of one that is landing, or was lost, and stay out.
+    Runs are linked before telemetry, so every linked run has its samples, which land first. Samples without a run
+    belong to a run that is landing or was lost, and are left out.
     """
     refuse_lost(folder)
     mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
@@ -299,7 +299,7 @@ def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime
 
 
 def _view_rows(building: DataFolder) -> dict[str, int]:
-    """The rows of each view, counted through the views: so what was linked can be read."""
+    """Return the row count of each view; counting through the views proves that the linked files can be read."""
     with duckdb.connect() as connection:
         try:
             for statement in view_statements(building):
@@ -353,7 +353,7 @@ def read_manifest(path: Path) -> Snapshot:
 
 
 def entry(cfg: DictConfig) -> int:
-    """Take a snapshot, list them, or verify some, as `cfg` says. 1 if one is damaged."""
+    """Take, list or verify snapshots, as `cfg` asks. Return 1 if one is damaged."""
     folder = DataFolder.resolve(cfg.data).open()
     if sum((cfg.name is not None, cfg.list, cfg.verify is not None)) > 1:
         raise UsageError("name=, list=true and verify= exclude each other: give one")

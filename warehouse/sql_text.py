@@ -1,4 +1,4 @@
-"""Values and paths as they stand in SQL. Start reading at `sql_text`."""
+"""Quotes values and paths for SQL. Start reading at `sql_text`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def sql_text(value: str) -> str:
-    """The value as a string literal."""
+    """Return the value as a string literal."""
     return "'" + value.replace("'", "''") + "'"
 
 
 def escaped_glob(path: Path) -> str:
-    """The path as a glob that matches itself only."""
+    """Return the path as a glob that matches only itself."""
     return re.sub(r"([\[*?])", r"[\1]", str(path))

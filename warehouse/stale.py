@@ -1,7 +1,7 @@
-"""Marks of labels that no longer hold: which run, which label, and in which environment of its device.
+"""Marks labels that no longer hold in an environment: the run, the label and the environment of its device.
 
 Start reading at `write_marks`; the view `stale` shows them, and `learn.data.load_rows` leaves such rows out while the
-device is in that environment. Nothing is taken away: back in the old environment the rows count again.
+device is in that environment. No row is deleted: in the old environment the rows count again.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Mark:
 
 
 def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked_at: datetime.datetime) -> Path:
-    """Make the marks of one growth cycle durable, all of them or none, in place of those it wrote before.
+    """Write the marks of one growth cycle durably, all or none, in place of its earlier ones.
 
-    The same call writes the same file. Raises `ValueError` for a cycle's name that can be no file's.
+    Equal calls write equal files. Raises `ValueError` if the cycle's name is no valid file name.
     """
     folder.create()
     ordered = sorted(marks, key=lambda mark: (mark.run_id, mark.label))
@@ -63,7 +63,7 @@ def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked
 
 
 def stale_now(connection: duckdb.DuckDBPyConnection | WarehouseConnection, label: str) -> set[str]:
-    """run_ids of the rows whose `label` (a column of `runs`) is stale now.
+    """Return the run_ids of the rows whose `label` (a column of `runs`) is stale now.
 
     Now is the environment of the newest run that is ok on the same device with the same source; others may have ended
     before they could say what they ran in.

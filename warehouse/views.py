@@ -39,7 +39,7 @@ _SQL_TYPES = {
 
 
 def refresh(folder: FolderLayout) -> None:
-    """Write `warehouse.duckdb` anew unless it fits (it does not after the folder moved or the schema grew).
+    """Rewrite `warehouse.duckdb` unless it is current; it is not after the folder moved or the schema grew.
 
     Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
     """
@@ -55,7 +55,7 @@ def refresh(folder: FolderLayout) -> None:
 
 
 def view_statements(folder: FolderLayout) -> list[str]:
-    """The SQL that makes the views of a folder, for any DuckDB client: they read the files by their paths."""
+    """Return the SQL that creates a folder's views for any DuckDB client; they read the files by their paths."""
     snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
     # A folder from before there were marks has no file of them.
     marks = f"SELECT {', '.join(_typed_nulls(STALE_SCHEMA))} WHERE false"
@@ -71,13 +71,13 @@ def view_statements(folder: FolderLayout) -> list[str]:
 
 
 def reading_statements() -> list[str]:
-    """The SQL that makes the same views for `warehouse.connect`, whose file system knows which files count."""
+    """Return the SQL that creates the same views for `warehouse.connect`, whose file system knows which files count."""
     from warehouse.folder_files import files_of
 
     schemas = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 
     def read(kind: str) -> str:
-        # With the columns said, no file is opened before its rows are wanted. A column that a file lacks is NULL.
+        # With explicit columns, no file is opened before its rows are needed. A column that a file lacks is NULL.
         columns = ", ".join(
             f"{sql_text(field.name)}: {{name: {sql_text(field.name)}, type: '{_SQL_TYPES[field.type]}', "
             "default_value: NULL::VARCHAR}"
@@ -116,7 +116,7 @@ def _statements(attempts: str, telemetry: str, job_rows: str, marks: str) -> lis
 
 
 def _stale_view(marks: str) -> str:
-    """Each mark once, however many cycles made it: the first."""
+    """Return the SQL of the view `stale`: each mark once, from the first cycle that made it."""
     same = ", ".join(("run_id", "label", *ENVIRONMENT))
     return f"""SELECT {_columns(STALE_SCHEMA, "mark")} FROM ({marks}) AS mark
             QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY mark.marked_at, mark.cycle) = 1"""
@@ -178,7 +178,7 @@ def build(folder: FolderLayout, path: Path) -> None:
 
 
 def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str]) -> None:
-    """Make the views, and one that says what they are of."""
+    """Create the views, and one with the version that they belong to."""
     for statement in statements:
         connection.execute(statement)
     connection.execute(

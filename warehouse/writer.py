@@ -1,4 +1,4 @@
-"""Lands runs in the warehouse: checked against the schema, telemetry before its run, each file whole or not there.
+"""Lands runs in the warehouse: checks them against the schema, then writes telemetry before its run, atomically.
 
 Start reading at `RunWriter.write`.
 """
@@ -39,14 +39,14 @@ WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telem
 
 
 class RunWriter:
-    """Writes runs and job snapshots into a data folder, which it makes if need be. One process may hold several."""
+    """Writes runs and job snapshots into a data folder, which it creates if missing. A process may hold several."""
 
     def __init__(self, folder: DataFolder):
         self._folder = folder.create()
         self._merged = MergedIndex(self._folder)
 
     def write(self, run: Run | Mapping[str, Any], telemetry: pa.Table) -> Path:
-        """Make a run durable; the path of the file that holds its row.
+        """Make a run durable; return the path of the file that holds its row.
 
         Args:
             run: a `Run`, or its columns by name; absent ones are NULL.
@@ -67,21 +67,21 @@ class RunWriter:
         if landed is not None:
             return landed
         name = f"{run_id}.parquet"
-        # Telemetry first: whoever sees the run sees its samples.
+        # Telemetry first, so readers of the run see its samples.
         _write(self._folder.partition("telemetry", family) / name, samples)
         _write(runs / name, run_row)
         return runs / name
 
     def has_landed(self, family: str, run_id: str) -> bool:
-        """Whether a run is durable, in a file of its own or merged."""
+        """Return whether a run is durable, in its own file or a merged one."""
         if (self._folder.partition("runs", family) / f"{run_id}.parquet").exists():
             return True
         return self._merged.file_with(family, run_id) is not None
 
     def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
-        """Make runs of one family durable in one file, all of them or none; its path. They have no telemetry.
+        """Make runs of one family durable in one file, all or none, without telemetry; return its path.
 
-        Whether some of them have landed before is not looked up. Raises as `write` does, with nothing written.
+        Does not check whether some have landed before. Raises as `write` does, with nothing written.
         """
         families = {run.get("family") for run in runs}
         if len(families) != 1:
@@ -101,13 +101,13 @@ class RunWriter:
 
 
 def run_table(run: Mapping[str, Any]) -> pa.Table:
-    """One row of `RUN_SCHEMA`; `ValueError` lists every rule that `run` breaks."""
+    """Return the run as one row of `RUN_SCHEMA`. Raises `ValueError` listing every rule that `run` breaks."""
     return _one_row(run, RUN_SCHEMA, "run", run_problems(run))
 
 
 def run_problems(run: Mapping[str, Any]) -> list[str]:
-    """The rules that the values of `run` break, each beginning with its column; types are not checked."""
-    found = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
+    """Return the rules that the values of `run` break, each beginning with its column; types are not checked."""
+    problems = [f"{name} is required" for name in REQUIRED if run.get(name) is None]
     for name, known in (
         ("status", STATUSES),
         ("source", SOURCES),
@@ -115,28 +115,28 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
         ("quality", QUALITIES),
     ):
         if run.get(name) is not None and run[name] not in known:
-            found.append(f"{name} must be one of {', '.join(known)}, got {run[name]!r}")
+            problems.append(f"{name} must be one of {', '.join(known)}, got {run[name]!r}")
     for name, value in run.items():
         if isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{name} must be a finite number or None, got {value!r}")
+            problems.append(f"{name} must be a finite number or None, got {value!r}")
         elif name in RUN_RATIOS and isinstance(value, int | float) and not 0 <= value <= 1:
-            found.append(f"{name} must be in [0, 1], got {value!r}")
+            problems.append(f"{name} must be in [0, 1], got {value!r}")
     for name in ("run_id", "family"):
         if run.get(name) is not None:
             try:
                 checked_name(name, run[name])
             except ValueError as error:
-                found.append(str(error))
+                problems.append(str(error))
     if is_merged_name(f"{run.get('run_id')}.parquet"):
-        found.append(f"run_id must not look like a merged file, got {run['run_id']!r}")
-    return found
+        problems.append(f"run_id must not look like a merged file, got {run['run_id']!r}")
+    return problems
 
 
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
-    """The samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL; `ValueError` as `run_table`."""
+    """Return the samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL. Raises as `run_table`."""
     if not isinstance(telemetry, pa.Table):
         raise ValueError(f"telemetry must be a pyarrow.Table, got {type(telemetry).__name__}")
-    found = _unknown(telemetry.column_names, TELEMETRY_SCHEMA)
+    problems = _unknown(telemetry.column_names, TELEMETRY_SCHEMA)
     rows, columns = telemetry.num_rows, []
     for field in TELEMETRY_SCHEMA:
         if field.name not in telemetry.column_names:
@@ -148,38 +148,38 @@ def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
             try:
                 column = column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                found.append(f"{field.name}: {error}")
+                problems.append(f"{field.name}: {error}")
                 continue
         columns.append(column)
         if column.null_count == rows:
             continue
         if field.name == "run_id" and (column.null_count or pc.any(pc.not_equal(column, run_id)).as_py()):
-            found.append(f"run_id must be {run_id!r} in every row")
+            problems.append(f"run_id must be {run_id!r} in every row")
         elif field.name in WORDS and not pc.all(pc.is_in(column.drop_null(), pa.array(WORDS[field.name]))).as_py():
-            found.append(f"{field.name} must be one of {', '.join(WORDS[field.name])} or NULL")
+            problems.append(f"{field.name} must be one of {', '.join(WORDS[field.name])} or NULL")
         elif pa.types.is_floating(field.type) and not pc.all(pc.is_finite(column)).as_py():
-            found.append(f"{field.name} must be finite or NULL")
+            problems.append(f"{field.name} must be finite or NULL")
         elif field.name in TELEMETRY_RATIOS:
             low, high = pc.min_max(column).as_py().values()
             if low < 0 or high > 1:
-                found.append(f"{field.name} must be in [0, 1], got {low!r} to {high!r}")
+                problems.append(f"{field.name} must be in [0, 1], got {low!r} to {high!r}")
     if rows and "t_ms" not in telemetry.column_names:
-        found.append("t_ms is required")
-    if found:
-        raise ValueError("telemetry breaks the schema: " + "; ".join(found))
+        problems.append("t_ms is required")
+    if problems:
+        raise ValueError("telemetry breaks the schema: " + "; ".join(problems))
     return pa.Table.from_arrays(columns, schema=TELEMETRY_SCHEMA)
 
 
-def _one_row(values: Mapping[str, Any], schema: pa.Schema, what: str, found: list[str]) -> pa.Table:
-    found = found + _unknown(values, schema)
+def _one_row(values: Mapping[str, Any], schema: pa.Schema, table_name: str, problems: list[str]) -> pa.Table:
+    problems = problems + _unknown(values, schema)
     arrays = []
     for field in schema:
         try:
             arrays.append(pa.array([values.get(field.name)], field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
-            found.append(f"{field.name} must be {field.type}, got {values[field.name]!r} ({error})")
-    if found:
-        raise ValueError(f"{what} breaks the schema: " + "; ".join(found))
+            problems.append(f"{field.name} must be {field.type}, got {values[field.name]!r} ({error})")
+    if problems:
+        raise ValueError(f"{table_name} breaks the schema: " + "; ".join(problems))
     return pa.Table.from_arrays(arrays, schema=schema)
 
 

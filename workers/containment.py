@@ -1,4 +1,4 @@
-"""Keeps a trial's processes together, so that all of them can be ended: subreapers, and a control group where allowed.
+"""Keeps a trial's processes together so that all can be ended: subreapers, and a control group where allowed.
 
 Start reading at `end_below`. A process below a subreaper cannot leave: when its parent ends it becomes the subreaper's
 child, whatever session, group, environment or descriptors it gave up (prctl(2), PR_SET_CHILD_SUBREAPER). Linux only;
@@ -23,19 +23,19 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
 def become_subreaper() -> None:
-    """Become the parent of every process below that loses its own. Whoever calls this must reap them."""
+    """Become the parent of every descendant that loses its own parent. The caller must reap them."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent dies, whatever the reason (the parent has one thread only)."""
+    """Have the kernel send this process SIGKILL when its parent dies. The parent must have a single thread."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process, zombies among them; none for one that is gone.
+    """Return the children of a process, zombies included; none if the process is gone.
 
     The kernel lists them by thread (CONFIG_PROC_CHILDREN); without that list the whole process table is read.
     """
@@ -57,12 +57,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def lists_children() -> bool:
-    """Whether the kernel lists each thread's children."""
+    """Return whether the kernel lists each thread's children."""
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
-    """Every process below one, without `spared` and what is below these."""
+    """Return all descendants of a process, without `spared` and their descendants."""
     below: dict[int, None] = {}
     todo = [pid]
     while todo:
@@ -74,9 +74,9 @@ def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
 
 
 def end_below(pid: int, spared: Collection[int] = (), group: ControlGroup | None = None) -> tuple[int, int]:
-    """Kill and reap what is below this process (`pid` is its own), without `spared` and what is below these.
+    """Kill and reap all descendants of this process (`pid` is its own), without `spared` and their descendants.
 
-    Returns how many living processes had to be killed, and how many are still there after ten seconds.
+    Returns the number of living processes that were killed, and of those that still exist after ten seconds.
     """
     killed: set[int] = set()
     give_up = time.monotonic() + _END_S
@@ -100,7 +100,7 @@ def end_below(pid: int, spared: Collection[int] = (), group: ControlGroup | None
 
 
 def kill(pid: int) -> bool:
-    """SIGKILL for one process. False when it has ended, or is none of ours."""
+    """Send SIGKILL to one process. Return False if it has ended or belongs to another user."""
     try:
         if _is_zombie(pid):
             return False
@@ -111,7 +111,7 @@ def kill(pid: int) -> bool:
 
 
 def _reap(pid: int) -> bool:
-    """Whether the process was a child of ours that has ended; it is gone then."""
+    """Reap the process; return whether it was an ended child of ours."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -123,7 +123,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _stat(pid: int | str) -> list[bytes]:
-    """The fields of /proc/PID/stat after the name, which may hold anything: state, parent, ..."""
+    """Return the fields of /proc/PID/stat after the name, which may hold any text: state, parent, ..."""
     with open(f"/proc/{pid}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()
 
@@ -140,14 +140,14 @@ def _parents() -> dict[int, int]:
 
 
 class ControlGroup:
-    """A control group (version 2) of a trial's own, below that of its server. All of it ends with one write."""
+    """A trial's own control group (version 2), below that of its server. One write kills all its processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def below(cls, parent: ControlGroup | None, name: str) -> ControlGroup | None:
-        """Make one; None where it cannot be had."""
+        """Create a group; return None if that is not possible."""
         if parent is None:
             return None
         try:
@@ -158,9 +158,9 @@ class ControlGroup:
 
     @classmethod
     def of_owner(cls, owner: str) -> ControlGroup | None:
-        """Make the group under which the trials of one server get theirs, and end those whose owner is dead.
+        """Create the parent group of one server's trials, and end groups whose owner is dead.
 
-        `owner` is a process's `conf.identity.identity`. None where no control group of ours may be written to.
+        `owner` is a process's `conf.identity.identity`. Returns None if we may not write to any control group.
         """
         own = _own_group()
         if own is None or not os.access(own, os.W_OK):
@@ -177,14 +177,14 @@ class ControlGroup:
         return made
 
     def enter(self) -> None:
-        """Move this process in; what it starts from now on is inside as well."""
+        """Move this process into the group; processes that it starts afterwards are inside as well."""
         try:
             (self.path / "cgroup.procs").write_text("0")
         except OSError:
             pass  # without the group there is still the subreaper
 
     def kill(self) -> set[int]:
-        """SIGKILL for everything inside; the ids of the processes that were there (zombies are none)."""
+        """Send SIGKILL to all processes inside; return their ids, without zombies."""
         inside: set[int] = set()
         try:
             for listed in (self.path / "cgroup.procs", *self.path.glob("**/cgroup.procs")):
@@ -196,7 +196,7 @@ class ControlGroup:
         return inside
 
     def remove(self) -> bool:
-        """Whether it is gone; one that still holds a process stays."""
+        """Remove the group; return False if it still holds a process."""
         try:
             for inner in sorted(self.path.glob("**/"), reverse=True):
                 inner.rmdir()
@@ -208,7 +208,7 @@ class ControlGroup:
 
 
 def _own_group() -> Path | None:
-    """The control group of version 2 that this process is in, where such a file system is mounted."""
+    """Return this process's control group of version 2, None if no such file system is mounted."""
     try:
         with open("/proc/self/cgroup") as lines:
             inside = next(line[3:].rstrip("\n") for line in lines if line.startswith("0::"))

@@ -1,6 +1,6 @@
-"""What can invalidate labels: versions of torch, CUDA, cuDNN, Python and the allocator's settings.
+"""The software environment that labels depend on: versions of torch, CUDA, cuDNN, Python, and allocator settings.
 
-Called where torch is imported already (the trial server and its children).
+Called only where torch is already imported (the trial server and its children).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _HOST_MEMORY_SHARE = 0.9
 
 
 def software_environment() -> dict[str, str | None]:
-    """Columns of `runs` that are known without touching the GPU."""
+    """Return the columns of `runs` that are known without touching the GPU."""
     import torch
 
     return {
@@ -27,12 +27,12 @@ def software_environment() -> dict[str, str | None]:
 
 
 def core_count() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory_mib() -> float:
-    """What this process may use of the host's memory: all of it, or its control group's limit where that is less."""
+    """Return the host memory in MiB that this process may use: all, or its control group's limit if that is less."""
     import psutil
 
     total_mib: float = psutil.virtual_memory().total / 2**20
@@ -44,12 +44,12 @@ def host_memory_mib() -> float:
 
 
 def host_memory_share_mib(workers: int) -> float:
-    """What the trial of each of `workers` may take by default: 90 % of the memory, divided evenly."""
+    """Return each trial's default share of the host memory in MiB: 90 % of it, divided evenly among `workers`."""
     return host_memory_mib() * _HOST_MEMORY_SHARE / workers
 
 
 def farm_version() -> str | None:
-    """This project's installed version; None when run from a tree that is not installed."""
+    """Return this project's installed version; None if it runs from a source tree."""
     try:
         return version("gpufarm")
     except PackageNotFoundError:

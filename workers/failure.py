@@ -1,6 +1,6 @@
-"""What an exception of a trial means: which memory ran out, whose fault it was. Start reading at `classify`.
+"""Classifies a trial's exception: which memory ran out, or whether the device failed. Start reading at `classify`.
 
-Torch-free: the trial classifies its exception, and the worker checks what the trial claims of its device.
+Torch-free: the trial classifies its exception, and the worker checks what the trial reports of its device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllo
 def classify(
     error: BaseException, host_is_device: bool, free_device_mib: float | None = None
 ) -> tuple[str, str | None]:
-    """(status, oom_kind) of an exception: `oom` when memory ran out, `invalid` for a config that cannot be built."""
+    """Return (status, oom_kind) of an exception: `oom` if memory ran out, `invalid` for an unbuildable config."""
     text = message_of(error)
     if isinstance(error, MemoryError) or any(mark in text for mark in _HOST_OOM_MARKS):
         return "oom", "device" if host_is_device else "host"
@@ -43,7 +43,7 @@ def classify(
 
 
 def message_of(error: BaseException) -> str:
-    """The exception's message; empty where it cannot even be asked for it."""
+    """Return the exception's message; empty if its own methods fail."""
     try:
         return str(error)
     except BaseException:  # a class of the model's own, with a __str__ of its own
@@ -51,7 +51,7 @@ def message_of(error: BaseException) -> str:
 
 
 def is_device_fault(backend: str, error_type: str, error: str) -> bool:
-    """Whether a traceback ends in an exception by which torch reports a broken GPU, where the trial had one."""
+    """Return whether a traceback ends in an exception with which torch reports a broken GPU, if the trial had one."""
     if backend != "cuda" or error_type not in _DEVICE_FAULT_TYPES:
         return False
     message = error.rpartition(f"{error_type}: ")[2]

@@ -1,4 +1,4 @@
-"""A trial's host memory: its share is enforced here, before the kernel kills something else.
+"""Limits a trial's host memory to its share, before the kernel kills another process.
 
 Start reading at `HostMemoryGuard`. The memory of several processes is less than the sum of their resident sets: what a
 fork shares with its parent is there once. The kernel's proportional set size (PSS, proc_pid_smaps_rollup(5)) gives each
@@ -20,7 +20,7 @@ _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 class HostMemoryGuard:
-    """Kills a trial that takes more host memory than its share, before the kernel kills something else."""
+    """Ends a trial that takes more host memory than its share, before the kernel kills another process."""
 
     def __init__(self, pid: int, limit_mib: float) -> None:
         self._pid = pid
@@ -28,7 +28,7 @@ class HostMemoryGuard:
         self._memory = TreeMemory()
 
     def exceeded(self) -> str | None:
-        """Why the trial must go, or None."""
+        """Return why the trial must be killed, or None."""
         resident = resident_bytes([self._pid, *descendants_of(self._pid)])
         if sum(resident.values()) <= self._limit_mib * 2**20:
             return None
@@ -39,7 +39,7 @@ class HostMemoryGuard:
 
 
 def resident_bytes(pids: Iterable[int]) -> dict[int, int]:
-    """Process id -> resident set in bytes, of those that are still there."""
+    """Return the resident set in bytes of each process that still exists, by process id."""
     resident = {}
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as sizes:
@@ -48,10 +48,10 @@ def resident_bytes(pids: Iterable[int]) -> dict[int, int]:
 
 
 class TreeMemory:
-    """The memory of one tree of processes, reading after reading.
+    """Memory of one process tree over successive readings.
 
-    What the processes share is looked up when one comes or goes, and once a second; in between only what their resident
-    sets grow by is added, as if it were not shared.
+    Shared memory is read when a process starts or ends, and once a second; between, the growth of the resident sets is
+    added as if it were not shared.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def tree_memory_bytes(resident: Mapping[int, int]) -> int:
 
 
 def shares_bytes(pid: int) -> tuple[int, int] | None:
-    """(proportional set size, private pages) of a process in bytes; None where the kernel does not say."""
+    """Return (proportional set size, private pages) of a process in bytes; None if the kernel does not report them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as lines:
             sizes = {name: int(size.split()[0]) * 1024 for name, _, size in (line.partition(b":") for line in lines)
@@ -101,7 +101,7 @@ def shares_bytes(pid: int) -> tuple[int, int] | None:
 
 
 def kernel_oom_kills() -> int:
-    """How many processes the kernel's out-of-memory killer has taken since boot (0 where it does not say)."""
+    """Return how many processes the kernel's out-of-memory killer has killed since boot (0 if not reported)."""
     try:
         with open("/proc/vmstat") as lines:
             for line in lines:

@@ -1,9 +1,9 @@
-"""The keeper of a trial server: its parent, which ends what is left when the server dies without having done so.
+"""The keeper, a trial server's parent: it ends the processes that a killed server leaves.
 
 `python -m workers.keeper LINE CONTROL`: the worker executes it, and it executes the trial server. A trial's
 processes can outlive the trial, and a killed server cannot end them; they then become the keeper's children, and it
-kills them. A keeper that is killed is noticed by the server, which ends everything and leaves. Only who kills both at
-once leaves something: that is for the next server's sweep of control groups and the next dispatcher's of processes.
+kills them. When the keeper is killed, the server ends everything and exits. If both are killed at once, the next
+server sweeps the control groups and the next dispatcher the processes.
 Start reading at `main`. Imports no torch, and costs some 10 MB for each worker.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
     become_subreaper()
     owner = identity(os.getpid())
     group = ControlGroup.of_owner(owner)
-    kept_read, _ = os.pipe()  # its end tells the server that the keeper is dead
+    kept_read, _ = os.pipe()  # closing it signals the keeper's death to the server
     server = os.fork()
     if not server:
         _execute_server(control, kept_read, group)
@@ -72,7 +72,7 @@ def _execute_server(control: int, kept: int, group: ControlGroup | None) -> None
 
 
 def _has_ended(server: int) -> bool:
-    """It stays a zombie until `end_below`, so that its number is not given to another."""
+    """Return whether the server has ended; it stays a zombie until `end_below`, so that its id is not reused."""
     return os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -1,4 +1,4 @@
-"""The labels of a run: means over its window, peaks, energy, and what they are worth.
+"""Labels of a run: means over its window, peaks, energy, and their quality.
 
 Start reading at `label_run`.
 """
@@ -29,7 +29,7 @@ _COUNTER_STEPS = 8  # of the energy counter that a window must hold for its mean
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What is known of a trial that ended. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
+    """Observations of a trial that ended. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
 
     `samples` are as the sensors gave them, `values` what the trial itself reported (column -> figure).
     """
@@ -51,7 +51,7 @@ class Course:
 
 
 def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
-    """(columns of `runs`: labels, times and quality; the samples, judged). What was not measured is absent or None."""
+    """Return the columns of `runs` (labels, times, quality) and the judged samples. Not measured: absent or None."""
     start_ns, end_ns = course.window_ns, course.window_end_ns
     samples = list(course.samples)
     if course.backend != "simulated":
@@ -110,7 +110,7 @@ def label_run(course: Course) -> tuple[dict[str, Any], list[tuple[str, Sample]]]
 def window_means(
     by_sensor: Mapping[str, Sequence[Sample]], start_ns: int, end_ns: int, warmup_ns: int | None
 ) -> dict[str, dict[str, WindowMean]]:
-    """metric -> sensor -> its mean over the window: of every label, and of what is cross-checked.
+    """Return metric -> sensor -> mean over the window, for every label and every cross-checked metric.
 
     Sensors stand in the order in which labels take them; those that never read the metric are left out. Of averages
     that look back past the first step the window's later part is taken, a quarter of it at least.
@@ -118,22 +118,22 @@ def window_means(
     wanted: dict[str, list[str]] = {metric: list(sensors) for metric, sensors in MEANS.items()}
     for metric, (pair, _, _) in CROSS_CHECKS.items():
         wanted.setdefault(metric, []).extend(s for s in pair if s not in wanted[metric])
-    found: dict[str, dict[str, WindowMean]] = {}
+    means: dict[str, dict[str, WindowMean]] = {}
     for metric, sensors in wanted.items():
         from_ns = min(spoken_from_ns(metric, start_ns, warmup_ns), (start_ns + 3 * end_ns) // 4)
         for sensor in sensors:
             samples = by_sensor.get(sensor, ())
             if any(metric in sample.values for sample in samples):
-                found.setdefault(metric, {})[sensor] = window_mean(
+                means.setdefault(metric, {})[sensor] = window_mean(
                     samples, metric, start_ns if sensor == "simulated" else from_ns, end_ns, SPOILS
                 )
-    return found
+    return means
 
 
 def _energy_and_power(
     by_sensor: Mapping[str, Sequence[Sample]], start_ns: int, end_ns: int
 ) -> tuple[float | None, float | None]:
-    """(energy over the window in J, mean power in W) by the energy counter; no power where the counter is too coarse.
+    """Return (energy over the window in J, mean power in W) by the energy counter; power None if it is too coarse.
 
     The power sensor sees a part of the time, and averages up to a second, the one before the window too; the counter
     does neither.
@@ -149,7 +149,7 @@ def _energy_and_power(
 
 
 def counter_growth(samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int) -> float | None:
-    """How much a counter of one sensor grew over the window.
+    """Return the growth of one sensor's counter over the window.
 
     Between two readings it is taken to grow evenly, so that the window's edges are interpolated; where no reading
     lies beyond an edge, the growth is scaled from the time that was seen. None without two readings that say anything.
@@ -159,7 +159,7 @@ def counter_growth(samples: Iterable[Sample], metric: str, start_ns: int, end_ns
     times_ns = [t_ns for t_ns, _ in readings]
     first = max(0, bisect.bisect_right(times_ns, start_ns) - 1)
     last = min(len(readings) - 1, bisect.bisect_left(times_ns, end_ns))
-    # At least one reading inside: from those around a window that is shorter than the period little can be told.
+    # At least one reading must be inside: those around a window shorter than the period say little about it.
     if last <= first or not any(start_ns <= t_ns <= end_ns for t_ns in times_ns[first : last + 1]):
         return None
     from_ns, to_ns = max(start_ns, times_ns[first]), min(end_ns, times_ns[last])
@@ -170,15 +170,16 @@ def counter_growth(samples: Iterable[Sample], metric: str, start_ns: int, end_ns
 
 
 def _at(readings: list[tuple[int, float]], index: int, t_ns: int) -> float:
-    """A counter at a time between readings `index - 1` and `index`."""
+    """Interpolate a counter between readings `index - 1` and `index`."""
     (before_ns, before), (after_ns, after) = readings[index - 1], readings[index]
     return before + (after - before) * ((t_ns - before_ns) / (after_ns - before_ns) if after_ns > before_ns else 1.0)
 
 
 def peak_memory_mib(samples: Samples, reserved_peak_mib: float | None) -> tuple[float | None, bool]:
-    """(the peak, whether it is the growth of the device's memory): NVML's highest charge to the trial's processes, or
-    what it must have been between two samples: the allocator's own peak plus what lies outside the allocator (context,
-    libraries), as last seen.
+    """Return (peak in MiB, whether it is the growth of the device's memory).
+
+    The peak is NVML's highest charge to the trial's processes, or, between two samples, the allocator's own peak plus
+    the memory outside the allocator (context, libraries) as last seen.
 
     Where NVML charges nothing to the trial (its pids are of another machine or namespace), what the device's memory in
     use has grown by since before the trial stands for the charge: the same, as the trial has the GPU to itself.
@@ -198,8 +199,9 @@ def peak_memory_mib(samples: Samples, reserved_peak_mib: float | None) -> tuple[
 
 
 def _growth_mib(samples: Samples) -> list[float]:
-    """Device memory in use, by each of NVML's readings, over the least until then: what an earlier trial still gives
-    back is none of this one's."""
+    """Return the device memory in use, at each of NVML's readings, above the least until then.
+
+    So memory that an earlier trial still gives back is not charged to this one."""
     used = [s.values["memory_used_mib"] for sensor, s in samples if sensor == "nvml" and "memory_used_mib" in s.values]
     return [now - least for now, least in zip(used, itertools.accumulate(used, min), strict=True)]
 

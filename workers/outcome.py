@@ -1,4 +1,4 @@
-"""What a worker learns of a trial while it runs, and the status that follows from how it ended.
+"""Collects a trial's reports and samples while it runs, and derives its status from how it ended.
 
 Start reading at `outcome_of`.
 """
@@ -30,7 +30,7 @@ from workers.telemetry.base import Sample
 
 @dataclass
 class Observed:
-    """What a trial said and what was sampled of it, while it runs."""
+    """Reports and samples of a running trial."""
 
     samples: list[tuple[str, Sample]] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Observed:
 
 
 def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
-    """From the task's start to its first step; None in virtual time, and where there never was one."""
+    """Return the seconds from the task's start to its first step; None in virtual time, or without a step."""
     if t0_ns is None or observed.warmup_ns is None:
         return None
     return (observed.warmup_ns - t0_ns) / 1e9
 
 
 def take(report: Report, observed: Observed) -> None:
-    """Fold one report of the trial into what is known of it."""
+    """Record one report of the trial."""
     match report:
         case Built(parameters):
             observed.values["parameters"] = parameters
@@ -81,9 +81,9 @@ def take(report: Report, observed: Observed) -> None:
 def outcome_of(
     observed: Observed, settings: TrialSettings, lost: str | None, backend: str
 ) -> tuple[dict[str, Any], bool]:
-    """(status, oom_kind, error_type, error) of a run, and whether another attempt may end otherwise.
+    """Return (status, oom_kind, error_type, error) of a run, and whether another attempt may end differently.
 
-    `backend` is the device's: what a trial claims of a device that it did not have is not believed.
+    `backend` is the device's; a trial's claims about a device that it did not have are ignored.
     """
 
     def outcome(
@@ -125,7 +125,7 @@ def outcome_of(
 
 
 def signal_name(number: int) -> str:
-    """`SIGSEGV`; `SIG40` for one that has no name, as those for real-time use."""
+    """Return a signal's name, as `SIGSEGV`; `SIG40` for one without a name, as real-time signals."""
     try:
         return signal.Signals(number).name
     except ValueError:

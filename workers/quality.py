@@ -1,6 +1,6 @@
-"""What a run's samples are worth: which readings are in doubt, why, and which metrics they spoil.
+"""Judges a run's samples: which readings are in doubt, why, and which metrics they spoil.
 
-Start reading at `REASONS`; `judge` looks at samples, `workers.verdict` at the run that they are of. Nothing is deleted.
+Start reading at `REASONS`; `judge` judges samples, `workers.verdict` their run. No sample is deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOCK_JUMP = 0.10  # of the window's median SM clock
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why readings or labels are in doubt.
+    """A reason to doubt readings or labels.
 
     `spoils`: metrics whose means leave such readings out. A run that shows it in more than `suspect_from` of its window
     is suspect; in more than `untrusted_from`, untrusted (None: never by itself).
@@ -84,16 +84,16 @@ _POWER_CAP, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE = 0x4, 0x8, 0x2
 def judge(
     samples: Samples, window_ns: int | None, window_end_ns: int | None, period_s: float
 ) -> list[tuple[str, Sample]]:
-    """The same samples, those in doubt marked `suspect` with their reasons; the values stay as they were read.
+    """Mark the samples in doubt as `suspect`, with their reasons; values stay as they were read.
 
-    What a sensor said of its own samples stays. A pure function; `period_s` is how often sensors were to be read.
+    A sensor's own verdict on its samples stays. A pure function; `period_s` is the intended sampling period.
     """
     by_sensor = split_by_sensor(samples)
     usage = _Usage(by_sensor)
-    found: dict[int, list[str]] = {}
+    reasons_of: dict[int, list[str]] = {}
 
     def mark(sample: Sample, reason: str) -> None:
-        found.setdefault(id(sample), []).append(reason)
+        reasons_of.setdefault(id(sample), []).append(reason)
 
     for sensor in ("gpm", "dcgm"):
         previous_ns = None
@@ -121,11 +121,11 @@ def judge(
     for sensor in ("nvml", "gpm", "process"):  # those of the common thread: they stop together, or not at all
         for sample, _ in gaps_in(by_sensor.get(sensor, ()), period_s, window_ns, window_end_ns):
             mark(sample, "sampler_gap")
-    return [(sensor, _marked(sample, found.get(id(sample)))) for sensor, sample in samples]
+    return [(sensor, _marked(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
 
 
 def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
-    """The run's columns `samples_measured` and so on: telemetry rows of the window by what they are."""
+    """Return the run's columns `samples_measured` and so on: the window's telemetry rows by quality."""
     counts = dict.fromkeys(SAMPLE_QUALITIES, 0)
     if window_ns is not None:
         for _, sample in samples:
@@ -135,7 +135,7 @@ def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int 
 
 
 class _Usage:
-    """The GPU's utilization over time, from NVML where it says, else from DCGM."""
+    """The GPU's utilization over time, from NVML if it reads it, else from DCGM."""
 
     def __init__(self, by_sensor: Mapping[str, list[Sample]]) -> None:
         self._times_ns: list[int] = []
@@ -148,7 +148,7 @@ class _Usage:
                 return
 
     def busy(self, since_ns: int, t_ns: int) -> bool:
-        """Whether every reading that speaks of the interval says so: those inside, and the first one after it."""
+        """Return whether the GPU was busy by every reading inside the interval and the first one after it."""
         first = bisect.bisect_right(self._times_ns, since_ns)
         last = bisect.bisect_left(self._times_ns, t_ns) + 1
         spoken = self._shares[first:last]
@@ -175,46 +175,46 @@ def _clock_jumps(
 
 
 def _throttled(bits: int) -> list[str]:
-    found = []
+    reasons = []
     if bits & _POWER_CAP:
-        found.append("power_cap")
+        reasons.append("power_cap")
     if bits & (_SW_THERMAL | _HW_THERMAL):
-        found.append("thermal_slowdown")
+        reasons.append("thermal_slowdown")
     if bits & _POWER_BRAKE or (bits & _HW_SLOWDOWN and not bits & _HW_THERMAL):
-        found.append("hw_slowdown")
-    return found
+        reasons.append("hw_slowdown")
+    return reasons
 
 
 def gaps_in(
     samples: Iterable[Sample], period_s: float, window_ns: int | None, window_end_ns: int | None
 ) -> list[tuple[Sample, int]]:
-    """(the sample that ends it, its length in ns) of each stretch of the window in which the sensor was not read."""
+    """Return (sample that ends it, length in ns) of each stretch of the window in which the sensor was not read."""
     ordered = sorted(samples, key=lambda sample: sample.t_ns)
     if window_ns is None or not ordered:
         return []
     limit_ns = REACH * max(usual_interval_ns([sample.t_ns for sample in ordered]), period_s * 1e9)
     end_ns = ordered[-1].t_ns if window_end_ns is None else window_end_ns
-    found, before_ns = [], max(window_ns, ordered[0].t_ns)
+    gaps, before_ns = [], max(window_ns, ordered[0].t_ns)
     for sample in ordered:
         gap_ns = min(sample.t_ns, end_ns) - before_ns
         if gap_ns > limit_ns:
-            found.append((sample, gap_ns))
+            gaps.append((sample, gap_ns))
         before_ns = max(before_ns, sample.t_ns)
-    return found
+    return gaps
 
 
 def split_by_sensor(samples: Samples) -> dict[str, list[Sample]]:
-    """Each sensor's samples by time."""
-    found: dict[str, list[Sample]] = {}
+    """Return each sensor's samples, sorted by time."""
+    by_sensor: dict[str, list[Sample]] = {}
     for sensor, sample in samples:
-        found.setdefault(sensor, []).append(sample)
-    for of_sensor in found.values():
+        by_sensor.setdefault(sensor, []).append(sample)
+    for of_sensor in by_sensor.values():
         of_sensor.sort(key=lambda sample: sample.t_ns)
-    return found
+    return by_sensor
 
 
 def own_readings(samples: Iterable[Sample]) -> list[Sample]:
-    """Those that are readings of their own."""
+    """Return the samples that are fresh readings."""
     return [sample for sample in samples if sample.quality in ("measured", "suspect")]
 
 

@@ -1,7 +1,7 @@
-"""Where what a trial says becomes typed values: everything that arrives on its socket is parsed and checked here.
+"""Parses and checks everything that arrives on a trial's socket, and turns it into typed values.
 
-Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is taken on trust: whatever
-breaks the rules becomes one `BrokenReport`, after which nothing of that trial is read any more.
+Start reading at `ReportReader`. A trial runs other people's code, so nothing that it sends is trusted: the first breach
+of the rules becomes a `BrokenReport`, and nothing more of that trial is read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WindowBegun:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of a training step (sensor `torch`), or of a modelled device (sensor `simulated`)."""
+    """A reading of a training step (sensor `torch`) or of a modelled device (sensor `simulated`)."""
 
     sensor: str
     t_ns: int
@@ -78,7 +78,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class BrokenReport:
-    """The first thing that a trial said against the rules; `reason` quotes it, bounded and printable."""
+    """A trial's first breach of the rules; `reason` quotes it, bounded and printable."""
 
     reason: str
 
@@ -111,11 +111,11 @@ class ReportReader:
 
     @property
     def readings_left_out(self) -> int:
-        """How many readings were counted and not given."""
+        """Return the number of readings that were counted and dropped."""
         return max(0, self.readings - READINGS_KEPT)
 
     def feed(self, data: bytes) -> list[Report]:
-        """The reports that `data` completes. A rest without a line's end waits for more, and is never a report."""
+        """Return the reports that `data` completes. A rest without a line's end waits for more data."""
         if self._over:
             return []
         self._buffer += data
@@ -147,7 +147,7 @@ class ReportReader:
             event = message.pop("event")
             read, keys = _EVENTS[event]
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-            raise _Broken(f"no report that is known: {quoted(line)}") from None
+            raise _Broken(f"unknown report: {quoted(line)}") from None
         if message.keys() != keys:
             raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {quoted(line)}")
         try:
@@ -201,7 +201,7 @@ class ReportReader:
             status=status,
             oom_kind=oom_kind,
             error_type=_name("error_type", error_type),
-            error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut where it was sent, and says so
+            error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut by the sender, with a note
             device_fault=device_fault,
             values=_labels(values),
         )
@@ -215,7 +215,7 @@ class ReportReader:
         return t_ns
 
     def _time(self, key: str, t_ns: Any, after: str | None = None) -> int:
-        """A time that can be: not before the trial or the event `after`, not in the future."""
+        """Return a possible time: not before the trial or the event `after`, not in the future."""
         if after is not None and after not in self._said:
             raise _Broken(f"nothing like this comes before {after!r}")
         earliest_ns = self._said.get(after, 0) if after is not None else 0 if self.virtual else self.since_ns

@@ -1,4 +1,4 @@
-"""Texts from a trial, as they may be stored and printed. Start reading at `safe_text`."""
+"""Makes texts from a trial safe to store and print. Start reading at `safe_text`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from conf.plain_text import printable
 
 ERROR_CHARACTERS = 32_000  # of an error's text that are kept
-_HEAD_SHARE = 0.25  # of what is kept: the end of a traceback says what happened
+_HEAD_SHARE = 0.25  # of the kept text; the rest is its end, where a traceback has its message
 _QUOTED_CHARACTERS = 200
 _TAB_OR_LINE_FEED = re.compile("([\t\n])")  # what is kept as it is
 _LINE_END = re.compile("\r\n?")

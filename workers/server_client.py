@@ -1,4 +1,4 @@
-"""The worker's end of a trial server: start it, hand it a trial, read the trial's reports, kill it.
+"""The worker's side of a trial server: starts it, sends it trials, reads their reports, kills it.
 
 Start reading at `TrialServer.start`. A server that dies or stops answering raises
 `ServerLost`; the caller starts another.
@@ -33,17 +33,17 @@ _GOODBYE_S = 30.0  # for a trial to end after its last report: giving back its m
 _CLOSE_TIMEOUT_S = 15.0  # the keeper gives the server ten seconds
 _LOG_TAIL_BYTES = 4000
 _RECEIVE_BYTES = 1 << 18
-_READS_AFTER_EXIT = 64  # more than a socket holds: then somebody writes who could not be killed
+_READS_AFTER_EXIT = 64  # more than a socket holds: beyond it, a process that could not be killed is still writing
 _EXIT_KEYS = {"exited", "code", "signal", "output", "left", "stayed"}
 
 
 class ServerLost(RuntimeError):
-    """The trial server died or did not answer: not the trial's fault, the task should be tried again."""
+    """The trial server died or did not answer. The trial is not at fault, so the task should be tried again."""
 
 
 @dataclass
 class TrialExit:
-    """How a trial's process ended. `code` for a normal exit, `signal` for a killed one; both None while it runs."""
+    """The end of a trial's process: `code` of a normal exit, `signal` of a kill; both None while it runs."""
 
     code: int | None = None
     signal: int | None = None
@@ -69,17 +69,17 @@ class TrialServer:
     """One trial server process. Use from one thread; `close` is safe at any time."""
 
     def __init__(self, environment: dict[str, str]):
-        """Execute the server with `environment` added to ours; returns at once, `hello` waits for it."""
+        """Execute the server with `environment` added to ours. Returns at once; `hello` waits for the server."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.TemporaryDirectory(prefix="gpufarm-trial-")
-        self._exited: dict[int, dict[str, Any]] = {}  # pid -> its exit, told while another trial was looked at
+        self._exited: dict[int, dict[str, Any]] = {}  # pid -> its exit, received while waiting for another trial
         Path(self._folder.name, OWNER_FILE).write_text(identity(os.getpid()))
         self._server_log_path = Path(self._folder.name) / "server.log"
         self._control = ours
         self._hello: dict[str, Any] | None = None
         self._pid: int | None = None
         self._line: int | None
-        line, self._line = os.pipe()  # its end tells the keeper that this process is gone
+        line, self._line = os.pipe()  # closing it signals this process's end to the keeper
         with open(self._server_log_path, "wb") as log, theirs:
             python = environment.get(PYTHON_VARIABLE, sys.executable)
             self._process = subprocess.Popen(
@@ -96,13 +96,13 @@ class TrialServer:
 
     @property
     def pid(self) -> int:
-        """The server's process; waits for it to be ready."""
+        """Return the server's process id; waits until the server is ready."""
         self.hello()
         assert self._pid is not None
         return self._pid
 
     def hello(self) -> dict[str, Any]:
-        """The software environment, once torch is imported. Raises `ServerLost` with the server's own words."""
+        """Return the software environment, once torch is imported. Raises `ServerLost` with the server's output."""
         if self._hello is None:
             message = self._receive(_START_TIMEOUT_S)
             if not {"hello", "pid"} <= message.keys():
@@ -141,7 +141,7 @@ class TrialServer:
         channel_open, killed, timed_out, reads_after_exit = True, False, False, 0
         next_tick_ns = time.monotonic_ns()
         while True:
-            exited = self._exited.get(trial.pid)  # it may have been told while the caller dealt with the other trial
+            exited = self._exited.get(trial.pid)  # it may have arrived while the caller handled the other trial
             now_ns = time.monotonic_ns()
             overdue = now_ns >= deadline_ns
             if not killed and (trial.kill_reason is not None or trial.broken or overdue):
@@ -160,7 +160,7 @@ class TrialServer:
                 reports, channel_open = self._read_reports(trial)
                 reads_after_exit += exited is not None
                 channel_open &= reads_after_exit < _READS_AFTER_EXIT
-                for report in reports:  # what the trial said comes before how it ended
+                for report in reports:  # the trial's reports come before its exit
                     if isinstance(report, BrokenReport):
                         trial.broken = True
                     if isinstance(report, TrialResult | Failure):
@@ -182,12 +182,12 @@ class TrialServer:
                 self._note_exit(self._receive(_ANSWER_TIMEOUT_S))
 
     def tell(self, trial: RunningTrial, word: str) -> None:
-        """Say `go`, `steady` or `bye` to a trial (see `workers.trial`); one that has ended does not hear it."""
+        """Send `go`, `steady` or `bye` to a trial (see `workers.trial`); no effect on one that has ended."""
         with contextlib.suppress(OSError):
             trial.channel.sendall(word.encode() + b"\n")
 
     def discard(self, trial: RunningTrial) -> None:
-        """Kill a trial that was made ready and is not wanted, and wait until it is gone. Raises `ServerLost`."""
+        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
         trial.channel.close()
         self._send({"kill": trial.pid})
         while trial.pid not in self._exited:
@@ -195,7 +195,7 @@ class TrialServer:
         del self._exited[trial.pid]
 
     def close(self) -> None:
-        """End the server and whatever runs under it."""
+        """End the server and all processes under it."""
         if self._line is None:
             return
         line, self._line = self._line, None

@@ -1,4 +1,4 @@
-"""What a worker has to know about a job, as typed frozen values; plain mappings on the wire.
+"""A job's settings for a worker, as typed frozen values; plain mappings on the wire.
 
 Start reading at `TrialSettings`, which travels with every task. Torch-free.
 """
@@ -20,7 +20,7 @@ PREPARE_AHEAD = ("auto", "always", "never")
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """When the measured window of a run begins and ends. Seconds are real on a real device, virtual when simulated.
+    """Rules for the begin and end of a run's window. Seconds are real on a real device, virtual when simulated.
 
     Tolerances are half-widths of 95 % confidence intervals: `tolerance` of the step time and `power_tolerance` are
     relative, `utilization_tolerance` absolute. `memory_steps`: steps without a new peak of memory.
@@ -56,7 +56,7 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSettings:
-    """How each trial of a job is run: everything but its config and the device."""
+    """Settings of each trial of a job: everything but its config and the device."""
 
     window: WindowSettings
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
@@ -80,7 +80,7 @@ class TrialSettings:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrialSettings:
-        """What `to_mapping` gave, or a command's config. Raises `UsageError`."""
+        """Parse the result of `to_mapping`, or a command's config. Raises `UsageError`."""
         values = dict(mapping)
         window = WindowSettings(**values.pop("window"))
         if "telemetry" in values:
@@ -89,7 +89,7 @@ class TrialSettings:
 
 
 def _check(settings: Any, prefix: str, **floors: float) -> None:
-    """`window.min_steps must be >= 1, got 0` for a number that is none, not finite, or below its floor."""
+    """Raise as `window.min_steps must be >= 1, got 0` for a value that is no finite number or below its floor."""
     for name, floor in floors.items():
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < floor:

@@ -27,7 +27,7 @@ _WORD_BYTES = 256
 
 
 class TrialLink:
-    """The trial's end of its socket: events out in JSON lines, words of the worker in; see `workers.devices.Link`."""
+    """The trial's side of its socket: sends events as JSON lines, receives words; see `workers.devices.Link`."""
 
     def __init__(self, channel: socket.socket, ahead: bool = False):
         self.ahead = ahead
@@ -35,15 +35,15 @@ class TrialLink:
         self._pid = os.getpid()
         self._buffer = b""
         self._words: set[str] = set()
-        self._ended = False  # the worker has closed its end: nothing more will be said
+        self._ended = False  # the worker has closed its end: no more words will come
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event. A copy of the trial that its model has forked ends here: it is no trial."""
+        """Send one event. A process that the trial's model has forked exits here, since it is no trial."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
 
-    def told(self, word: str) -> bool:
+    def received(self, word: str) -> bool:
         """Return whether the worker has sent this word; never waits."""
         if word not in self._words:
             self._listen(0.0)
@@ -52,7 +52,7 @@ class TrialLink:
     def wait(self, word: str, timeout_s: float | None = None) -> bool:
         """Wait for a word. Return False when the worker is gone or the time is up."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.told(word):
+        while not self.received(word):
             left_s = None if deadline is None else deadline - time.monotonic()
             if self._ended or (left_s is not None and left_s <= 0):
                 return False
@@ -60,7 +60,7 @@ class TrialLink:
         return True
 
     def wait_for_go(self) -> bool:
-        """Wait until it is this trial's turn. False, at once, for one that was not made ready ahead."""
+        """Wait until it is this trial's turn. Return False at once if it was not prepared ahead."""
         if not self.ahead:
             return False
         if not self.wait("go"):
@@ -122,7 +122,7 @@ def _traceback() -> str:
 
 
 def _memory_at_failure(backend: str) -> dict[str, float]:
-    """What the allocator had taken when the trial failed: a lower bound, worth keeping with an `oom`."""
+    """Return the allocator's memory when the trial failed, a lower bound that is kept with an `oom`."""
     if backend != "cuda":
         return {}
     try:
@@ -140,7 +140,7 @@ def _memory_at_failure(backend: str) -> dict[str, float]:
 
 
 def _free_device_mib(trial: dict[str, Any]) -> float | None:
-    """Device memory that the trial could still take, in MiB; None where there is no device, or it can't be asked."""
+    """Return the device memory in MiB that the trial could still take; None without a device, or if unknown."""
     if trial["device"]["backend"] != "cuda":
         return None
     try:
@@ -153,7 +153,7 @@ def _free_device_mib(trial: dict[str, Any]) -> float | None:
         if fraction is not None:  # the card plays a smaller one
             free = min(free, fraction * total - torch.cuda.memory_reserved())
         return free / 2**20
-    except RuntimeError:  # the context is broken: the failure itself says so
+    except RuntimeError:  # the context is broken, as the failure itself shows
         return None
 
 

@@ -1,4 +1,4 @@
-"""A trial's standard output and error, of which the beginning and the end are kept. Start reading at `TrialOutput`."""
+"""Keeps the beginning and the end of a trial's standard output and error. Start reading at `TrialOutput`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DRAIN_CHUNKS = 64  # at most that are read at once, so that nothing else waits 
 
 
 class TrialOutput:
-    """The reading end of a trial's output: holds some kilobytes, whatever the trial writes. Never blocks."""
+    """The reading end of a trial's output: keeps a few kilobytes, however much the trial writes. Never blocks."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -22,7 +22,7 @@ class TrialOutput:
         self._head = bytearray()
         self._tail = bytearray()
         self._length = 0
-        self.open = True  # until nobody can write any more
+        self.open = True  # until no process can write any more
 
     def fileno(self) -> int:
         return self.reader
@@ -49,7 +49,7 @@ class TrialOutput:
         os.close(self.writer)
 
     def text(self) -> str:
-        """The output, or its beginning and its end with what was left out between them. Printable."""
+        """Return the printable output; if it is long, its beginning and end, and the size of the gap."""
         between = self._length - len(self._head) - len(self._tail)
         middle = left_out(between, "bytes").encode() if between else b""
         text = bytes(self._head + middle + self._tail).decode(errors="replace")

@@ -37,7 +37,7 @@ PACKET_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Child:
-    """A trial that lives: its output and, where there is one, its control group."""
+    """A living trial: its output and, if it has one, its control group."""
 
     output: TrialOutput
     group: ControlGroup | None
@@ -72,7 +72,7 @@ class Server:
         end_below(os.getpid(), group=self._group)
 
     def _turn(self) -> bool:
-        """Wait for something and deal with it; False at the end."""
+        """Wait for one event and handle it; return False at the end."""
         outputs = [child.output for child in self._children.values() if child.output.open]
         watched: list[Any] = [self._control, self._wake_read, self._kept, *outputs]
         readable, _, _ = select.select(watched, [], [])
@@ -140,7 +140,7 @@ class Server:
                 os._exit(code)  # never run the server's own clean-up in a child
 
     def _forget(self, child: _Child) -> None:
-        """In a trial: give up what is the server's, and write to the trial's own output."""
+        """Release the server's resources in a trial's process, and write to the trial's own output."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(child.output.writer, 1)
@@ -152,7 +152,7 @@ class Server:
             other.output.close()
 
     def _reap(self, pid: int) -> None:
-        """If the trial has ended: end what it left, and tell the worker."""
+        """If the trial has ended, end the processes that it left and notify the worker."""
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         left, stayed = end_below(os.getpid(), spared=tuple(self._children), group=self._children[pid].group)
@@ -192,12 +192,12 @@ def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # nobody is left; macOS and gVisor say EPERM for zombies
+        except (ProcessLookupError, PermissionError):  # the group is empty; macOS and gVisor return EPERM for zombies
             pass
 
 
 def _import_the_trace() -> None:
-    """Import what tracing a step imports, and not torch's compiler, which takes as long as torch itself."""
+    """Import the modules that tracing a step needs, without torch's compiler, which takes as long as torch itself."""
     from featurize.light_imports import without_compiler
 
     without_compiler()
@@ -217,7 +217,7 @@ def _import_the_trace() -> None:
 
 
 def _imports_the_compiler(config: dict[str, Any]) -> bool:
-    """Whether the trace itself imports torch's compiler: libraries do, and checkpointing reads its settings."""
+    """Return whether the trace itself imports torch's compiler: libraries do, and checkpointing reads its settings."""
     return config.get("family") == "zoo" or bool(config.get("activation_checkpointing"))
 
 
@@ -229,7 +229,7 @@ def _thread_count() -> int | None:
 
 
 def main() -> None:
-    """`python -m workers.trial_server CONTROL KEPT GROUP`: two descriptors, and the control group's path or nothing."""
+    """Run `python -m workers.trial_server CONTROL KEPT GROUP`: two descriptors, and a control group's path or ''."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
     from workers.environment import TRACES_ONLY
 

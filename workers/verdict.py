@@ -1,4 +1,4 @@
-"""Whether a run's labels can be used: what its samples, its neighbours on the GPU and a second source say of them.
+"""Judges a run's labels by its samples, by other processes on the GPU and by a second source.
 
 Start reading at `judge_run`; the reasons and their limits are in `workers.quality`.
 """
@@ -40,7 +40,7 @@ _MEMORY_TOLERANCE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What `judge_run` has to know of a run beside its samples; times are of `time.monotonic_ns`."""
+    """Facts of a run that `judge_run` needs beside its samples; times are of `time.monotonic_ns`."""
 
     status: str
     oom_kind: str | None = None
@@ -68,10 +68,10 @@ class Verdict:
 
 
 def judge_run(samples: Samples, facts: RunFacts) -> Verdict:
-    """What a run's labels are worth. `samples` have been through `judge`, `facts.means` are made of them.
+    """Return the verdict on a run's labels. `samples` come from `judge`, and `facts.means` from these samples.
 
-    A run without a window is judged on what bears on its outcome: another process that holds memory makes an
-    out-of-memory untrusted, one that computes a timeout; errors of the memory make anything untrusted.
+    A run without a window is judged by what affects its outcome: another process that holds memory makes an
+    out-of-memory untrusted, and one that computes a timeout. Memory errors make any run untrusted.
     """
     judged = _Judged(facts)
     if facts.left_processes:
@@ -92,7 +92,7 @@ def judge_run(samples: Samples, facts: RunFacts) -> Verdict:
 
 
 class _Judged:
-    """Collects what was found of one run."""
+    """Collects the reasons of one run."""
 
     def __init__(self, facts: RunFacts) -> None:
         self.facts = facts
@@ -101,7 +101,7 @@ class _Judged:
         self._untrusted = False
 
     def add(self, reason: str, words: str, amount: float = 1.0, untrusted: bool = True) -> None:
-        """`amount`: the share of the window. `untrusted=False`: the reason makes this run suspect at most."""
+        """Add a reason. `amount`: its share of the window. `untrusted=False`: it makes the run suspect at most."""
         if amount <= 0 or amount < REASONS[reason].suspect_from:
             return
         self._said.setdefault(reason, []).append(words)
@@ -126,7 +126,7 @@ def _judge_host(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> None:
 
 
 def _judge_neighbours(judged: _Judged, nvml: list[Sample]) -> None:
-    """Who else was there, and what the memory itself reports: over the whole trial, not the window alone."""
+    """Judge other processes and memory errors over the whole trial, not only the window."""
     facts = judged.facts
     # What was on the GPU bears on labels, on an out-of-memory there, and on how long a trial took.
     matters = facts.status in ("ok", "timeout") or (facts.status == "oom" and facts.oom_kind == "device")
@@ -167,7 +167,7 @@ def _judge_slowdowns(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> 
 
 
 def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
-    """How well each label's readings cover the window, and how much of them had to be left out."""
+    """Judge how well each label's readings cover the window, and how many had to be left out."""
     facts = judged.facts
     metrics = judged.summary.setdefault("metrics", {})
     poor, coarse = [], []
@@ -201,7 +201,7 @@ def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_
 
 
 def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
-    """Compare what two sources say of one metric, where both have read it often enough."""
+    """Compare two sources of one metric, if both have read it often enough."""
     facts = judged.facts
     checks = judged.summary.setdefault("checks", {})
     for metric, (sensors, absolute, relative) in CROSS_CHECKS.items():
@@ -225,7 +225,7 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
         allowed_w = _ENERGY_TOLERANCE * power.mean + 2 * power.standard_error
         agree = abs(power.mean - by_counter_w) <= allowed_w
         checks["energy_j"] = {"power": round(power.mean, 2), "counter": round(by_counter_w, 2), "agree": agree}
-        if not agree:  # the sensor sees a part of the time only, and differs by board: a repeat mends nothing
+        if not agree:  # the sensor samples a part of the time, and differs by board: a repeat does not help
             words = f"power: sensor {power.mean:.4g} W, energy counter {by_counter_w:.4g} W"
             judged.add("sources_disagree", words, untrusted=False)
     charged = _median_in(by_sensor.get("nvml", ()), "process_memory_mib", start_ns, end_ns)
@@ -239,7 +239,7 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
 
 
 def _foreign_memory_mib(nvml: list[Sample], device_memory_mib: float | None) -> tuple[float, float]:
-    """(memory in use that is not charged to the trial, how much of that may be the driver's).
+    """Return (memory in use that is not charged to the trial, the driver's possible part of it), in MiB.
 
     The median, since the two figures are not of the very same instant. Where nothing is charged to the trial it is the
     least memory in use, which may hold the trial's context.
@@ -253,7 +253,7 @@ def _foreign_memory_mib(nvml: list[Sample], device_memory_mib: float | None) -> 
 
 
 def _period_ns(samples: list[Sample], metric: str) -> int:
-    """How often the sensor gives the metric, or how long each reading averages where that is more; 0: not known."""
+    """Return the sensor's period for the metric, or its averaging time if longer, in ns; 0: unknown."""
     readings = [sample for sample in own_readings(samples) if metric in sample.values]
     lengths = [sample.t_ns - sample.since_ns for sample in readings if sample.since_ns is not None]
     return max(usual_interval_ns([sample.t_ns for sample in readings]), int(statistics.median(lengths or [0])))

@@ -42,7 +42,7 @@ _CORES_TO_PREPARE = 4  # for each worker: the trial that is measured, its sampli
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What a worker needs to run a task."""
+    """A task as its worker receives it."""
 
     job_id: str
     task_index: int
@@ -54,7 +54,7 @@ class TaskSpec:
 
     @property
     def run_id(self) -> str:
-        """The same for every attempt: a task that is run twice lands once."""
+        """Return the run's id, which is the same for every attempt, so that a repeated task lands once."""
         return f"{self.job_id}-{self.task_index:06d}"
 
 
@@ -70,7 +70,7 @@ class RunResult:
 
 
 class Worker:
-    """Runs trials in one slot. Use from one thread. `close` ends its trial server and whatever runs under it."""
+    """Runs trials in one slot. Use from one thread. `close` ends its trial server and all processes under it."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Worker:
         self._prepared: tuple[TaskSpec, RunningTrial] | None = None  # the next trial, made ready and waiting
 
     def start(self) -> None:
-        """Execute the trial server; does not wait for it."""
+        """Execute the trial server without waiting for it."""
         self._started()
 
     def _started(self) -> TrialServer:
@@ -113,19 +113,20 @@ class Worker:
         return self._server
 
     def ready(self) -> dict[str, Any]:
-        """Wait until trials can be forked; the software environment. Raises `ServerLost`."""
+        """Wait until trials can be forked; return the software environment. Raises `ServerLost`."""
         return self._started().hello()
 
     @property
     def prepares(self) -> bool:
-        """Whether `trial.prepare_ahead=auto` makes the next trial ready here: the device is not the CPU, and there are
-        cores enough that nobody is disturbed."""
+        """Return whether `trial.prepare_ahead=auto` prepares the next trial here.
+
+        It does if the device is not the CPU and there are enough cores not to disturb the measurement."""
         return self._device.prepares and core_count() >= _CORES_TO_PREPARE * self._workers
 
     def run(self, task: TaskSpec, upcoming: TaskSpec | None = None) -> RunResult:
-        """Run one trial to its end, whatever that is: always a result, never an exception for what the trial did.
+        """Run one trial to its end and return its result; nothing that the trial does raises here.
 
-        `upcoming` is what probably runs next: while this trial is measured, the process of that one gets ready.
+        `upcoming` probably runs next: while this trial is measured, the process of that one gets ready.
         """
         settings = task.settings
         observed = Observed()
@@ -202,7 +203,7 @@ class Worker:
             server.close()
 
     def _trial_of(self, task: TaskSpec, observed: Observed) -> RunningTrial:
-        """The task's process: the one that was made ready for it, or a new one."""
+        """Return the task's process: the one that was prepared for it, or a new one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             spec, trial = prepared
@@ -217,7 +218,7 @@ class Worker:
         return ReportReader(since_ns=time.monotonic_ns(), virtual=not self._device.sampled)
 
     def _prepare(self, task: TaskSpec | None) -> None:
-        """Have the next trial's process build what it can on the host, and wait."""
+        """Start the next trial's process, which builds what it can on the host and waits."""
         if task is None or self._prepared is not None:
             return
         settings = task.settings
@@ -226,7 +227,7 @@ class Worker:
         self._prepared = task, self._started().start({**self._described(task), "ahead": True}, self._reader())
 
     def _described(self, task: TaskSpec) -> dict[str, Any]:
-        """What the trial's process is told."""
+        """Return the message that describes the task to its process."""
         return {
             "config": task.config.to_mapping(),
             "own_code": task.own_code,
@@ -251,14 +252,14 @@ class Worker:
         guard = HostMemoryGuard(trial.pid, memory_limit_mib)
         next_guard: HostMemoryGuard | None = None
         deadline_ns = t0_ns + int(settings.timeout_s * 1e9)
-        told = False
+        steady_sent = False
 
         def follow() -> None:
-            """Read on, and tell the trial once every sampled figure is steady."""
-            nonlocal told
+            """Add new readings, and notify the trial once every sampled figure is steady."""
+            nonlocal steady_sent
             follower.add(sampler.new_samples())
-            if not told and follower.steady(time.monotonic_ns()):
-                told = True
+            if not steady_sent and follower.steady(time.monotonic_ns()):
+                steady_sent = True
                 server.tell(trial, "steady")
 
         try:

@@ -1,1 +1,1 @@
-"""A few configurations that are always the same: what they are, what their labels say of the machine, and of rows."""
+"""Canaries: a few fixed configurations whose labels show whether the machine or its software has changed."""

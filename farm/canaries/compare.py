@@ -1,6 +1,6 @@
-"""Canaries: a few configurations, always the same, whose labels tell every night if the machine measures as before.
+"""Canaries: a few fixed configurations, run every night to check that the machine measures as before.
 
-Start reading at `canary_configs`, what runs, then `compare`, what it says.
+Start reading at `canary_configs`, which lists them, then at `compare`, which judges them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
 
 
 def canary_configs(capacity_mib: float) -> tuple[TrialConfig, ...]:
-    """The canaries of a device with that much memory, always in this order; what would not fit is left out.
+    """Return the canaries that fit a device with that much memory in MiB, always in this order.
 
     None takes more than 0.3 GiB beside its context, and a training step of each takes a CPU core under 0.2 s.
     """
@@ -74,7 +74,7 @@ def _rough_mib(config: TrialConfig) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One label of one canary, tonight and before; or its `status`, or its `quality`, where that is what moved.
+    """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
 
     before, now  medians, in `unit`; None where there is none
     tolerance    by which they may differ, in `unit`
@@ -99,7 +99,7 @@ class Compared:
 
     @property
     def shift(self) -> float | None:
-        """Relative, for ratios the difference; None where a figure is missing."""
+        """Return the relative difference, for ratios the absolute one; None if a figure is missing."""
         if self.before is None or self.now is None:
             return None
         difference = self.now - self.before
@@ -110,7 +110,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryVerdict:
-    """What tonight's canaries say of the machine.
+    """The verdict of tonight's canaries on the machine.
 
     verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
                  environment; `sick`: a canary failed, or something moved that no change of the environment explains
@@ -139,7 +139,7 @@ class CanaryVerdict:
         return tuple(entry for entry in self.compared if entry.moved)
 
     def payload(self, drift: DriftPayload | None = None) -> CanariesPayload:
-        """Return it as the journal keeps it, with what drifted."""
+        """Return the verdict as the journal stores it, with the drift."""
         return CanariesPayload(
             verdict=self.verdict,
             said=self.said,
@@ -164,7 +164,7 @@ def compare(
     shared: bool = False,
     accepted: Collection[str] = (),
 ) -> CanaryVerdict:
-    """What the canaries of the jobs `job_ids` say, against those of earlier jobs on that device, with that source.
+    """Compare the canaries of the jobs `job_ids` with those of earlier jobs on the same device and source.
 
     Compared is with the history of the very same environment, however long ago, else with that of the newest night:
     the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
@@ -180,8 +180,9 @@ def compare(
 
 
 def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
-    """The canaries that moved and ran only once tonight, or once on the GPU where they did: to be run twice more before
-    the verdict counts."""
+    """Return the canaries that moved and ran only once tonight, or once on the GPU where they moved.
+
+    They run twice more before the verdict counts."""
     once = {entry.config_hash for entry in verdict.moved if len(entry.run_ids) == 1}
     return tuple(config for config_hash, config in verdict.configs.items() if config_hash in once)
 
@@ -242,7 +243,7 @@ class _Comparison:
             sentence = f"{_canaries(known)} as before{_since(now, newest)}"
             sentence += f"; {_canaries(new)} for the first time" if new else ""
             return self._verdict("steady", sentence + _accepted_failures(entries), reference, entries, ())
-        # A run that failed, or whose labels nobody may trust, tells nothing of how a new environment measures.
+        # A run that failed or has untrusted labels shows nothing about a new environment.
         figures_only = all(entry.now is not None and entry.before is not None for entry in moved)
         verdict = "drift" if now != reference and figures_only and not alone else "sick"
         why = self._causes(runs, history, moved)
@@ -257,7 +258,7 @@ class _Comparison:
         return self._verdict(verdict, sentence, reference, entries, why)
 
     def _compared(self, runs: Mapping, history: Mapping) -> tuple[list[Compared], list[Compared]]:
-        """(every entry, those of them that moved on one of several GPUs alone)."""
+        """Return all entries, and those that moved on a single one of several GPUs."""
         together = compare_canaries(runs, history, self._shared, self._accepted)
         alone = _of_single_gpus(runs, history, together, self._shared, self._accepted)
         return [*together, *alone], alone
@@ -299,7 +300,7 @@ class _Comparison:
 
 
 def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
-    """config_hash -> its runs of the night; attempts that were run again are no runs."""
+    """Return the night's runs by config_hash, without attempts that were run again."""
     by_config: dict[str, list[CanaryRun]] = {}
     for run in night.runs:
         if run.final:
@@ -308,7 +309,7 @@ def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
 
 
 def history_of(nights: Sequence[CanaryNight]) -> dict[str, tuple[CanaryRun, ...]]:
-    """config_hash -> its trusted runs of these nights that are ok, oldest first. A failure says nothing of labels."""
+    """Return the trusted `ok` runs of these nights by config_hash, oldest first."""
     by_config: dict[str, list[CanaryRun]] = {}
     for night in nights:
         for run in night.runs:
@@ -323,8 +324,9 @@ def compare_canaries(
     shared: bool = False,
     accepted: Collection[str] = (),
 ) -> list[Compared]:
-    """Every label of each canary that ran, against its history; of canaries without one, as they are. `shared` and
-    `accepted` as in `compare`."""
+    """Compare every label of each canary that ran with its history, if it has one.
+
+    `shared` and `accepted` as in `compare`."""
     return [
         entry
         for config_hash in runs
@@ -341,7 +343,7 @@ def _of_single_gpus(
     shared: bool,
     accepted: Collection[str],
 ) -> list[Compared]:
-    """What moved on one GPU, of several, and not in the median of all."""
+    """Return the labels that moved on one of several GPUs and not in the median of all."""
     gpus = sorted({run.device_uuid for of_canary in runs.values() for run in of_canary if run.device_uuid})
     if len(gpus) < 2:
         return []
@@ -410,7 +412,7 @@ def _of_canary(
 
 
 def tolerance_of(label: str, history: Sequence[float], shared: bool = False) -> float:
-    """By how much the label may differ from the median of its history and not count as moved, in its own unit."""
+    """Return the largest difference from the history's median, in the label's unit, that does not count as moved."""
     middle = statistics.median(history)
     if label == MEMORY:
         least = max((SHARED_MEMORY_SHARE if shared else MEMORY_SHARE) * abs(middle), MEMORY_MIB)
@@ -437,7 +439,7 @@ def _canaries(runs: Collection[object]) -> str:
 
 
 def _accepted_failures(entries: Sequence[Compared]) -> str:
-    """The canaries that failed by the user's leave: they are compared with nothing."""
+    """Return the text about canaries whose failure the user accepted; they are not compared."""
     return "".join(f"; {entry.said}" for entry in entries if entry.label == "status" and not entry.moved)
 
 

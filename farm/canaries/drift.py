@@ -1,4 +1,4 @@
-"""Drift: which operator families moved with the environment, which rows that makes stale, and which to measure again.
+"""Drift: the operator families that moved with the environment, the rows that became stale, and which to measure again.
 
 Start reading at `drift_of`; its marks go to `warehouse.stale.write_marks`, and `remeasure` lists configs from there.
 """
@@ -38,7 +38,7 @@ _MEMORY = "peak_memory_mib"
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """What moved with the environment.
+    """Labels that moved with the environment.
 
     operators  label -> the operator families that moved, or `everything`
     moved      each label in a sentence
@@ -52,7 +52,7 @@ class Drift:
     families: Mapping[str, str]
 
     def payload(self, remeasured: int) -> DriftPayload:
-        """Return it as the journal keeps it. `remeasured`: configurations to measure again."""
+        """Return the drift as the journal stores it. `remeasured`: configurations to measure again."""
         operators: dict[str, set[str]] = {run_id: set() for run_id in self.families}
         for mark in self.marks:
             operators[mark.run_id].update(mark.operators)
@@ -67,11 +67,11 @@ class Drift:
 
 
 def drift_of(data, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> Drift | None:
-    """What the change of the environment since the night before did to the rows measured so far.
+    """Return the drift since the night before, with marks for the rows that it made stale.
 
-    None where the environment is the same, or the machine is sick. Each environment that rows were measured in is
-    judged by its own canaries against tonight's: so rows that an earlier change made stale, and those of the drivers
-    that a rollback left, are told apart too. Rows of an environment without canaries stay as they are.
+    None if the environment is the same or the machine is sick. Each environment in which rows were measured is judged
+    by its own canaries against tonight's. So rows made stale by an earlier change, and rows of a driver that was rolled
+    back, are distinguished too. Rows of an environment without canaries stay as they are.
     """
     if verdict.verdict not in ("steady", "drift") or verdict.environment == verdict.newest:
         return None
@@ -113,7 +113,7 @@ def drift_of(data, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> D
 def affected_operators(
     entries: Sequence[Compared], canaries: Mapping[str, TrialConfig]
 ) -> dict[str, frozenset[str]]:  # fmt: skip
-    """label -> the operator families that moved, of labels that did.
+    """Return the operator families that moved, for each label that did.
 
     Those of canaries that moved and of none that stayed; for a canary that this leaves unexplained, the ones that the
     fewest canaries have which stayed, the loss and the optimizers, which every step has, apart. `everything` where
@@ -137,7 +137,7 @@ def affected_operators(
 
 
 def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
-    """(the median shift of the canaries that moved, in words)."""
+    """Return the median shift of the canaries that moved, as a figure and in words."""
     moved = [entry for entry in entries if entry.moved]
     shifts = [entry.shift for entry in moved if entry.shift is not None]
     examples = "; ".join(entry.said for entry in moved[:_EXAMPLES])
@@ -150,7 +150,7 @@ def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
 
 
 def _rows(data, verdict: CanaryVerdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
-    """The rows of that environment that can be learned from, with their configs."""
+    """Return the usable rows of that environment, with their configs."""
     columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -208,7 +208,7 @@ def remeasure(
     *,
     at_most: int | None = None,
 ) -> tuple[TrialConfig, ...]:
-    """The fewest configs of stale rows that bring every part of what is stale back, the most useful first.
+    """Return about the fewest configs whose repeats replace every part of the stale data, the most useful first.
 
     Every combination of a stale label, an operator family that moved and a bin of memory of a family is to be measured
     again in `environment`, twice where it has two configs; what was so since counts. Greedy, so nearly the fewest.
@@ -243,7 +243,7 @@ def remeasure(
 
 
 def _stale_rows(data, device_name: str, source: str, environment: Mapping[str, str | None]) -> list[dict]:
-    """The marks of that environment, each with what is known of its run."""
+    """Return the marks of that environment, each with its run's columns."""
     values = [environment.get(name) for name in ENVIRONMENT]
     same = " AND ".join(f"{{}}.{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
     about = ("config_hash", "config", "device_name", "device_memory_mib", "parameters", "status", _MEMORY)
@@ -263,7 +263,7 @@ def _stale_rows(data, device_name: str, source: str, environment: Mapping[str, s
 
 
 def _cells(rows: Sequence[Mapping]) -> tuple[dict[str, frozenset], set[str], dict[str, TrialConfig]]:
-    """(config_hash -> its cells: (label, operator family, bin of memory); what was measured since; the configs)."""
+    """Return the cells (label, operator family, memory bin) by config_hash, those measured since, and the configs."""
     configs: dict[str, TrialConfig] = {}
     about: dict[str, Mapping] = {}
     stale: dict[str, set[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""What a training step computes with, in few words: the operator families that a drift is told by, torch-free.
+"""Operator families of a training step, by which drift is reported. Torch-free.
 
 Start reading at `operators_of`; `OPERATORS` is all there are. A layer kind that no entry names counts as `other`.
 """
@@ -32,7 +32,7 @@ _AUTOCAST = ("bf16", "fp16")
 WEIGHT_UPDATES = tuple(dict.fromkeys(_OPTIMIZERS.values()))
 OPERATORS = (*_KINDS, "loss", *WEIGHT_UPDATES, "autocast", OTHER)
 
-# Libraries of models name modules of their own after their classes: a part of the name says what they are.
+# Model libraries name their own modules after classes; a part of the name shows the kind.
 _NAME_PARTS = {
     "batchnorm": "batch_norm", "norm": "layer_norm", "conv": "convolution", "attention": "attention",
     "pool": "pooling", "embed": "embedding", "swish": "activation", "sigmoid": "activation", "gelu": "activation",
@@ -43,7 +43,7 @@ _OF_KIND = {kind: family for family, kinds in _KINDS.items() for kind in kinds}
 
 
 def operators_of(config: TrialConfig) -> frozenset[str]:
-    """The operator families of the config's training step, each one of `OPERATORS`.
+    """Return the operator families of the config's training step, each one of `OPERATORS`.
 
     `other` stands for the layers of a model that cannot be read here (of a library that is not installed).
     """
@@ -58,7 +58,7 @@ def operators_of(config: TrialConfig) -> frozenset[str]:
 
 
 def operator_of_kind(kind: str) -> str:
-    """The operator family of a layer kind."""
+    """Return the operator family of a layer kind."""
     if kind in _OF_KIND:
         return _OF_KIND[kind]
     return next((family for part, family in _NAME_PARTS.items() if part in kind), OTHER)

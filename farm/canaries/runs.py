@@ -1,4 +1,4 @@
-"""The runs of canaries as the warehouse has them, night by night, and what they say of why a label moved.
+"""Reads the runs of canaries from the warehouse, night by night, and finds causes for labels that moved.
 
 Start reading at `read_nights`; `causes` is for those whose labels moved.
 """
@@ -55,7 +55,7 @@ class CanaryRun:
 
     @property
     def name(self) -> str:
-        """The canary in words: two of one family are told apart."""
+        """Return a readable name, which distinguishes two canaries of one family."""
         return f"{self.config.family} {self.config_hash[:6]}"
 
 
@@ -70,10 +70,10 @@ class CanaryNight:
 def read_nights(
     data, device_name: str, source: str, tonight: Collection[str], forget: Collection[str]
 ) -> tuple[CanaryNight | None, list[CanaryNight]]:
-    """(the canaries of the jobs `tonight`, as one night; earlier ones by job, oldest first), of that device and source.
+    """Return the canaries of the jobs `tonight` as one night, and earlier ones by job, oldest first.
 
-    Earlier: jobs whose id begins with `canary-`, but those to `forget`. A night's environment is that of its runs that
-    are ok: others may have ended before they could say.
+    Only those of the device and source. Earlier ones are jobs whose id begins with `canary-`, without those to
+    `forget`. A night's environment is that of its `ok` runs, since others may have ended before reporting it.
     """
     columns = (*_ABOUT, *ENVIRONMENT, *LABELS)
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -133,7 +133,7 @@ def _run(row: Mapping) -> CanaryRun | None:
 
 
 def _error_of(row: Mapping[str, Any]) -> str:
-    """`NotImplementedError: no such kernel`, with the type once, though the line of a traceback has it already."""
+    """Return an error such as `NotImplementedError: no such kernel`, with the type only once."""
     line, error_type = error_line(row["error"] or ""), row["error_type"]
     if not error_type or re.match(rf"(?:\w+\.)*{re.escape(error_type)}\b", line):
         return line
@@ -141,7 +141,7 @@ def _error_of(row: Mapping[str, Any]) -> str:
 
 
 def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]]) -> tuple[str, ...]:
-    """Return why canaries may have moved, in words, the commonest cause first; empty where no cause is known.
+    """Return possible causes of moved canaries, in words, the most common first; empty if no cause is known.
 
     `moved`: for each of them tonight's runs, those it was compared with, and the labels that are NULL now.
     """
@@ -155,7 +155,7 @@ def causes(data, moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun],
 
 
 def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Collection[str]) -> list[tuple[str, str]]:
-    """(cause, details) of one canary; what was so before too is none."""
+    """Return (cause, details) of one canary, without causes that were present before."""
     reasons = []
     usual = Counter(reason for run in history for reason in run.reasons)
     for reason in dict.fromkeys(reason for run in runs for reason in run.reasons):
@@ -176,7 +176,7 @@ def _of_canary(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
 
 
 def _slower(data, moved: Sequence[tuple]) -> list[str]:
-    """What the telemetry of the windows says of clocks and temperatures, of runs tonight and before."""
+    """Return differences in clocks and temperatures between tonight's windows and earlier ones."""
     now = [run for runs, _, _ in moved for run in runs]
     before = [run for _, history, _ in moved for run in history[-_LATEST:]]
     if not now or not before:
@@ -194,7 +194,7 @@ def _slower(data, moved: Sequence[tuple]) -> list[str]:
 
 
 def _window_figures(data, runs: Sequence[CanaryRun]) -> dict[str, tuple[float | None, float | None]]:
-    """run_id -> (median SM clock, highest temperature)."""
+    """Return (median SM clock in MHz, highest temperature in °C) by run_id."""
     families = sorted({run.config.family for run in runs})
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows = connection.execute(

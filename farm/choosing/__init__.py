@@ -1,1 +1,1 @@
-"""What to measure next: candidates of a space, and policies that choose among them. Start reading at `selection`."""
+"""Chooses what to measure next: candidates of a space, and policies. Start reading at `selection`."""

@@ -1,4 +1,4 @@
-"""Which candidates a fitted estimator would learn most from: where it is unsure, and sooner in rare bins.
+"""Ranks candidates by how much an estimator would learn from them: where it is unsure, with rare bins first.
 
 Start reading at `doubts`, then `worth`, then `drawn`.
 """
@@ -23,7 +23,7 @@ _BLOCK = 512  # rows whose distances to all chosen ones are held together
 
 @dataclass(frozen=True)
 class Doubts:
-    """Of n candidates, for one target, in its space (memory and times: natural logarithm).
+    """Uncertainty of n candidates for one target, in its space (memory and times: natural logarithm).
 
     shift         (n,) what the known rows add to the rough figures: label - figure
     disagreement  (n,) standard deviation of that among forests grown on different samples of the rows
@@ -36,7 +36,7 @@ class Doubts:
 
     @property
     def score(self) -> np.ndarray:
-        """(n,) around 1: the mean of both disagreements, each over its own mean."""
+        """Return (n,) around 1: the mean of both disagreements, each divided by its own mean."""
         both = (self.disagreement, self.of_label)
         return np.mean([disagreement / max(float(disagreement.mean()), 1e-12) for disagreement in both], axis=0)
 
@@ -51,7 +51,7 @@ def doubts(
     *,
     seed: int = 0,
 ) -> Doubts | None:
-    """What known rows teach about candidates; None for fewer than 20 rows with a label.
+    """Estimate the uncertainty of candidates from known rows; None for fewer than 20 rows with a label.
 
     table, known_table  (n, columns), (k, columns) of one outlook; figures, known_figures (n,), (k,): rough figures
     labels  (k,) in the target's unit, NaN where there is none
@@ -74,7 +74,7 @@ def doubts(
 
 
 def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(mean, standard deviation) over the members, of the rows asked."""
+    """Return mean and standard deviation over the committee's members for the rows asked."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     random = np.random.default_rng(seed)
@@ -106,7 +106,7 @@ def worth(scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fit
 
 
 def chance_to_fit(memory_mib: np.ndarray, disagreement: np.ndarray, capacity_mib: float) -> np.ndarray:
-    """(n,): the logarithm of memory is normal around the figure, as wide as the committee disagrees, or by 15 %."""
+    """Return (n,) chances to fit: log memory is normal around the figure, as wide as the disagreement, or 15 %."""
     from scipy.special import ndtr
 
     error = np.maximum(disagreement, _LOG_ERROR)
@@ -114,17 +114,17 @@ def chance_to_fit(memory_mib: np.ndarray, disagreement: np.ndarray, capacity_mib
 
 
 def drawn(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Places of n candidates in the order in which they were drawn, each with a chance in proportion to its worth, none
-    twice (Efraimidis, Spirakis 2006, in the form with Gumbel noise).
+    """Draw n candidates without replacement, with probabilities proportional to their worth; return their places.
 
-    Drawn, and not the greatest first: those are all of a kind, the odd ones, and what lies between is never measured.
+    The method is that of Efraimidis and Spirakis (2006), in the form with Gumbel noise. The greatest are not simply
+    taken first, since these are all of one odd kind, and the candidates between would never be measured.
     """
     noise = np.random.default_rng(seed).gumbel(size=len(worth))
     return np.argsort(-(np.log(worth) + noise), kind="stable")[:n]
 
 
 def distances(chosen: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """(n,) of each chosen row's features to the nearest row known or chosen before it; inf where there is none."""
+    """Return (n,) distances of each chosen row's features to the nearest row known or chosen before; inf if none."""
     nearest = np.full(len(chosen), np.inf)
     rows = chosen.astype(np.float64)
     square = (rows**2).sum(1)

@@ -1,4 +1,4 @@
-"""Where rows are few: bins of the labels and regions of the configs, counted for what is measured and what could be.
+"""Counts rows and candidates by bins of the labels and regions of the configs, to find where rows are few.
 
 Start reading at `Map.of`, then `fill`.
 """
@@ -21,7 +21,7 @@ DIMENSIONS = ("memory", *UTILIZATION_EDGES, "region")
 
 @dataclass(frozen=True)
 class Map:
-    """Which cell each of n configs lies in, by dimension: `memory`, `smact`, `smocc`, `drama` and `region`.
+    """The cells of n configs, by dimension: `memory`, `smact`, `smocc`, `drama` and `region`.
 
     codes  (n, dimensions) int, an index into that dimension's `names`; a cell is one family's
     """
@@ -54,19 +54,19 @@ class Map:
         return cls(np.stack(codes, axis=1), names)
 
     def cell(self, row: int, dimension: str) -> str:
-        """In words, as `cnn 8-16 GB`."""
+        """Return a cell's name, such as `cnn 8-16 GB`."""
         column = DIMENSIONS.index(dimension)
         return self.names[dimension][self.codes[row, column]]
 
     def counts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """How many of the rows lie in each cell, by dimension."""
+        """Return the number of rows in each cell, by dimension."""
         return [
             np.bincount(self.codes[rows, column], minlength=len(self.names[dimension])).astype(float)
             for column, dimension in enumerate(DIMENSIONS)
         ]
 
     def tally(self, rows: np.ndarray) -> dict[str, dict[str, int]]:
-        """dimension -> cell -> rows, only cells that have some."""
+        """Return the rows of each non-empty cell, by dimension and name."""
         return {
             dimension: {name: int(n) for name, n in zip(self.names[dimension], counts, strict=True) if n}
             for dimension, counts in zip(DIMENSIONS, self.counts(rows), strict=True)
@@ -74,7 +74,7 @@ class Map:
 
 
 def fill(cells: Map, known: np.ndarray, pool: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Places of n rows of `pool`, in the order chosen: each is the one whose cells have the fewest rows by then.
+    """Choose n rows of `pool`, each time one whose cells have the fewest rows so far; return their places in order.
 
     A cell is worth 1 / (1 + its rows), the sum over the dimensions counts; unknown bins are worth nothing. Rows of
     the very same cells are alike and taken in a random order of `seed`, so that it costs as many cells as occur, times
@@ -106,7 +106,7 @@ def fill(cells: Map, known: np.ndarray, pool: np.ndarray, n: int, seed: int) -> 
 
 
 def region_of(config: TrialConfig, parameters: float) -> str:
-    """A cell of the main features: parameters by decade, batch size by factor 4, depth by doubling, topology."""
+    """Return the cell of the main features: parameters by decade, batch size by 4, depth by 2, topology."""
     parts = [config.family]
     if topology := getattr(config, "topology", None) or getattr(config, "model", None):
         parts.append(str(topology))

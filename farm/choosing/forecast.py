@@ -1,4 +1,4 @@
-"""What thousands of configs will probably come to, mostly untraced: rough figures, and a table to learn from.
+"""Forecasts the labels of thousands of configs, mostly without tracing: rough figures, and a table to learn from.
 
 Start reading at `Forecaster.look`. torch is never needed for it, except where steps are to be traced.
 """
@@ -30,7 +30,7 @@ _WORTH_WORKERS = 8_000  # configs from which on other processes start sooner tha
 
 @dataclass(frozen=True)
 class Outlook:
-    """Of n configs, in order.
+    """Forecast of n configs, in order.
 
     figures  target -> (n,) in the target's unit
     table    (n, columns) float32: logarithms of what the step is made of and of the config's numbers, a 1 for each of
@@ -48,7 +48,7 @@ class Outlook:
         return len(self.table)
 
     def subset(self, places: np.ndarray) -> Outlook:
-        """The configs at integer positions, in that order."""
+        """Return the outlook on the configs at these positions, in that order."""
         figures = {name: column[places] for name, column in self.figures.items()}
         return Outlook(figures, self.parameters[places], self.table[places], self.ways[places])
 
@@ -129,7 +129,7 @@ class Forecaster:
         steps.prepare(cases, workers=self.workers)
         for place, case in zip(places, cases, strict=True):
             record = steps.record(case)
-            if record.error is None:  # else the plan's figure stands
+            if record.error is None:  # else the plan's figure remains
                 ways[place] = "trace"
                 figures["memory"][place] = record.values["job_memory_mib"]
                 figures["step_time"][place] = record.values["job_step_time_ms"]
@@ -140,7 +140,7 @@ class Forecaster:
 def sketch_of(
     job: tuple[Sequence[TrialConfig], DeviceSpec],
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, str]:
-    """(figures, values, parameters, way) of configs of one family: what a worker does."""
+    """Return (figures, values, parameters, way) of configs of one family, as a worker computes them."""
     from learn.fastpath.fast_features import step_sketch
 
     configs, device = job
@@ -176,7 +176,7 @@ def _knows(family: str) -> bool:
 
 
 def _own_fields(configs: Sequence[TrialConfig]) -> tuple[np.ndarray, np.ndarray]:
-    """(n, numbers) by their logarithm, 0 where a family has no such field; (n, words): a 1 for its own."""
+    """Return (n, numbers), logarithms with 0 for fields that a family lacks, and (n, words), one-hot."""
     numbers: dict[str, np.ndarray] = {}
     words: dict[tuple[str, str], np.ndarray] = {}
     names = {type(config): [field.name for field in dataclasses.fields(config)] for config in configs}

@@ -1,4 +1,4 @@
-"""What the warehouse holds of one device, as choosing needs it: what not to measure again, and which rows there are.
+"""Reads a device's runs from the warehouse for choosing: what not to measure again, and the rows to learn from.
 
 Start reading at `known_runs`.
 """
@@ -50,7 +50,7 @@ def known_runs(
     environment: Mapping[str, str | None] | None = None,
     families: Sequence[str] | None = None,
 ) -> Known:
-    """What the warehouse at `data` (None: the default folder) knows of that device, runs sorted by `run_id`.
+    """Read the device's runs from the warehouse at `data` (None: the default folder), sorted by `run_id`.
 
     `environment`: columns of `ENVIRONMENT` -> what they are tonight; runs of another one may be measured again, but
     count as rows. None: of any. `families`: only of these. Untrusted runs are measured, but teach nothing. Raises
@@ -120,7 +120,7 @@ def known_runs(
 
 
 def thinned(known: Known, at_most: int, seed: int = 0) -> Known:
-    """At most so many rows, where there are more: what is rare is kept whole, of what is common as many of each kind.
+    """Keep at most so many rows: all rows of rare kinds, and equally many of each common kind.
 
     Kinds are families by octave of memory and tenth of `smact`; out of memory is one of its own. What was measured
     stays measured.

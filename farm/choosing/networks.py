@@ -1,4 +1,4 @@
-"""Which candidates have a network that can be built here. Start reading at `Networks.problem`."""
+"""Finds the candidates whose network cannot be built here. Start reading at `Networks.problem`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from featurize.trial import TrialConfig
 
 
 class Networks:
-    """Tries networks, each once: it takes up to tenths of a second, and many candidates share one."""
+    """Tries each network once, since that takes up to tenths of a second and many candidates share one."""
 
     def __init__(self) -> None:
         self._problems: dict[tuple[str, str, str | None], str | None] = {}
 
     def problem(self, config: TrialConfig) -> str | None:
-        """Return why the layers of the config's network cannot be had, or None. Imports the code that it names."""
+        """Return why the config's network cannot be built, or None. Imports the code that it names."""
         identity = getattr(get_family(config.family), "identity", None)
         if identity is None:  # its layers follow from fields that were checked when the config was made
             return None

@@ -1,4 +1,4 @@
-"""What a choice would gain and cost, before anything runs: what `dry_run=true` prints.
+"""Summarises what a choice would gain and cost before anything runs, as `dry_run=true` prints it.
 
 Start reading at `summary`.
 """
@@ -21,7 +21,7 @@ _LOG_ERROR = 0.15  # of a rough memory figure: standard deviation of its logarit
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Of one choice.
+    """Summary of one choice.
 
     runs           chosen; by family in `families`
     bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
@@ -46,7 +46,7 @@ class Summary:
     notes: tuple[str, ...]
 
     def lines(self, source: str = "measured") -> list[str]:
-        """Return it for people, a fact a line. `source` is what the runs would be: `measured` or `simulated`."""
+        """Return the summary as text, a fact a line. `source` of the runs: `measured` or `simulated`."""
         families = ", ".join(f"{name}: {n}" for name, n in self.families.items())
         new = ", ".join(f"{name}: {n}" for name, n in self.bins_gained.items() if n) or "none"
         past = f"{self.from_past:.0%} of it from past runs of the family" if self.from_past else "a guess: no past runs"
@@ -65,7 +65,7 @@ class Summary:
 
 
 def summary(choice: Selection, known: Known, capacity_mib: float) -> Summary:
-    """What the choice gains and costs on a device with so much memory, from `known` runs where they tell."""
+    """Summarise what the choice gains and costs on a device with that much memory, using `known` runs if possible."""
     seconds, past = expected_seconds(choice, known)
     return Summary(
         policy=choice.policy,
@@ -85,8 +85,9 @@ def summary(choice: Selection, known: Known, capacity_mib: float) -> Summary:
 
 
 def may_run_out(one: Chosen, capacity_mib: float) -> float:
-    """The probability that a run does not fit: its logarithm of memory is normal around the figure, as wide as the
-    committee disagrees, or by 15 %."""
+    """Return the probability that a run does not fit.
+
+    Log memory is normal around the figure, as wide as the committee's disagreement, or 15 %."""
     from math import erf, log, sqrt
 
     error = max(_LOG_ERROR, one.disagreement or 0.0)
@@ -94,8 +95,9 @@ def may_run_out(one: Chosen, capacity_mib: float) -> float:
 
 
 def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]:
-    """Wall time of each chosen run: its family's median so far, else start-up and a hundred steps of the roofline; and
-    for how many it is the median."""
+    """Return the expected wall time of each chosen run in s, and for how many it is the family's median so far.
+
+    Without past runs it is start-up plus a hundred steps by the roofline."""
     family = np.array([config.family for config in known.configs], dtype=object)
     medians: dict[str, float] = {}
     for name in {one.config.family for one in choice.chosen}:

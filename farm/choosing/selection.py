@@ -1,4 +1,4 @@
-"""What to measure next: candidates from a search space, and which of them are worth a run.
+"""Chooses what to measure next: candidates from a search space, and those of them that are worth a run.
 
 Start reading at `candidates` and `choose`. Beside it, `coverage` counts what is there, `active` asks where the
 estimator is unsure, `forecast` says what candidates will come to, and `known_runs` reads what was measured.
@@ -30,7 +30,7 @@ _UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is u
 
 
 class CandidateForecaster(Protocol):
-    """What `choose` has to know of candidates. `forecast.Forecaster` is one."""
+    """Forecasts that `choose` needs of candidates. `forecast.Forecaster` implements it."""
 
     def look(self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = ...) -> Outlook: ...
 
@@ -56,7 +56,7 @@ class CandidatePool:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """One candidate to run, and why.
+    """One candidate to run, with the reasons.
 
     index         in its family's sequence
     bins          dimension -> the cell that it probably falls into (`farm.choosing.coverage.DIMENSIONS`)
@@ -78,7 +78,7 @@ class Chosen:
 
     @property
     def why(self) -> str:
-        """In words: the cell with the fewest rows, the region, and the doubt where that was asked for."""
+        """Return the reason in words: the cell with the fewest rows, the region, and the doubt if asked for."""
         emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
         reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
         return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"
@@ -86,7 +86,7 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What `choose` took, in the order in which it is to run.
+    """The candidates that `choose` took, in the order in which they will run.
 
     pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
     next_index  family -> where its sequence goes on: what a policy has not looked at comes again, what it has does not
@@ -114,7 +114,7 @@ def candidates(
     limits: Limits = NO_LIMITS,
     rejections: Counter[str] | None = None,
 ) -> CandidatePool:
-    """The `count` configs of the space's sequence from index `start` on: where the last night ended.
+    """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
     `uniform` draws independent points; every other policy goes on with the low-discrepancy sequence. Errors as in
     `farm.sampling.sample_range`, and `UsageError` for an unknown policy.
@@ -130,7 +130,7 @@ def candidates(
 
 
 def joined(pools: Sequence[CandidatePool]) -> CandidatePool:
-    """Pools of different families as one: in turns, so that a prefix has its share of each."""
+    """Merge pools of different families in turns, so that a prefix has its share of each."""
     if len({name for pool in pools for name in pool.next_index}) < sum(len(pool.next_index) for pool in pools):
         raise UsageError("two pools are of the same family; make one of them, with a larger count")
     order = sorted(((i + 0.5) / len(pool), k, i) for k, pool in enumerate(pools) for i in range(len(pool)))
@@ -151,7 +151,7 @@ def choose(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Selection:
-    """The `n` candidates to measure next (fewer where the pool has no more), in order, each with its reasons.
+    """Choose the `n` candidates to measure next (fewer if the pool has no more), in order, with reasons.
 
     uniform, stratified  the first of the sequence
     coverage  those whose label bins and feature regions have the fewest rows (`farm.choosing.coverage.fill`)
@@ -213,7 +213,7 @@ def choose(
 
 @dataclass(frozen=True)
 class _Fresh:
-    """Places of the candidates that are new, and how many of those looked at are not.
+    """Places of the new candidates, and counts of the others that were looked at.
 
     measured, repeated, unbuildable  measured already; copies; candidates whose network cannot be built, by the reason
     """
@@ -233,7 +233,7 @@ class _Fresh:
 
 
 def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Networks | None = None) -> _Fresh:
-    """The candidates not measured yet, until there are `at_most`. `networks`: leave out also what cannot be built."""
+    """Return at most `at_most` candidates not measured yet. `networks`: leave out those that cannot be built."""
     seen: set[str] = set()
     places: list[int] = []
     unbuildable: Counter[str] = Counter()
@@ -257,7 +257,7 @@ def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Net
 
 
 def _look(estimator: CandidateForecaster, fresh: _Fresh, pool: CandidatePool, known: Known, progress) -> Outlook:
-    """The outlook on the fresh candidates, then the known rows. Raises `UsageError` where no candidate is fresh."""
+    """Return the outlook on the fresh candidates, then the known rows. Raises `UsageError` if none is fresh."""
     if fresh.places:
         return estimator.look([*(pool.configs[i] for i in fresh.places), *known.configs], progress)
     if fresh.unbuildable:
@@ -266,7 +266,7 @@ def _look(estimator: CandidateForecaster, fresh: _Fresh, pool: CandidatePool, kn
 
 
 def _after(pool: CandidatePool, looked: int) -> dict[str, int]:
-    """Where each family's sequence goes on, when only the first `looked` candidates are spent."""
+    """Return where each family's sequence continues when only the first `looked` candidates are used up."""
     following = dict(pool.next_index)
     for config, index in zip(reversed(pool.configs[looked:]), reversed(pool.indices[looked:]), strict=True):
         following[config.family] = index
@@ -274,7 +274,7 @@ def _after(pool: CandidatePool, looked: int) -> dict[str, int]:
 
 
 def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, np.ndarray]:
-    """The rough figures, and of rows that are measured the labels: out of memory is "more than any device has"."""
+    """Return the rough figures, with labels for measured rows; out of memory counts as more than any device has."""
     figures = {name: column.copy() for name, column in outlook.figures.items()}
     for name, labels in known.labels.items():
         if name in figures:

@@ -1,4 +1,4 @@
-"""Draws the difference of a label, a dot a configuration, over its size before. Start reading at `shift_chart`."""
+"""Draws the difference of a label over its size before, a dot a configuration. Start reading at `shift_chart`."""
 
 from __future__ import annotations
 

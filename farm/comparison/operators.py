@@ -1,4 +1,4 @@
-"""The operators of the same configurations under both environments: traced there, kept, and compared here.
+"""Compares the operators of the same configurations, traced under both environments.
 
 Start reading at `traced`, then `compare_operators`.
 """
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """What the traces of both sides say.
+    """Result of comparing the traces of both sides.
 
     compared   configurations traced on both sides; failed: config hash -> (error before, error after)
     dtypes     dtype -> operators (before, after); peak: kind of memory -> MiB at the peak (before, after), summed
@@ -116,7 +116,7 @@ def _read(kept: Path, tags: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]
 def _answers(
     environment: Environment, code: Path, configs: Mapping[str, Mapping[str, Any]], spec: DeviceSpec
 ) -> Iterator[dict[str, Any]]:
-    """The record of each config, as the processes finish them."""
+    """Yield the record of each config as the processes finish them."""
     count = max(1, min(core_count(), len(configs) // _A_PROCESS))
     items = list(configs.items())
     answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -200,7 +200,7 @@ def compare_operators(
 def _changes(
     compared: Mapping[str, tuple[Mapping, Mapping]], part: str, named: Callable[[str], str], kinds: Mapping[str, str]
 ) -> tuple[Change, ...]:
-    """Every operator or module, those that changed first, by the difference in time and then in memory moved."""
+    """Return every operator or module, changed ones first, sorted by difference in time and then in memory moved."""
     totals: dict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: (_none(), _none()))
     differing: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for key, pair in compared.items():

@@ -1,4 +1,4 @@
-"""Runs of two sides paired by configuration: how memory and step time differ, what changed its status, what is alone.
+"""Pairs the runs of two sides by configuration: differences in memory, step time and status; runs without partner.
 
 Start reading at `compare_runs`.
 """
@@ -61,14 +61,14 @@ class Pair:
         return self.before.config_hash
 
     def shift(self, label: str) -> float | None:
-        """Relative to before; None where a side has no figure."""
+        """Return the difference relative to before; None if a side has no figure."""
         old, new = self.before.labels[label], self.after.labels[label]
         return None if old is None or new is None or not old else new / old - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelShift:
-    """How one label differs over the pairs: relative differences. `median` and `largest` are signed, `p90` is not.
+    """Relative differences of one label over the pairs. `median` and `largest` are signed, `p90` is not.
 
     beyond  pairs whose difference is beyond the tolerance; equal: those with the very same figure
     """
@@ -85,7 +85,7 @@ class LabelShift:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusChange:
-    """Configurations that ended otherwise, or failed on both sides."""
+    """Configurations that ended with another status, or failed on both sides."""
 
     before: str
     after: str
@@ -107,7 +107,7 @@ class OperatorFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What the runs of two sides say.
+    """Result of pairing the runs of two sides.
 
     statuses    every combination but ok on both sides, the commonest first
     alone       config hashes that one side has and the other has not: (before, after)
@@ -127,14 +127,14 @@ class Comparison:
     unhashed: tuple[int, int]
 
     def largest(self, label: str, most: int) -> list[Pair]:
-        """The pairs that differ most in a label, by its absolute value; none that are equal."""
-        found = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
-        return [pair for _, pair in sorted(found, key=lambda item: (-item[0], item[1].config_hash))[:most]]
+        """Return the pairs with the largest absolute difference in a label, without equal ones."""
+        shifted = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
+        return [pair for _, pair in sorted(shifted, key=lambda item: (-item[0], item[1].config_hash))[:most]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSet:
-    """Where the runs of a side are. `job_id` and `n`: only the first n tasks of that job; `family`: only its rows."""
+    """The runs of a side. `job_id` and `n`: only the first n tasks of that job; `family`: only its rows."""
 
     folder: DataFolder
     snapshot: str | None = None
@@ -217,7 +217,7 @@ def _runs_of(key: tuple, rows: Sequence[Mapping[str, Any]]) -> Runs:
 
 
 def _error_of(row: Mapping[str, Any]) -> str:
-    """What a failed run says of its failure, in one line."""
+    """Return a failed run's error as one line."""
     return (error_line(row["error"] or "") or str(row["error_type"]))[:_ERROR_CHARACTERS]
 
 
@@ -239,22 +239,22 @@ def _shift(pairs: Sequence[Pair], label: str, tolerance: float) -> LabelShift | 
 
 
 def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
-    found: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    pairs_by_statuses: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         statuses = (pair.before.status, pair.after.status)
         if statuses != ("ok", "ok"):
-            found[statuses].append(pair)
+            pairs_by_statuses[statuses].append(pair)
     return tuple(
         StatusChange(
             before=before, after=after, configurations=len(of), examples=tuple(p.config_hash for p in of[:_EXAMPLES]),
             error=next((error for p in of for error in (p.after.error, p.before.error) if error), None),
         )
-        for (before, after), of in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+        for (before, after), of in sorted(pairs_by_statuses.items(), key=lambda item: (-len(item[1]), item[0]))
     )  # fmt: skip
 
 
 def _families(pairs: Sequence[Pair]) -> tuple[OperatorFamily, ...]:
-    """Those of the configurations' layers, the largest differences first."""
+    """Return the operator families of the configurations' layers, the largest differences first."""
     shifts_of: dict[str, list[tuple[float | None, float | None]]] = defaultdict(list)
     for pair in pairs:
         shifts = (pair.shift(MEMORY), pair.shift(STEP_TIME))

@@ -1,4 +1,4 @@
-"""One comparison from its settings to its result: run what environments have not run yet, pair, trace, compare.
+"""Runs one comparison: runs missing trials, pairs the runs, traces the steps and compares them.
 
 Start reading at `run_comparison`.
 """
@@ -44,12 +44,12 @@ MEASURED = (
 
 
 class Interrupted(Exception):
-    """Asked to leave; the same comparison goes on where it was."""
+    """The comparison was interrupted; the same command continues it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings:
-    """The keys of `conf/compare.yaml`. `submission`: what environments run; None where both sides have their runs."""
+    """The keys of `conf/compare.yaml`. `submission`: trials for environments; None if both sides have their runs."""
 
     before: str
     after: str
@@ -75,7 +75,7 @@ class CompareSettings:
 
     @classmethod
     def from_config(cls, cfg) -> CompareSettings:
-        """Raises `UsageError` naming the key."""
+        """Parse a composed config. Raises `UsageError` naming the key."""
         from omegaconf import DictConfig, OmegaConf
 
         submission, family = None, None
@@ -93,7 +93,7 @@ class CompareSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A comparison that is done.
+    """A finished comparison.
 
     name       of its files; job_id of the runs of environments
     operators  None where they were not compared: `no_operators` says why
@@ -115,9 +115,9 @@ class Result:
 def run_comparison(
     settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, done, of: None
 ) -> Result:
-    """Run what is missing, and compare. `progress(label, done, of)` hears of operators that are traced.
+    """Run the missing trials and compare. `progress(label, done, of)` is called while operators are traced.
 
-    Raises `UsageError` for what the user can fix, before anything is written, and `Interrupted`.
+    Raises `UsageError` for user mistakes, before anything is written, and `Interrupted`.
     """
     home = DataFolder.resolve(settings.data)
     with code_folder() as code:
@@ -138,7 +138,7 @@ def run_comparison(
 
 
 def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
-    """Both at once: importing torch takes seconds."""
+    """Resolve both sides in parallel, since importing torch takes seconds."""
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(side_of, key, getattr(settings, key), code) for key in ("before", "after")]
         errors = [error for one in asked if (error := one.exception()) is not None]
@@ -172,12 +172,12 @@ def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> C
 def _submission(settings: CompareSettings) -> SubmitSettings:
     if settings.submission is None:
         families = ", ".join(f"+arch={name}" for name in family_names())
-        raise UsageError(f"which configurations shall the environments run? add n=200 and one of {families}")
+        raise UsageError(f"the environments have no configurations to run; add n=200 and one of {families}")
     return settings.submission
 
 
 def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path) -> RunSet:
-    """The side's runs; those that an environment still owes are run first."""
+    """Return the side's runs, after running those that an environment lacks."""
     if isinstance(side, Recorded):
         return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
     folder = DataFolder(environments_folder(home) / checked_name("environment", side.folder_name)).create()
@@ -196,12 +196,12 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
 
 
 def environments_folder(home: DataFolder) -> Path:
-    """A data folder for each environment."""
+    """Return the folder that holds each environment's data folder."""
     return home.root / "environments"
 
 
 def comparisons_folder(home: DataFolder) -> Path:
-    """Pages and their JSON."""
+    """Return the folder of pages and their JSON files."""
     return home.root / "comparisons"
 
 
@@ -237,7 +237,7 @@ def _operators(
 
 
 def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec:
-    """The description that operators are priced by: the simulated device's, the real one's, else the default's."""
+    """Return the description that prices operators: the simulated device's, the real one's, else the default's."""
     from featurize.device_spec import device_from_mapping
 
     if submission.device.backend == "simulated" and submission.device.spec is not None:
@@ -247,7 +247,7 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 
 
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
-    """The same for the same comparison, and as a file's name readable."""
+    """Return a readable file name, equal for equal comparisons."""
     identity = [side.folder_name if isinstance(side, Environment) else _recorded(side) for side in sides]
     parts: dict[str, Any] = {"sides": identity, "job": job_id, "family": settings.family}
     if settings.submission is not None:

@@ -1,6 +1,6 @@
 """The two sides of a comparison: an environment with a torch of its own, a data folder, or a snapshot of one.
 
-Start reading at `side_of`. This process imports no torch: an environment's own Python says what it has.
+Start reading at `side_of`. This process imports no torch: each environment's own Python reports its versions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """Runs that are there already: of a data folder as it is, or of one of its snapshots."""
+    """Recorded runs: of a data folder as it is, or of one of its snapshots."""
 
     text: str
     folder: DataFolder
@@ -80,7 +80,7 @@ Side = Environment | Recorded
 
 
 def side_of(key: str, text: str, code: Path) -> Side:
-    """What `key=text` names: the Python or the folder of an environment, a data folder, or DATA@SNAPSHOT.
+    """Return the side that `key=text` names: an environment's Python or folder, a data folder, or DATA@SNAPSHOT.
 
     `code` is a folder of `code_folder`. Raises `UsageError` for what is none of these, and for an environment whose
     Python cannot run a trial.
@@ -164,7 +164,7 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
 
 
 def _trial_code(code: Path) -> str:
-    """A digest of what decides a run's figures here: both sides of a comparison must have run the same."""
+    """Return a digest of the code that determines a run's figures; both sides must have run the same code."""
     digest = hashlib.sha256()
     for package in ("featurize", "workers"):
         root = (code / package).resolve()

@@ -1,4 +1,4 @@
-"""What runs inside an environment: traces training steps and says operator by operator what they take.
+"""Runs inside an environment: traces training steps and reports the cost of each operator.
 
 Executed as `python -m farm.comparison.traced_operators`; `farm.comparison.operators` talks to it. Start reading at
 `summary_of`. torch is imported on use.
@@ -23,7 +23,7 @@ FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
 
 
 def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
-    """One traced step: figures by operator and by module, operators by dtype, the peak by kind in MiB.
+    """Trace one step; return figures by operator and by module, operators by dtype, the peak by kind in MiB.
 
     A step that cannot be traced gives `{"error": why}`.
     """
@@ -64,7 +64,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
 
 
 def _alive_at_peak(trace, memory) -> Counter[int]:
-    """Block -> its bytes, of those alive when most memory is in use."""
+    """Return the bytes of each block that is alive at the memory peak."""
     highest = max(range(len(memory.timeline)), key=lambda i: memory.timeline[i].allocated, default=-1)
     alive: Counter[int] = Counter()
     for event in trace.events[: highest + 1]:

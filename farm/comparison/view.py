@@ -17,7 +17,7 @@ _SHOWN = 5  # configurations, operators and modules of each table
 
 
 def lines(result: Result) -> list[str]:
-    """What a terminal shows: labels, statuses, the largest differences, operators and modules, what has no partner."""
+    """Return the terminal's lines: labels, statuses, largest differences, operators, modules, runs without partner."""
     comparison = result.comparison
     text = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
     heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
@@ -49,7 +49,7 @@ def lines(result: Result) -> list[str]:
 
 
 def headline(result: Result) -> str:
-    """The result in a sentence."""
+    """Return the result as one sentence."""
     comparison = result.comparison
     if not comparison.pairs:
         return "no configuration ran on both sides"
@@ -69,7 +69,7 @@ def headline(result: Result) -> str:
 
 
 def shift_row(shift: LabelShift) -> tuple[str, ...]:
-    """label, pairs, median, p90, largest, beyond, equal."""
+    """Return the cells label, pairs, median, p90, largest, beyond, equal."""
     return (
         f"{shift.label} [{shift.unit}]", f"{shift.pairs:,}", percent(shift.median), percent(shift.p90).lstrip("+"),
         percent(shift.largest), f"{shift.beyond:,}", f"{shift.equal:,}",
@@ -77,18 +77,18 @@ def shift_row(shift: LabelShift) -> tuple[str, ...]:
 
 
 def pair_row(pair: Pair, label: str) -> tuple[str, ...]:
-    """configuration, family, before, after, difference."""
+    """Return the cells configuration, family, before, after, difference."""
     old, new = pair.before.labels[label], pair.after.labels[label]
     return pair.config_hash, pair.before.family, figure(old), figure(new), percent(pair.shift(label))
 
 
 def share(tolerance: float) -> str:
-    """`1 %`."""
+    """Return a tolerance as text, such as `1 %`."""
     return f"{100 * tolerance:.3g} %"
 
 
 def percent(difference: float | None) -> str:
-    """A signed relative difference; one too small for the last digit is not shown as none."""
+    """Return a signed relative difference as text; a tiny one is never shown as 0."""
     if difference is None:
         return "-"
     if difference == 0:
@@ -97,7 +97,7 @@ def percent(difference: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Four significant digits, whole numbers whole, thousands set apart."""
+    """Return a figure with four significant digits, integers in full, with thousands separators."""
     if value is None:
         return "-"
     if value == round(value):
@@ -107,7 +107,7 @@ def figure(value: float | None) -> str:
 
 
 def config_words(config: Mapping[str, Any]) -> str:
-    """A configuration's values but its family; switches that are off are left out."""
+    """Return a configuration's values as text, without its family and switches that are off."""
     return ", ".join(
         f"{name} {value}"
         for name, value in config.items()
@@ -116,7 +116,7 @@ def config_words(config: Mapping[str, Any]) -> str:
 
 
 def change_row(change: Change, figures: Sequence[str]) -> tuple[str, ...]:
-    """`before -> after` of each of these figures, one figure where both are the same."""
+    """Return `before -> after` of each of these figures, or one figure if both are equal."""
     return tuple(_arrow(change.before[name], change.after[name]) for name in figures)
 
 
@@ -156,12 +156,12 @@ def _operator_lines(result: Result) -> list[str]:
 
 
 def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
-    """dtype -> operators before and after, where these differ."""
+    """Return the operators before and after of each dtype where these differ."""
     return {name: counts for name, counts in operators.dtypes.items() if counts[0] != counts[1]}
 
 
 def as_json(result: Result) -> str:
-    """The whole comparison: what the table and the page show, and every pair."""
+    """Return the whole comparison: the contents of table and page, and every pair."""
     comparison, operators = result.comparison, result.operators
     return json.dumps(
         {
@@ -189,8 +189,11 @@ def as_json(result: Result) -> str:
 
 
 def side_mapping(side: Side, versions: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What a side is; `versions` are those of its runs."""
-    about: dict[str, Any] = {"given": side.text, "versions": {name: list(found) for name, found in versions.items()}}
+    """Return a side as a mapping; `versions` are those of its runs."""
+    about: dict[str, Any] = {
+        "given": side.text,
+        "versions": {name: list(releases) for name, releases in versions.items()},
+    }
     if isinstance(side, Environment):
         return {**about, "python": str(side.python), "environment": dict(side.versions)}
     assert isinstance(side, Recorded)

@@ -16,14 +16,14 @@ from warehouse.layout import write_bytes
 
 
 def checked_report(report: str | None) -> Path | None:
-    """The file that the user names for the page, found writable before anything runs. Raises `UsageError`."""
+    """Return the user's file for the page, after checking that it is writable. Raises `UsageError`."""
     if report is None:
         return None
     return checked_page(report, key="report", like="compare.html", data=[DataFolder.resolve().root])
 
 
 def write_comparison(home: DataFolder, result: Result, report: str | None) -> Path:
-    """Write the page and, beside it, its JSON, each whole or not at all; the page's path.
+    """Write the page and, beside it, its JSON, each atomically; return the page's path.
 
     They go to `comparisons/` of the data folder, or to the file `report` and one of the same name ending in `.json`.
     Raises `UsageError` where they cannot be written.

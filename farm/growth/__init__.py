@@ -1,1 +1,1 @@
-"""The growth cycle: what a night does, step by step, and what it writes down. Start reading at `cycle`."""
+"""The growth cycle: the steps of a night and their records. Start reading at `cycle`."""

@@ -1,4 +1,4 @@
-"""One night: canaries, choose, run, land, learn, report; each step written down, so that a killed cycle goes on.
+"""One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
 
 Start reading at `NightWork.work`.
 """
@@ -51,7 +51,7 @@ _PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports n
 
 
 class Left(Exception):
-    """Asked to leave, by Ctrl-C or before there was anything to land: the cycle stays open."""
+    """The cycle stays open: Ctrl-C was pressed, or a signal came before there was anything to land."""
 
 
 @dataclass
@@ -86,9 +86,9 @@ class NightWork:
         return cls(folder, queue, journal, settings, machine, service, cycle, tell, say)
 
     def work(self) -> Cycle:
-        """Do the steps that are not done yet, end the cycle and return it.
+        """Do the remaining steps, end the cycle and return it.
 
-        Raises `Left` after Ctrl-C and where a signal came before anything ran, `KeyboardInterrupt`, and the error of a
+        Raises `Left` after Ctrl-C and if a signal came before anything ran, `KeyboardInterrupt`, and the error of a
         step that failed. The cycle then stays open, and the same call resumes it.
         """
         canaries = self._step(CanariesPayload, self._canaries)
@@ -114,7 +114,7 @@ class NightWork:
         return self.cycle
 
     def _step(self, kind: type[P], work: Callable[[], P]) -> P:
-        """Do a step unless it is done, and return what it wrote down."""
+        """Do a step unless it is done, and return its payload."""
         done = self.cycle.payload(kind)
         if done is not None:
             return done
@@ -140,7 +140,7 @@ class NightWork:
         return payload
 
     def _failed(self, name: str, error: Exception) -> None:
-        """Record the failure and report what there is; a step that fails three times ends the cycle."""
+        """Record the failure and write the report; a step that fails three times ends the cycle."""
         text = str(error) if isinstance(error, CommandError) else traceback.format_exc()[-_ERROR_CHARACTERS:]
         self.cycle = self.journal.fail(self.cycle.name, name, text)
         self.service.events.emit("step_failed", cycle=self.cycle.name, step=name, error=text)
@@ -164,7 +164,7 @@ class NightWork:
         return watch(self.folder, self.machine, self.cycle, self.earlier(), self._measure)
 
     def _measure(self, kind: str, configs: Sequence[tuple[int, TrialConfig]], shares: int) -> str | None:
-        """Run these as a job and give its id; None where the time was up. Raises `Left` where a signal asked to."""
+        """Run these configs as a job and return its id; None if the time was up. Raises `Left` on a signal."""
         job_id = self.cycle.job(kind)
         ended = self._work_off(job_id, configs, shares)
         if ended == "asked":
@@ -240,7 +240,7 @@ class NightWork:
 
     def _learnt(self, promotion: Promotion) -> LearntTarget:
         simulated = self.machine.source == "simulated"
-        caveat = "; the labels are simulated, so this says nothing of real GPUs" if simulated else ""
+        caveat = "; the labels are simulated, so this says nothing about real GPUs" if simulated else ""
         return LearntTarget(**{**promotion.to_mapping(), "why": promotion.why + caveat})
 
     def _no_result(self, target: str, decision: str, why: str) -> LearntTarget:
@@ -258,7 +258,7 @@ class NightWork:
         return ReportPayload(html=str(page), json=str(page.with_suffix(".json")))
 
     def _next_plan(self) -> Mapping[str, Any] | None:
-        """Return what the next night would measure; None where planning fails: the report is written without it."""
+        """Return what the next night would measure; None if planning fails, so that the report is still written."""
         try:
             return plain(self._plan(self.journal.cycles(), "looking ahead").payload().to_mapping())
         except Exception as error:
@@ -286,7 +286,7 @@ class NightWork:
         )  # fmt: skip
 
     def stop(self) -> NightStop:
-        """Asks to leave when this cycle's time is up, or on a signal."""
+        """Return the stop request that applies when this cycle's time is up, or on a signal."""
         if self.settings.hours is None:
             return NightStop(None, self.cycle.name)
         jobs = [job.job_id for job in self.queue.jobs() if job.job_id.endswith(self.cycle.token)]
@@ -294,7 +294,7 @@ class NightWork:
         return NightStop(max(0.0, left_s), self.cycle.name)
 
     def earlier(self) -> list[Cycle]:
-        """The cycles before this one."""
+        """Return the cycles before this one."""
         return [cycle for cycle in self.journal.cycles() if cycle.name != self.cycle.name]
 
 
@@ -307,7 +307,7 @@ def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPa
 
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
-    """Return the message for notifications. `error`: the failure, where the journal may not have it."""
+    """Return the message for notifications. `error`: the failure, if the journal may lack it."""
     report = folder.reports / f"{cycle.name}.html"  # of a step that failed, there is one all the same
     errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
     return {

@@ -1,4 +1,4 @@
-"""Lands a night: merges small files, checks what is there, and freezes it as a snapshot. Start reading at `land`."""
+"""Lands a night: merges small files, checks the rows, and freezes them as a snapshot. Start reading at `land`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     compacted = compact(folder)
     there = {snapshot.name: snapshot for snapshot in snapshots(folder)}
     began = cycle.steps["land"].attempts[0]
-    # A snapshot of the day that somebody took in the meantime is not ours; one taken since we began is.
+    # A snapshot of the day that a user took before this step is not ours; one taken since we began is.
     own = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
     name = next(name for name in own if name not in there or there[name].taken_at >= began)
     if name not in there:
@@ -48,7 +48,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
 
 
 def snapshot_taken(folder: DataFolder, name: str) -> bool:
-    """Whether there is a snapshot of that name already, so that a cycle needs another."""
+    """Return whether a snapshot of that name exists, so that the cycle needs another name."""
     from warehouse.snapshot import find_snapshot
 
     try:

@@ -38,7 +38,7 @@ _STANDS_IN = DEFAULT_DEVICE  # whose rates a device without a description is for
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a cycle, all of one model. `workers`: how many of them; `source`: what its runs are."""
+    """The devices of a cycle, all of one model. `workers`: their number; `source`: that of their runs."""
 
     choice: DeviceChoice
     device_name: str
@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def capacity_mib(self) -> float:
-        """Memory that a trial may take."""
+        """Return the device memory in MiB that a trial may take."""
         return self.spec.memory_mib * (self.choice.memory_fraction or 1.0)
 
 
@@ -58,17 +58,19 @@ def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[
     Raises `UsageError` where the device is missing, for GPUs of several models, and where `auto` finds no GPU although
     the cycles `before` measured on one: a broken driver must not turn a measured data set into a simulated one.
     """
-    choice, said = choose_device(device)
+    choice, device_line = choose_device(device)
     used = next(filter(None, ((c.settings.get("device") or {}).get("backend") for c in reversed(before))), None)
     if device.backend == "auto" and choice.backend == "simulated" and used == "cuda":
-        raise UsageError(f"{said}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated")
+        raise UsageError(
+            f"{device_line}; but the last cycle here measured on GPUs: fix the driver, or pass device=simulated"
+        )
     slots = make_device(choice).slots()
     names = sorted({slot.device_name for slot in slots})
     if len(names) > 1:
         raise UsageError(f"a cycle measures on GPUs of one model, here are {', '.join(names)}; hide some from it")
     workers = 1 if cluster.kind == "inline" else len(slots)
     source = "simulated" if choice.backend == "simulated" else "measured"
-    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), said
+    return Machine(choice, names[0], source, workers, _description(choice, slots[0])), device_line
 
 
 def _description(choice: DeviceChoice, slot) -> DeviceSpec:
@@ -91,8 +93,10 @@ def submit_listed(
     policy: str,
     seed: int,
 ) -> None:
-    """Queue these configs under their indices, as one job. The same call again adds nothing. A task may import what it
-    names, so a config that came from the folder's data raises `UsageError` where data may not name its code."""
+    """Queue these configs under their indices, as one job. The same call again adds nothing.
+
+    A task may import the code that it names. So a config from the folder's data raises `UsageError` if data may not
+    name its code."""
     for _, config in configs:
         if (problem := code_problem(config)) is not None:
             raise UsageError(f"job {job_id}: {problem}")
@@ -140,7 +144,7 @@ def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | No
 
 
 def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
-    """Return for how many seconds a cycle has measured, over all attempts; a killed one counts up to its last run."""
+    """Return the seconds that a cycle has measured, over all attempts; a killed one counts up to its last run."""
     finished = [
         row[0].replace(tzinfo=datetime.UTC)
         for row in _ask(

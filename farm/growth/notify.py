@@ -1,4 +1,4 @@
-"""Tells a command or a web address how a cycle ended. Start reading at `notify`."""
+"""Notifies a command or a web address of a cycle's outcome. Start reading at `notify`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def notify(message: Mapping[str, Any], command: str | None, webhook: str | None)
 
 
 def _run(command: str, text: str, outcome: str) -> list[str]:
-    """Run it in a session of its own, so that what it has started ends with it when it hangs."""
+    """Run the command in its own session, so that all its processes can be killed if it hangs."""
     environment = {**os.environ, "GPUFARM_OUTCOME": outcome}
     environment.pop(SESSION_VARIABLE, None)  # what the command leaves running is the user's, not the farm's to sweep
     try:

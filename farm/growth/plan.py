@@ -1,4 +1,4 @@
-"""What a night will measure: candidates that go on with the sequences, chosen by the policy, and written down.
+"""Plans a night's measurements: candidates that continue the sequences, chosen by the policy and recorded.
 
 Start reading at `make_plan`.
 """
@@ -55,7 +55,7 @@ class Plan:
     next_index: Mapping[str, int]
 
     def payload(self, path: str | None = None) -> ChoicePayload:
-        """Return it as the journal keeps it, beside its file at `path`."""
+        """Return the plan as the journal stores it, with its file's `path`."""
         beside = ChoicePayload(
             plan=path, runs=len(self.configs), remeasured=self.again, next_index=dict(self.next_index)
         )  # fmt: skip
@@ -78,14 +78,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planned:
-    """One configuration of a plan that was written; `place` as in `Plan.places`."""
+    """One configuration of a written plan; `place` as in `Plan.places`."""
 
     config: TrialConfig
     place: tuple[str, int] | None
 
 
 def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()) -> list[Planned]:
-    """What `Plan.write` wrote. It is data of the folder: it names code only that this command's `spaces` name."""
+    """Read a plan that `Plan.write` wrote. As data of the folder, it may name only code that `spaces` name."""
     if path is None:
         raise EnvironmentProblem(f"the journal of {folder.root} names no plan for this cycle")
     try:
@@ -99,14 +99,14 @@ def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()
 
 
 def code_names(spaces: Sequence[Space]) -> tuple[str, ...]:
-    """Every `MODULE:FACTORY` that the spaces name: the user chose them."""
+    """Return every `MODULE:FACTORY` that the spaces name, as chosen by the user."""
     return tuple(dict.fromkeys(name for space in spaces for name in space.code_names()))
 
 
 def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> dict[str, int]:
-    """Where sequences go on after a night that was cut off: at the first index that did not run.
+    """Return where sequences continue after a night that was cut off: at the first index that did not run.
 
-    Nothing for policies that have looked at all candidates: what they left is behind them.
+    Empty for policies that look at all candidates, since those left over are not offered again.
     """
     first_left: dict[str, int] = {}
     if policy in TAKES_FIRST:
@@ -127,10 +127,10 @@ def make_plan(
     again: Sequence[TrialConfig] = (),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Plan:
-    """What to measure tonight: `again` first, then what the policy chooses of candidates that were not measured in
-    this `environment` and are not queued. Nothing is written. `queue` None: there is none yet.
+    """Plan tonight's measurements: `again` first, then the policy's choice of candidates that are new.
 
-    Empty where the candidates have nothing new; the next night looks at those behind them.
+    New are candidates that are neither queued nor measured in this `environment`. Nothing is written. `queue` None:
+    there is none yet. The plan is empty if no candidate is new; the next night looks at the following ones.
     """
     known = _known(folder, queue, settings, machine, environment)
     again = tuple(again)[: settings.n]
@@ -168,7 +168,7 @@ def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -
 
 
 def _known(folder: DataFolder, queue: Queue | None, settings: GrowSettings, machine: Machine, environment) -> Known:
-    """The runs of these devices, and as measured also what waits in the queue."""
+    """Return the runs of these devices; configs that wait in the queue count as measured."""
     if not folder.format_marker.exists():  # a dry run before the first submission
         return Known.nothing()
     known = known_runs(folder, machine.device_name, source=machine.source, environment=environment)
@@ -193,7 +193,7 @@ def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> CandidatePool:
 def _affordable(
     settings: GrowSettings, hours: float, machine: Machine, pool: CandidatePool, known: Known, forecaster: Forecaster
 ) -> int:
-    """How many runs to plan for the hours given: half as many again as probably fit."""
+    """Return how many runs to plan for the hours given: 1.5 times as many as probably fit."""
     some = choose("stratified", pool, known, min(_TRIED, len(pool)), forecaster, settings.seed)
     seconds, _ = expected_seconds(some, known)
     fitting = hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
@@ -201,13 +201,13 @@ def _affordable(
 
 
 def _key(settings: GrowSettings, space: Space) -> str:
-    """What a position belongs to: uniform points are another sequence than the low-discrepancy ones."""
+    """Return the sequence that a position belongs to; uniform points and low-discrepancy ones differ."""
     points = "uniform" if settings.policy == "uniform" else "stratified"
     return f"{space.family}/{points}/{settings.seed}/{space.identity[:16]}"
 
 
 def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
-    """Where each sequence goes on, by all cycles that have chosen."""
+    """Return where each sequence continues, by all cycles that have chosen."""
     positions: dict[str, int] = {}
     for cycle in cycles:
         # A night that was cut off corrects what it had chosen.
@@ -217,6 +217,6 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
 
 
 def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[str, int]) -> dict[str, int]:
-    """`next_index`: family -> where its sequence goes on."""
+    """Return `next_index`: where each family's sequence continues."""
     own = {_key(settings, space): next_index[space.family] for space in settings.spaces}
     return {**_positions(cycles), **own}

@@ -28,7 +28,7 @@ WRITTEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class GrowSettings:
-    """One cycle. `device` may still be `auto`. Raises `UsageError` that names every bad key together."""
+    """Settings of one cycle. `device` may still be `auto`. Raises `UsageError` that names every bad key."""
 
     data: str | None
     n: int | None
@@ -55,7 +55,7 @@ class GrowSettings:
 
         problems = []
         if self.n is None and self.hours is None:
-            problems.append("how much? give n=... (configurations) or hours=... (of measuring)")
+            problems.append("give n=... (configurations) or hours=... (of measuring)")
         for name, floor, optional in (("n", 1, True), ("pool", 1, False), ("seed", 0, False)):
             value = getattr(self, name)
             if not (optional and value is None) and (
@@ -109,7 +109,7 @@ class GrowSettings:
 
 
 def _spaces(families: Any, common: Any) -> tuple[Space, ...]:
-    """The families' own search spaces, with the values of `common` where a family has that key."""
+    """Return the families' search spaces, with the values of `common` where a family has the key."""
     known = family_names()
     names = [name for name in known if name not in NEED_LIBRARIES] if families is None else _names("families", families)
     if not names:

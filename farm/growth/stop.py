@@ -17,7 +17,7 @@ GRACE_S = 3.0  # what runs at a Ctrl-C may take so long to end; then it is given
 
 
 class NightStop(TimedStop):
-    """SIGTERM finishes what runs, as for every dispatcher. Ctrl-C gives what runs `GRACE_S`, then interrupts it.
+    """SIGTERM lets running trials finish, as for every dispatcher. Ctrl-C interrupts them after `GRACE_S`.
 
     A second signal of either kind raises `KeyboardInterrupt` at once.
     """

@@ -79,14 +79,14 @@ def _none(reason: str) -> CanariesPayload:
 def stale_first(
     folder: DataFolder, machine: Machine, environment: Mapping[str, str | None] | None, at_most: int | None
 ) -> tuple[TrialConfig, ...]:
-    """What was marked stale in this environment, tonight or before, and is to be measured again first."""
+    """Return the configs that are stale in this environment, by any night's marks, to be measured again first."""
     if environment is None:
         return ()
     return remeasure(folder, machine.device_name, machine.source, environment, at_most=at_most)
 
 
 def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
-    """Marks of tonight's own labels that moved."""
+    """Return marks for tonight's own labels that moved."""
     return [
         Mark(
             run_id=run_id, label=entry.label, operators=tuple(sorted(operators_of(verdict.configs[entry.config_hash]))),
@@ -98,14 +98,14 @@ def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
 
 
 def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
-    """Hashes of the canaries that failed in the newest night whose labels the user accepted."""
+    """Return the hashes of the canaries that failed in the newest night whose labels the user accepted."""
     night = next((cycle for cycle in reversed(earlier) if cycle.settings.get("canaries") == ACCEPT), None)
     canaries = None if night is None else night.payload(CanariesPayload)
     return {entry.config_hash for entry in canaries.compared if entry.label == "status"} if canaries else set()
 
 
 def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
-    """Jobs of canaries that are no history: those of sick nights, and all before the user accepted new labels."""
+    """Return the canary jobs that are no history: those of sick nights, and all before accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
     forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]

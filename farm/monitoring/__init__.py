@@ -1,1 +1,1 @@
-"""The dispatcher seen from outside: a log of events, metrics, health. Start reading at `service`."""
+"""Monitoring of a dispatcher: a log of events, metrics, health. Start reading at `service`."""

@@ -1,4 +1,4 @@
-"""What happens in a dispatcher, as events that programs read: one JSON line each, in a file or on standard output.
+"""Events of a dispatcher for programs: one JSON line each, in a file or on standard output.
 
 Start reading at `Events`. An event has `time` (ISO 8601, UTC), `event`, and of `job, task, run, attempt, worker,
 status` what applies; docs/operations.md lists them all.
@@ -50,7 +50,7 @@ class LogSettings:
 
 
 class Events:
-    """Hands each event to every sink; a context manager. Without sinks it costs next to nothing."""
+    """Passes each event to every sink; a context manager. Without sinks its cost is negligible."""
 
     def __init__(self, sinks: list[Sink] | None = None, clock: Callable[[], float] = time.time) -> None:
         self._sinks = list(sinks or ())
@@ -59,7 +59,7 @@ class Events:
 
     @classmethod
     def open(cls, settings: LogSettings, data: Sequence[Path] = ()) -> Events:
-        """Raises `UsageError` where the file cannot be written, or is one of a data folder: `data`, or any other."""
+        """Open the log. Raises `UsageError` if the file cannot be written, or is in `data` or another data folder."""
         events = cls()
         if settings.file is not None:
             events._add(_file_handler(settings.file, settings, data))
@@ -68,7 +68,7 @@ class Events:
         return events
 
     def listen(self, sink: Sink) -> None:
-        """`sink` gets every event from now on."""
+        """Pass every event to `sink` from now on."""
         self._sinks.append(sink)
 
     def _add(self, handler: logging.Handler) -> None:
@@ -81,7 +81,7 @@ class Events:
         self._sinks.append(write)
 
     def emit(self, event: str, task: TaskSpec | Lease | None = None, **fields: Any) -> None:
-        """Fields that are None are left out."""
+        """Emit an event; fields that are None are left out."""
         if not self._sinks:
             return
         moment = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
@@ -101,7 +101,7 @@ class Events:
 
 
 def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
-    """A file that is rotated; a device or a pipe takes the lines as they come."""
+    """Return a handler with a rotated file; a device or a pipe is not rotated."""
     parent = Path(file).expanduser().parent
     if not parent.is_dir() and (problems := folder_problems(parent, key=_KEY)):
         raise UsageError("; ".join(problems))
@@ -119,7 +119,7 @@ def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> log
 
 
 class _StreamHandler(logging.StreamHandler):
-    """Closes the stream that was opened for it."""
+    """A handler that closes its own stream."""
 
     def close(self) -> None:
         self.stream.close()

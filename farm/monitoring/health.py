@@ -13,7 +13,7 @@ _PHASES = ("starting", "standby", "working", "waiting", "compacting", "growing",
 
 @dataclass
 class Pulse:
-    """What the dispatcher's thread says of itself, a turn of its loop at a time; read from other threads."""
+    """The dispatcher's own health record, updated at each turn of its loop and read from other threads."""
 
     clock: Callable[[], float] = time.monotonic
     phase: str = "starting"  # one of `_PHASES`
@@ -27,28 +27,28 @@ class Pulse:
         self.last_turn = self.clock()
 
     def beat(self, phase: str, busy: int = 0, idle: int = 0) -> None:
-        """Another turn of the loop."""
+        """Record a turn of the loop."""
         assert phase in _PHASES, phase
         self.phase, self.busy, self.idle = phase, busy, idle
         self.last_turn = self.clock()
 
     @property
     def age_s(self) -> float:
-        """Since the last turn."""
+        """Return the seconds since the last turn."""
         return max(0.0, self.clock() - self.last_turn)
 
     @property
     def live(self) -> bool:
-        """Its loop turns; where it does not, it should be restarted."""
+        """Return whether the loop turns; if it does not, restart the dispatcher."""
         return self.age_s < self.patience_s
 
     @property
     def ready(self) -> bool:
-        """It is the dispatcher of its data folder, and takes on tasks."""
+        """Return whether it is the dispatcher of its data folder and takes on tasks."""
         return self.live and self.holds_lock and self.phase in ("working", "waiting", "compacting")
 
     def report(self) -> dict[str, Any]:
-        """What `/healthz` answers."""
+        """Return the answer of `/healthz`."""
         return {
             "live": self.live,
             "ready": self.ready,

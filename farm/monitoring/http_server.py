@@ -1,4 +1,4 @@
-"""An HTTP server whose clients cannot hold it up: so many connections at most, each for so long at most.
+"""An HTTP server that clients cannot block: the number and the duration of connections are limited.
 
 Start reading at `BoundedServer`.
 """
@@ -60,7 +60,7 @@ class BoundedServer(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cut off those whose time is up; called twice a second by `serve_forever`."""
+        """Cut off connections whose time is up; `serve_forever` calls it twice a second."""
         super().service_actions()
         now = self._clock()
         with self._guard:
@@ -74,12 +74,12 @@ class BoundedServer(http.server.ThreadingHTTPServer):
             return len(self._open)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Leave out the traceback of a client that went away, or was cut off, in the middle."""
+        """Print no traceback for a client that disconnected or was cut off."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def _cut_off(self, connection: socket.socket) -> None:
-        """End what its thread waits for; that thread then closes the connection."""
+        """Shut the connection down, so that its waiting thread ends and closes it."""
         with self._guard:
             self._open.pop(connection, None)
         with contextlib.suppress(OSError):

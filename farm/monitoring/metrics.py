@@ -52,9 +52,9 @@ class MetricsSettings:
 
 
 class FarmMetrics:
-    """A collector of `prometheus_client`: what events told it, and the queue as it stands when somebody asks.
+    """A collector of `prometheus_client`: figures from events, and the queue's state at each scrape.
 
-    Events come from the dispatcher's thread, questions from the server's.
+    Events come from the dispatcher's thread, scrapes from the server's.
     """
 
     def __init__(self, queue: Path, pulse: Pulse, clock: Callable[[], float] = time.time) -> None:
@@ -70,7 +70,7 @@ class FarmMetrics:
         self._gpus: dict[tuple[str, ...], tuple[float, dict[str, float]]] = {}
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """A sink for `Events`."""
+        """Count an event; a sink for `Events`."""
         name, now = event["event"], self._clock()
         with self._guard:
             if name == "handed_out":
@@ -87,7 +87,7 @@ class FarmMetrics:
             self._repeated += name == "repeated"
 
     def on_samples(self, run: Run, telemetry: pa.Table) -> None:
-        """The last figures of the GPU that a run came from."""
+        """Store the last sample of the GPU that a run came from."""
         figures = {}
         for columns, metric, _, factor in _GPU:
             values = (_last_value(telemetry, column) for column in columns)
@@ -100,7 +100,7 @@ class FarmMetrics:
                 self._gpus[labels] = (self._clock(), figures)
 
     def collect(self) -> Iterator[Any]:
-        """Every metric family."""
+        """Yield every metric family."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         def gauge(name: str, text: str, value: float | None) -> Iterator[Any]:
@@ -184,7 +184,7 @@ class MetricsServer:
     """`/metrics`, `/healthz` (503 unless the loop turns) and `/readyz` (503 unless it takes on tasks), in a thread."""
 
     def __init__(self, settings: MetricsSettings, metrics: FarmMetrics, pulse: Pulse) -> None:
-        """Raises `UsageError` where the address is taken, or prometheus_client is missing."""
+        """Start serving. Raises `UsageError` if the address is taken or prometheus_client is missing."""
         try:
             from prometheus_client import CollectorRegistry, ProcessCollector
         except ImportError as error:
@@ -207,7 +207,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Return the server's URL."""
         host, port = self._server.server_address[:2]
         return f"http://{host if isinstance(host, str) else host.decode()}:{port}"
 
@@ -252,4 +252,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Not a line for every scrape."""
+        """Suppress a line for every scrape."""

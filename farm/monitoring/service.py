@@ -1,4 +1,4 @@
-"""What a dispatcher publishes: events, health and metrics. Start reading at `Service.open`."""
+"""Publishes a dispatcher's events, health and metrics. Start reading at `Service.open`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Service:
     @classmethod
     @contextlib.contextmanager
     def open(cls, folder: DataFolder, log: LogSettings, metrics: MetricsSettings) -> Iterator[Service]:
-        """Open the log and serve the metrics, as far as they are wanted. Raises `UsageError`."""
+        """Open the log and serve the metrics, where the settings ask for them. Raises `UsageError`."""
         with contextlib.ExitStack() as held:
             service = cls(events=held.enter_context(Events.open(log, [folder.root])), quiet=log.format == "json")
             if service.quiet:  # what is meant for people
@@ -48,5 +48,5 @@ class Service:
 
 
 def service_settings(values: Mapping[str, Any]) -> tuple[LogSettings, MetricsSettings]:
-    """The `log` and `metrics` keys of a command. Raises `UsageError`."""
+    """Parse the `log` and `metrics` keys of a command. Raises `UsageError`."""
     return LogSettings(**values["log"]), MetricsSettings(**values["metrics"])

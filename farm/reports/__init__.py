@@ -1,1 +1,1 @@
-"""What a growth cycle tells in the morning: gathered from journal and warehouse, as a page and as JSON."""
+"""The report of a growth cycle: gathered from journal and warehouse, as a page and as JSON."""

@@ -33,7 +33,7 @@ class Curve:
 
 
 def shade(count: int) -> int:
-    """0 for none, then two shades a decade, the last from 316 rows on."""
+    """Return the shade of a count: 0 for none, then two shades a decade, the last from 316 rows on."""
     return 0 if count < 1 else min(SHADES, 1 + int(2 * math.log10(count) + 1e-9))
 
 

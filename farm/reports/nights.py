@@ -1,4 +1,4 @@
-"""The report's sections on the machine and on the cycles: canaries and drift, estimators, time, the night to come.
+"""The report's sections on the machine and on the cycles: canaries and drift, estimators, time, the next night.
 
 Start reading at `canaries_section`; `farm.reports.page` puts them together.
 """
@@ -58,7 +58,7 @@ _FIGURES = {
 
 
 def canaries_section(report: Report) -> Section:
-    """Return what the canaries showed, what changed in the environment, and what drifted with it."""
+    """Return the section on the canaries, changes of the environment, and drift."""
     canaries = report.canaries
     if canaries is None:
         return Section("canaries", "Canaries", (Lead("No canary was compared."),))
@@ -139,7 +139,7 @@ def _drift(drift: Mapping[str, Any] | None) -> list[Block]:
 
 
 def scores_section(report: Report) -> Section:
-    """Return what the learning step decided, and figures of each estimator over the cycles."""
+    """Return the section on the learning step's decisions, with each estimator's figures over the cycles."""
     tonight = [score for score in report.scores if score.cycle == report.cycle]
     parts: list[Block] = _decisions(tonight) if tonight else [Lead("No estimator was fitted tonight.")]
     names = [night.cycle for night in report.nights][-SHOWN_CYCLES:]
@@ -176,12 +176,12 @@ def _decisions(scores: Sequence[Score]) -> list[Block]:
 
 
 def _name(key: str) -> str:
-    """A figure's name as people read it."""
+    """Return a figure's readable name."""
     return _FIGURES.get(key, key.replace("_", " "))
 
 
 def _figure_of(key: str, figures: Mapping[str, Any] | None) -> str:
-    """A figure of one model; errors on labels that the model's own trace simulated say nothing."""
+    """Return a model's figure as text; errors on labels that its own trace simulated are left out."""
     if figures and figures.get("own_labels") and key not in _COUNTS and figures.get(key) is not None:
         return NOT_INFORMATIVE
     return _figure(key, (figures or {}).get(key))
@@ -194,7 +194,7 @@ def _figure(key: str, value: Any) -> str:
 
 
 def _drawn_figures(scores: Sequence[Score]) -> list[str]:
-    """The error, and the share of bins told right; none where all labels are the models' own."""
+    """Return the figures to draw: error and share of correct bins; none if all labels are the models' own."""
     both = [of or {} for one in scores for of in (one.in_use, one.candidate)]
     there = {key for of in both if not of.get("own_labels") for key, value in of.items() if value is not None}
     error = next((key for key in ("mean_abs_error", "median_abs_error", "median_rel_error") if key in there), None)
@@ -211,10 +211,10 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
 
     used, candidate = values("in_use"), values("candidate")
     marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in ("promoted", "first"))
-    what, unit = _name(key), "%" if key in _SHARES else ""
+    axis, unit = _name(key), "%" if key in _SHARES else ""
     if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.evaluation.paired takes it
-        what, unit = (
-            (f"{what} of the logarithm", "ln") if TARGETS[target].space == "log" else (what, TARGETS[target].unit)
+        axis, unit = (
+            (f"{axis} of the logarithm", "ln") if TARGETS[target].space == "log" else (axis, TARGETS[target].unit)
         )
     lines = [
         Curve(name="candidate", css="k5", values=candidate, figures=False),
@@ -223,11 +223,11 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
     chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
     most = 100.0 if key in _OF_A_WHOLE else None
     svg = curves(names, lines, unit, most=most)
-    return Chart(f"{title}: {what}", svg, (chips,), newest_first_seen=True)
+    return Chart(f"{title}: {axis}", svg, (chips,), newest_first_seen=True)
 
 
 def time_section(report: Report) -> Section:
-    """Return what the cycle's steps took, and time, rows and energy over the cycles."""
+    """Return the section on the steps' times, and time, rows and energy over the cycles."""
     night, run = report.nights[-1], report.run or {}
     whole = sum(taken for taken in night.seconds.values() if taken)
     rows: list[tuple[Cell, ...]] = [
@@ -293,7 +293,7 @@ def _over(value: float | None, unit: float) -> float | None:
 
 
 def next_section(report: Report) -> Section:
-    """Return what the dry run of the next night chose."""
+    """Return the section on the next night's dry run."""
     plan = report.next_plan
     if plan is None:
         return Section("next", "What to measure next", (Lead("No dry run of the next night was made."),))

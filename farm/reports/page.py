@@ -68,12 +68,12 @@ def report_page(report: Report) -> Page:
 
 
 def _head(report: Report) -> tuple[Block, ...]:
-    said = report.said
+    outcome = report.said
     ended = f" to {report.ended_at}" if report.ended_at else ""
     return (
         Lead(report.started_at + ended),
-        Outcome(said.level, _OUTCOMES[said.level], said.sentence),
-        *(Note(text, said.level) for text in said.advice),
+        Outcome(outcome.level, _OUTCOMES[outcome.level], outcome.sentence),
+        *(Note(text, outcome.level) for text in outcome.advice),
         *map(Note, report.notes),
         _tiles(report),
     )
@@ -157,8 +157,12 @@ def _difference(changed: Difference) -> list[Block]:
         ]
     for change in changed.schema:
         changes = "; ".join(
-            f"{what}: {', '.join(names)}"
-            for what, names in (("added", change.added), ("removed", change.removed), ("retyped", change.retyped))
+            f"{change_kind}: {', '.join(names)}"
+            for change_kind, names in (
+                ("added", change.added),
+                ("removed", change.removed),
+                ("retyped", change.retyped),
+            )
             if names
         )
         parts.append(Note(f"Columns of {change.table}: {changes}"))
@@ -268,7 +272,7 @@ def _coverage(report: Report) -> Section | None:
 
 
 def _map(title: str, grid: Grid, row_title: str, column_title: str) -> Chart:
-    """A heat map, with the number of empty cells in its title."""
+    """Return a heat map, with the number of empty cells in its title."""
     cells = len(grid.rows) * len(grid.columns)
     empty = f": {grid.empty:,} of {cells:,} cells empty" if grid.empty else ""
     return Chart(f"{title}{empty}", heat_map(grid, row_title, column_title))

@@ -1,4 +1,4 @@
-"""A cycle's report: what the night brought, what went wrong, and what to do, as a page and as JSON.
+"""A cycle's report: the night's results, its problems and what to do, as a page and as JSON.
 
 Start reading at `gather`; `Report` holds everything. `rows` counts rows, `verdict` judges the night, `page` lays out
 the page and `write` puts it into the data folder.
@@ -42,7 +42,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Night:
-    """What one cycle took and brought, for curves over the cycles. None: not reached, or not measured.
+    """Cost and result of one cycle, for curves over the cycles. None: not reached, or not measured.
 
     gpu_seconds  of its workers: of a simulated cycle no GPU's time; energy_j: of that modelled
     """
@@ -61,7 +61,7 @@ class Night:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What one cycle's learning step decided of one target. Figures are of held-out rows."""
+    """Decision of one cycle's learning step on one target. Figures are of held-out rows."""
 
     cycle: str
     target: str
@@ -76,7 +76,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that a report shows; figures as the journal and the warehouse have them.
+    """The contents of a report; figures as the journal and the warehouse have them.
 
     said      the outcome in a sentence, and what to do about it
     notes     what could not be read for this report
@@ -159,12 +159,12 @@ def _time(at: datetime.datetime) -> str:
 
 
 @contextlib.contextmanager
-def _told(notes: list[str], what: str):
-    """Note what cannot be read, so that the report is written all the same."""
+def _told(notes: list[str], part: str):
+    """Turn a read error into a note, so that the report is written nevertheless."""
     try:
         yield
     except (CommandError, duckdb.Error, OSError) as error:
-        notes.append(f"{what} could not be read: {error_line(str(error))[:500]}")
+        notes.append(f"{part} could not be read: {error_line(str(error))[:500]}")
 
 
 def _rows(

@@ -1,6 +1,6 @@
-"""What the warehouse says for a cycle's report: rows by kind, coverage, failures, runs in doubt; all counted by DuckDB.
+"""Counts rows for a cycle's report with DuckDB: rows by kind, coverage, failures, runs in doubt.
 
-Start reading at `read_rows`; `Grid` is what a heat map is drawn from.
+Start reading at `read_rows`; a heat map is drawn from a `Grid`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _USABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowCount:
-    """Runs of one kind: all there are, and those that finished in this cycle."""
+    """Runs of one kind: in total, and those that finished in this cycle."""
 
     family: str
     device_name: str | None
@@ -53,7 +53,7 @@ class RowCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Usable rows by cell, (row names, column names): all there are, and those of this cycle among them."""
+    """Usable rows by cell (row names, column names): in total, and those of this cycle."""
 
     name: str
     rows: tuple[str, ...]
@@ -63,7 +63,7 @@ class Grid:
 
     @property
     def gained(self) -> tuple[tuple[str, str, int], ...]:
-        """(row, column, rows) of the cells that had none before this cycle."""
+        """Return (row, column, rows) of the cells that had no rows before this cycle."""
         return tuple(
             (row, column, count)
             for row, counts, new in zip(self.rows, self.counts, self.tonight, strict=True)
@@ -78,7 +78,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureGroup:
-    """Runs of this cycle that failed alike: same status, type and sentence, figures in it aside."""
+    """Runs of this cycle with the same status, error type and message, apart from figures in it."""
 
     status: str
     error_type: str | None
@@ -91,7 +91,7 @@ class FailureGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt:
-    """Executions of this cycle whose labels are not to be trusted, by reason."""
+    """Executions of this cycle whose labels are not trusted, by reason."""
 
     reason: str
     runs: int
@@ -120,7 +120,7 @@ class ReportRows:
 
     @property
     def sources_tonight(self) -> frozenset[str]:
-        """Where the labels of what finished in this cycle are from."""
+        """Return the label sources of the runs that finished in this cycle."""
         return frozenset(one.source for one in self.counts if one.tonight)
 
 
@@ -130,7 +130,7 @@ def read_rows(
     device_name: str | None = None,
     source: str | None = None,
 ) -> ReportRows:
-    """Everything a report says of rows. `since`: when the cycle began; what finished from then on is tonight's.
+    """Read a report's facts about rows. `since`: the cycle's start; runs that finished later are tonight's.
 
     Coverage is of the device and source named, else of those with the most rows tonight, or at all.
     """
@@ -145,7 +145,7 @@ def read_rows(
 
 
 def _columns(connection: WarehouseConnection, tonight: str):
-    """The columns that are counted by, of every run, as Arrow: the files are read once, and no error text with them."""
+    """Return the columns needed for counting, of every run, as Arrow. Files are read once, without error texts."""
     return connection.sql(
         f"""SELECT family, device_name, source, status, {_USABLE} AS usable, {tonight} AS tonight, batch_size,
             parameters, peak_memory_mib, smact, smocc, drama,
@@ -241,7 +241,7 @@ _COUNTED = "count(*), count(*) FILTER (tonight) FROM here WHERE usable"
 
 
 def _memory(counted: duckdb.DuckDBPyConnection, families: Sequence[str]) -> Grid:
-    """Fine bins up to 8 GiB, then the published 8-GiB ones up to the card's memory; what did not fit is a column."""
+    """Return the memory grid: fine bins up to 8 GiB, then 8-GiB ones up to the card's memory, then out of memory."""
     ((top_mib,),) = counted.execute(
         "SELECT greatest(max(peak_memory_mib) FILTER (status = 'ok'), max(device_memory_mib)) FROM here WHERE usable"
     ).fetchall()
@@ -259,7 +259,7 @@ def _memory(counted: duckdb.DuckDBPyConnection, families: Sequence[str]) -> Grid
 
 
 def _levels(counted: duckdb.DuckDBPyConnection, families: Sequence[str], label: str) -> Grid:
-    """The published low / medium / high of each family."""
+    """Return the grid of published low / medium / high levels of each family."""
     edges = utilization_bins(get_target(label)).edges_of(families)
     cases = " ".join(
         f"WHEN {sql_text(family)} THEN ({label} >= {low!r})::INT + ({label} >= {high!r})::INT"
@@ -271,17 +271,17 @@ def _levels(counted: duckdb.DuckDBPyConnection, families: Sequence[str], label: 
 
 
 def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
-    """Batch size by doubling, largest first, by parameters, two cells a decade."""
+    """Return the grid of batch size (by doubling, largest first) and parameters (two cells a decade)."""
     batch, size = "floor(log2(batch_size) + 1e-9)::INT", "floor(2 * log10(parameters) + 1e-9)::INT"
-    found = counted.execute(
+    counts = counted.execute(
         f"SELECT {batch}, {size}, {_COUNTED} AND family = ? AND batch_size > 0 AND parameters > 0 GROUP BY ALL",
         [family],
     ).fetchall()
-    if not found:
+    if not counts:
         return None
-    batches = range(max(row[0] for row in found), min(row[0] for row in found) - 1, -1)
-    sizes = range(min(row[1] for row in found), max(row[1] for row in found) + 1)
-    cells = {(row[0], row[1]): (row[2], row[3]) for row in found}
+    batches = range(max(row[0] for row in counts), min(row[0] for row in counts) - 1, -1)
+    sizes = range(min(row[1] for row in counts), max(row[1] for row in counts) + 1)
+    cells = {(row[0], row[1]): (row[2], row[3]) for row in counts}
     return Grid(
         name=family,
         rows=tuple(str(2**k) if k == 0 else f"{2**k}–{2 ** (k + 1) - 1}" for k in batches),
@@ -292,10 +292,10 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
 
 
 def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
-    """The most frequent kinds of tonight's failures, and how many kinds there are."""
+    """Return the most frequent kinds of tonight's failures, and the number of kinds."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
-    # A traceback says what happened in its last line that is not indented, anything else in its first.
-    found = connection.execute(
+    # A traceback has its message in the last line that is not indented, other texts in the first.
+    groups_found = connection.execute(
         f"""WITH failed AS (
             SELECT run_id, family, status, error_type, coalesce(error, '') AS error,
                 trim(split_part(left(coalesce(error, ''), 100000), {sql_text(OUTPUT_STARTS)}, 1), {sql_text(chr(10))})
@@ -315,17 +315,17 @@ def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Fail
     ).fetchall()
     groups = tuple(
         FailureGroup(
-            status=status, error_type=kind, said=said or "no message", runs=runs, families=tuple(families),
+            status=status, error_type=kind, said=sentence or "no message", runs=runs, families=tuple(families),
             run_ids=tuple(ids), log=log,
         )
-        for status, kind, said, runs, families, ids, log, _ in found
+        for status, kind, sentence, runs, families, ids, log, _ in groups_found
     )  # fmt: skip
-    return groups, found[0][-1] if found else 0
+    return groups, groups_found[0][-1] if groups_found else 0
 
 
 def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt, ...], int]:
-    """Attempts after which a task ran again are among them."""
-    found = connection.execute(
+    """Return tonight's doubts, including attempts after which a task ran again, and the number of reasons."""
+    rows = connection.execute(
         f"""WITH doubted AS (
             SELECT run_id,
                 CASE WHEN json_valid(quality_reasons) THEN quality_reasons::JSON ELSE '{{}}'::JSON END AS reasons
@@ -343,6 +343,6 @@ def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt,
     ).fetchall()
     doubts = tuple(
         Doubt(reason=reason, runs=runs, example=f"{run_id}: {text}" if text else run_id)
-        for reason, runs, run_id, text, _ in found
+        for reason, runs, run_id, text, _ in rows
     )
-    return doubts, found[0][-1] if found else 0
+    return doubts, rows[0][-1] if rows else 0

@@ -1,4 +1,4 @@
-"""The outcome of a night in one sentence, and what to do about it. Start reading at `say`."""
+"""Sums up a night in one sentence, with advice. Start reading at `say`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def say(
     findings: Sequence[Mapping[str, Any]],
     notes: Sequence[str] = (),
 ) -> Said:
-    """Return the outcome of a cycle. An open one, as while its report is written, is judged by its steps so far."""
+    """Return the outcome of a cycle. An open cycle, as while its report is written, is judged by its steps so far."""
     canaries, run = cycle.done("canaries") or {}, cycle.done("run")
     outcome = cycle.outcome or _outcome(cycle, canaries, run)
     urgent = [*_failed_step(cycle), *_canaries(canaries)]
@@ -92,8 +92,8 @@ def _sentence(
         where = f" at the step {failed}" if failed else ""
         return f"The cycle failed{where}; {runs_said}."
     if outcome == "sick":
-        said = canaries.get("said") or cycle.said
-        return f"The machine is sick, and only canaries ran: {_sentence_of(said) or 'they moved.'}"
+        canary_sentence = canaries.get("said") or cycle.said
+        return f"The machine is sick, and only canaries ran: {_sentence_of(canary_sentence) or 'they moved.'}"
     if outcome == "cut short":
         why = _ENDED.get(str((run or {}).get("ended")), "it was stopped")
         return f"The night was cut short: {why}; {runs_said}."
@@ -103,7 +103,7 @@ def _sentence(
 
 
 def gist(error: str, most: int = _SAID) -> str:
-    """Return the line of an error that says what happened, at most `most` characters."""
+    """Return the line of an error with its message, at most `most` characters."""
     return error_line(error)[:most].strip()
 
 
@@ -129,15 +129,15 @@ def _canaries(canaries: Mapping) -> list[str]:
     if canaries.get("verdict") == "sick":
         causes = "; ".join(map(str, canaries.get("causes") or ())) or "no cause is known"
         return [
-            f"Look at the machine before anything is measured there ({causes}); python -m farm.doctor says what it "
-            "sees. Where the labels are right as they are now, canaries=accept takes them as the new ones."
+            f"Check the machine before the next measurement ({causes}); python -m farm.doctor reports its state. "
+            "If tonight's labels are right, canaries=accept makes them the new reference."
         ]
     if canaries.get("verdict") == "drift":
         drift = canaries.get("drift") or {}
         return [
-            f"The environment changed and labels with it: {drift.get('stale_rows') or 0:,} rows are marked stale for "
-            f"it, {drift.get('remeasure') or 0:,} configurations are to be measured again first. Whether the change "
-            "was meant is for you to say."
+            f"Labels changed with the environment: {drift.get('stale_rows') or 0:,} rows are marked stale in it, and "
+            f"{drift.get('remeasure') or 0:,} configurations will be measured again first. Check that the change was "
+            "intended."
         ]
     return []
 
@@ -147,7 +147,7 @@ def _findings(errors: Sequence[Mapping]) -> list[str]:
         return []
     rows = sum(int(one.get("count") or 0) for one in errors)
     rules = ", ".join(str(one.get("rule")) for one in errors[:3]) + (", ..." if len(errors) > 3 else "")
-    return [f"Rows cannot be right: {rows:,} times a rule is broken ({rules}). See the quality findings."]
+    return [f"Some rows cannot be right: rules are broken {rows:,} times ({rules}). See the quality findings."]
 
 
 def _failures(run: Mapping | None) -> list[str]:
@@ -172,19 +172,19 @@ def _moved(changed: Difference | None, canaries: Mapping) -> list[str]:
         return []
     advice = []
     if removed := sum(count.runs for count in changed.removed):
-        advice.append(f"{removed:,} runs of {changed.before} are gone: rows should never be.")
+        advice.append(f"{removed:,} runs of {changed.before} are gone; runs should never disappear.")
     beyond = [shift for shift in changed.shifts if shift.beyond]
     if beyond and canaries.get("verdict") not in ("sick", "drift"):
         labels = ", ".join(sorted({shift.label for shift in beyond}))
-        advice.append(f"Labels differ where the same was measured again in the same environment ({labels}): see below.")
+        advice.append(f"Repeated measurements in the same environment differ ({labels}): see below.")
     return advice
 
 
 def _calm(outcome: str, run: Mapping | None, ran: str) -> str:
     if outcome == "cut short":
-        return f"Nothing to do: what was {ran} is kept, and the next night goes on from there."
+        return f"Nothing to do: the {ran} runs are kept, and the next night continues."
     if run is not None and run.get("ended") == "time" and not run.get("runs"):
-        return "Give it more time: the canaries took all there was."
+        return "Give it more time: the canaries used all of it."
     if run is not None and not run.get("runs"):
         return "Nothing was left to run: widen the search spaces, or name more families."
     return "Nothing to do."

@@ -46,12 +46,12 @@ def dense_block(inputs: int, outputs: int, *, batch_norm: bool, activation_name:
 
 def rates(config: TrialConfig, *names: str) -> list[str]:
     """`dropout must be a number in [0, 1), got 1.5` for each field that is no rate."""
-    found = []
+    problems = []
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            found.append(f"{name} must be a number in [0, 1), got {value!r}")
-    return found
+            problems.append(f"{name} must be a number in [0, 1), got {value!r}")
+    return problems
 
 
 def switches(config: TrialConfig, *names: str) -> list[str]:

@@ -49,11 +49,11 @@ class Tensors(NamedTuple):
 
 def parse_tensors(text: str) -> tuple[Tensors, ...]:
     """The tensors of a text that `tensor_problems` finds nothing wrong with."""
-    return tuple(_tensor(found) for found in _TENSOR.finditer(text))
+    return tuple(_tensor(match) for match in _TENSOR.finditer(text))
 
 
-def _tensor(found: re.Match) -> Tensors:
-    name, dtype, shape, bound, value = found.groups()
+def _tensor(match: re.Match) -> Tensors:
+    name, dtype, shape, bound, value = match.groups()
     sizes = tuple(int(size) for size in shape.split(",") if size.strip())
     return Tensors(dtype, sizes, None if bound is None else int(bound), None if value is None else int(value), name)
 
@@ -69,57 +69,57 @@ def _unread(text: str) -> str:
     """What is left of the text where it is no list of tensors."""
     at = 0
     while at < len(text.rstrip()):
-        found = _TENSOR.match(text, at)
-        if found is None:
+        match = _TENSOR.match(text, at)
+        if match is None:
             return text[at:]
-        at = found.end()
+        at = match.end()
     return ""
 
 
 def tensor_problems(text: Any, single: bool) -> list[str]:
     """What is wrong with an `inputs`, or with a `target`, which is one tensor without a name."""
     if not isinstance(text, str) or _unread(text):
-        said = text if not isinstance(text, str) else _unread(text)
+        unread = text if not isinstance(text, str) else _unread(text)
         return [
             "must be tensors such as float32[3,224,224] or int64[128]<50257, separated by spaces; "
-            f"dtypes are {', '.join(DTYPES)}, got {said!r}"
+            f"dtypes are {', '.join(DTYPES)}, got {unread!r}"
         ]
-    tensors, found = parse_tensors(text), []
+    tensors, problems = parse_tensors(text), []
     if not tensors or (single and len(tensors) > 1):
-        found.append(f"must be {'one tensor' if single else 'at least one tensor'}, got {text!r}")
+        problems.append(f"must be {'one tensor' if single else 'at least one tensor'}, got {text!r}")
     for tensor in tensors:
         if 0 in tensor.shape:
-            found.append(f"must have sizes >= 1, got {tensor}")
+            problems.append(f"must have sizes >= 1, got {tensor}")
         if tensor.dtype in INTEGERS and tensor.value is None and not tensor.bound:
-            found.append(f"must say what integers lie below, as in {tensor.dtype}[128]<50257, got {tensor}")
+            problems.append(f"must say what integers lie below, as in {tensor.dtype}[128]<50257, got {tensor}")
         if tensor.dtype not in INTEGERS and tensor.bound is not None:
-            found.append(f"must have bounds on integers only, got {tensor}")
+            problems.append(f"must have bounds on integers only, got {tensor}")
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     if single and names:
-        found.append(f"must have no name, got {text!r}")
+        problems.append(f"must have no name, got {text!r}")
     elif len(set(names)) < len(names) or any(one.name is None for one in tensors[len(tensors) - len(names) :]):
-        found.append(f"must have each name once, and names only after what has none, got {text!r}")
-    return found
+        problems.append(f"must have each name once, and names only after what has none, got {text!r}")
+    return problems
 
 
 def canonical_arguments(value: Any) -> Any:
     """The same arguments as canonical JSON; what is no mapping as it is."""
-    found = parse_arguments({} if value is None else value)
+    arguments = parse_arguments({} if value is None else value)
     try:
-        return value if found is None else canonical_json(found)
+        return value if arguments is None else canonical_json(arguments)
     except (TypeError, ValueError):  # holds what JSON has no word for
         return value
 
 
 def parse_arguments(value: Any) -> dict[str, Any] | None:
     """The mapping that the text or mapping holds; None where it holds none."""
-    found = value
+    arguments = value
     if isinstance(value, str):
         try:
-            found = json.loads(value)
+            arguments = json.loads(value)
         except ValueError:
-            found = _yaml(value)
-    return found if isinstance(found, dict) and all(isinstance(key, str) for key in found) else None
+            arguments = _yaml(value)
+    return arguments if isinstance(arguments, dict) and all(isinstance(key, str) for key in arguments) else None
 
 
 def _yaml(text: str) -> Any:

@@ -54,7 +54,7 @@ class Config(TrialConfig):
     softmax: bool = False
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, image_size=1, channels=1, classes=1, base_filters=1, depth=1),
             *at_least(self, kernel_size=1, dilation=1, growth_rate=1, pool_interval=1),
@@ -62,17 +62,17 @@ class Config(TrialConfig):
             *parts.rates(self, "dropout"),
             *parts.switches(self, "batch_norm", "pooling", "softmax"),
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         if self.base_filters > MAX_FILTERS:
-            found.append(f"base_filters must be <= {MAX_FILTERS}, got {self.base_filters}")
+            problems.append(f"base_filters must be <= {MAX_FILTERS}, got {self.base_filters}")
         if self.depth < (least := MIN_DEPTH.get(self.topology, 1)):
-            found.append(f"depth must be >= {least} for topology {self.topology}, got {self.depth}")
-        if not found and self.batch_norm and self.batch_size == 1:
+            problems.append(f"depth must be >= {least} for topology {self.topology}, got {self.depth}")
+        if not problems and self.batch_norm and self.batch_size == 1:
             smallest = min(b.map_out if b.kind == "residual" else b.map_in for b in blocks(self))
             if smallest == 1:
-                found.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
-        return found
+                problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
+        return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,37 +126,37 @@ def blocks(config: Config) -> list[ConvBlock]:
     """The network's body in the order of the forward pass."""
     if config.topology == "dense":
         return _dense_blocks(config)
-    found, inputs, side = [], config.channels, config.image_size
+    conv_blocks, inputs, side = [], config.channels, config.image_size
     published_side = side  # the published stopping rule halves downwards, a strided convolution upwards
     for i, outputs in enumerate(widths(config)):
         if config.topology == "residual":
             halve = i % 2 == 1 and published_side > SMALLEST_MAP
-            found.append(ConvBlock("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
-            side = found[-1].map_out
+            conv_blocks.append(ConvBlock("residual", inputs, outputs, side, (side + 1) // 2 if halve else side))
+            side = conv_blocks[-1].map_out
             published_side = published_side // 2 if halve else published_side
             if published_side <= SMALLEST_MAP:
                 break
         else:
-            found.append(ConvBlock("plain", inputs, outputs, side, side))
+            conv_blocks.append(ConvBlock("plain", inputs, outputs, side, side))
             if config.pooling and i and i % config.pool_interval == 0 and side > SMALLEST_MAP:
-                found.append(ConvBlock("pool", outputs, outputs, side, side // 2))
+                conv_blocks.append(ConvBlock("pool", outputs, outputs, side, side // 2))
                 side //= 2
         inputs = outputs
-    return found
+    return conv_blocks
 
 
 def _dense_blocks(config: Config) -> list[ConvBlock]:
-    found, inputs, side = [], config.channels, config.image_size
+    conv_blocks, inputs, side = [], config.channels, config.image_size
     count = config.depth // DENSE_LAYERS
     for i in range(count):
         outputs = inputs + DENSE_LAYERS * config.growth_rate
-        found.append(ConvBlock("dense", inputs, outputs, side, side))
+        conv_blocks.append(ConvBlock("dense", inputs, outputs, side, side))
         inputs = outputs
         if i % config.pool_interval == 0 and i != count - 1:
             after = side // 2 if side > 1 else side
-            found.append(ConvBlock("transition", inputs, inputs // 2, side, after))
+            conv_blocks.append(ConvBlock("transition", inputs, inputs // 2, side, after))
             inputs, side = inputs // 2, after
-    return found
+    return conv_blocks
 
 
 def padding(config: Config) -> tuple[int, int]:
@@ -205,12 +205,12 @@ def _block_layers(config: Config, block: ConvBlock) -> list[Layer]:
             Layer("add", elements),
         ]
     if block.kind == "dense":
-        found = []
+        layers = []
         for i in range(DENSE_LAYERS):
             width = inputs + i * config.growth_rate
-            found.append(Layer("concat", width * side**2))
-            found += _conv_block(config, width, config.growth_rate, side, side)
-        return [*found, Layer("concat", elements)]
+            layers.append(Layer("concat", width * side**2))
+            layers += _conv_block(config, width, config.growth_rate, side, side)
+        return [*layers, Layer("concat", elements)]
     assert block.kind == "transition"
     wide = outputs * side**2
     return [

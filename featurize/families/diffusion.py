@@ -46,21 +46,23 @@ class Config(TrialConfig):
     dropout: float = 0.0
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, image_size=1, channels=1, base_channels=1, levels=1, blocks=1, widest=1),
             *at_least(self, attention_size=0, attention_size_min=1, heads=1),
             *parts.rates(self, "dropout"),
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         if self.base_channels % GROUPS:
-            found.append(f"base_channels must be a multiple of {GROUPS}, got {self.base_channels}")
+            problems.append(f"base_channels must be a multiple of {GROUPS}, got {self.base_channels}")
         elif self.base_channels % self.heads:
-            found.append(f"heads must divide base_channels, got {self.heads} heads for {self.base_channels} channels")
+            problems.append(
+                f"heads must divide base_channels, got {self.heads} heads for {self.base_channels} channels"
+            )
         if self.image_size % (step := 2 ** (self.levels - 1)):
-            found.append(f"image_size must be a multiple of 2**(levels - 1) = {step}, got {self.image_size}")
-        return found
+            problems.append(f"image_size must be a multiple of 2**(levels - 1) = {step}, got {self.image_size}")
+        return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,15 @@ def widths(config: Config) -> list[int]:
 
 def encoder(config: Config) -> list[UNetPart]:
     """From the first convolution's result to the smallest map. The decoder reads what each part gives."""
-    found, inputs, side = [], config.base_channels, config.image_size
+    unet_parts, inputs, side = [], config.base_channels, config.image_size
     for level, width in enumerate(widths(config)):
         if level:
             side //= 2
-            found.append(UNetPart("halve", inputs, inputs, side))
+            unet_parts.append(UNetPart("halve", inputs, inputs, side))
         for _ in range(config.blocks):
-            found.append(UNetPart("block", inputs, width, side, attends(config, side)))
+            unet_parts.append(UNetPart("block", inputs, width, side, attends(config, side)))
             inputs = width
-    return found
+    return unet_parts
 
 
 def middle(config: Config) -> list[UNetPart]:
@@ -107,15 +109,15 @@ def middle(config: Config) -> list[UNetPart]:
 def decoder(config: Config) -> list[UNetPart]:
     """From the smallest map to the last convolution. Inputs of blocks count what they read of the encoder."""
     skips = [config.base_channels, *(part.outputs for part in encoder(config))]
-    side, inputs, found = config.image_size >> (config.levels - 1), skips[-1], []
+    side, inputs, unet_parts = config.image_size >> (config.levels - 1), skips[-1], []
     for level, width in reversed(list(enumerate(widths(config)))):
         for _ in range(config.blocks + 1):
-            found.append(UNetPart("block", inputs + skips.pop(), width, side, attends(config, side)))
+            unet_parts.append(UNetPart("block", inputs + skips.pop(), width, side, attends(config, side)))
             inputs = width
         if level:
             side *= 2
-            found.append(UNetPart("double", inputs, inputs, side))
-    return found
+            unet_parts.append(UNetPart("double", inputs, inputs, side))
+    return unet_parts
 
 
 def _norm(channels: int, side: int) -> Layer:

@@ -47,7 +47,7 @@ class Config(TrialConfig):
         super().__post_init__()
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, dense_features=1, embedding_size=1, bag_size=1),
             *at_least(self, bottom_width=1, bottom_depth=0, top_width=1, top_depth=1),
@@ -55,10 +55,10 @@ class Config(TrialConfig):
         ]
         rows = self.rows
         if not isinstance(rows, tuple) or not rows or not all(parts.is_integer(n) and n > 0 for n in rows):
-            found.append(f"rows must be a list of integers >= 1, one for each table, got {rows!r}")
+            problems.append(f"rows must be a list of integers >= 1, one for each table, got {rows!r}")
         if self.sparse_gradients is True and self.optimizer not in SPARSE_OPTIMIZERS:
-            found.append(f"sparse_gradients needs optimizer {' or '.join(SPARSE_OPTIMIZERS)}, got {self.optimizer}")
-        return found
+            problems.append(f"sparse_gradients needs optimizer {' or '.join(SPARSE_OPTIMIZERS)}, got {self.optimizer}")
+        return problems
 
 
 def bottom(config: Config) -> list[int]:

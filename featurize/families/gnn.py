@@ -42,15 +42,15 @@ class Config(TrialConfig):
     dropout: float = 0.0
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, nodes=1, degree=1, features=1, classes=1, hidden=1, depth=1, heads=1),
             *one_of(self, operator=OPERATORS, activation=ACTIVATIONS),
             *parts.rates(self, "dropout"),
         ]
-        if not found and self.operator == "gat" and self.hidden % self.heads:
-            found.append(f"heads must divide hidden, got {self.heads} heads for {self.hidden} features")
-        return found
+        if not problems and self.operator == "gat" and self.hidden % self.heads:
+            problems.append(f"heads must divide hidden, got {self.heads} heads for {self.hidden} features")
+        return problems
 
 
 def kind(config: Config) -> str:
@@ -75,10 +75,10 @@ def _convolution(config: Config, inputs: int) -> list[Layer]:
             Layer("add", nodes * outputs),
         ]
     looped = edges + nodes
-    found = [_matrix(inputs, outputs, nodes)]
+    layers = [_matrix(inputs, outputs, nodes)]
     if config.operator == "gat":
-        found.append(Layer("edge_softmax", looped * config.heads, 2 * outputs))
-    return [*found, Layer("gather", looped * outputs), Layer("scatter", nodes * outputs, outputs)]
+        layers.append(Layer("edge_softmax", looped * config.heads, 2 * outputs))
+    return [*layers, Layer("gather", looped * outputs), Layer("scatter", nodes * outputs, outputs)]
 
 
 def layers(config: Config) -> list[Layer]:

@@ -45,7 +45,7 @@ class Config(TrialConfig):
     dropout: float = 0.1
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1),
@@ -53,7 +53,7 @@ class Config(TrialConfig):
             *parts.rates(self, "dropout"),
             *parts.switches(self, "tied_embeddings"),
         ]
-        return found or prenorm.heads_problems(self.heads, self.embedding_size)
+        return problems or prenorm.heads_problems(self.heads, self.embedding_size)
 
 
 def layers(config: Config) -> list[Layer]:

@@ -38,7 +38,7 @@ class Config(TrialConfig):
     softmax: bool = False
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, input_size=1, classes=1, depth=1),
             *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
@@ -46,8 +46,8 @@ class Config(TrialConfig):
             *parts.switches(self, "batch_norm", "softmax"),
         ]
         if self.batch_norm is True and self.batch_size == 1:
-            found.append("batch_size must be >= 2 with batch_norm, got 1")
-        return found
+            problems.append("batch_size must be >= 2 with batch_norm, got 1")
+        return problems
 
 
 def widths(config: Config) -> list[int]:

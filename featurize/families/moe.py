@@ -53,7 +53,7 @@ class Config(TrialConfig):
     dropout: float = 0.1
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1, experts=1, moe_every=1, classes=1),
@@ -62,14 +62,14 @@ class Config(TrialConfig):
         ]
         factor = self.capacity_factor
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
-            found.append(f"capacity_factor must be a number > 0, got {factor!r}")
-        if found:
-            return found
+            problems.append(f"capacity_factor must be a number > 0, got {factor!r}")
+        if problems:
+            return problems
         if self.top_k > self.experts:
-            found.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
+            problems.append(f"top_k must be <= experts, got {self.top_k} of {self.experts} experts")
         if self.moe_every > self.depth:
-            found.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
-        return [*found, *prenorm.heads_problems(self.heads, self.embedding_size)]
+            problems.append(f"moe_every must be <= depth, got {self.moe_every} in {self.depth} blocks")
+        return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
 def capacity(config: Config) -> int:

@@ -43,16 +43,16 @@ class Config(TrialConfig):
     dropout: float = 0.0
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, hidden_size=1, depth=1, classes=1),
             *one_of(self, cell=tuple(GATES), task=TASKS),
             *parts.rates(self, "dropout"),
             *parts.switches(self, "bidirectional"),
         ]
-        if not found and self.bidirectional and self.task == "language_model":
-            found.append("bidirectional must be false for task language_model, which would see what it predicts")
-        return found
+        if not problems and self.bidirectional and self.task == "language_model":
+            problems.append("bidirectional must be false for task language_model, which would see what it predicts")
+        return problems
 
 
 def kind(config: Config) -> str:

@@ -34,12 +34,12 @@ class Config(TrialConfig):
     image_size: int | None = None
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not isinstance(self.model, str) or not _NAME.fullmatch(self.model):
-            found.append(f"model must be a name of letters, digits and _ . -, got {self.model!r}")
+            problems.append(f"model must be a name of letters, digits and _ . -, got {self.model!r}")
         if self.image_size is not None:
-            found += at_least(self, image_size=1)
-        return found
+            problems += at_least(self, image_size=1)
+        return problems
 
 
 def identity(config: Config) -> str:
@@ -127,14 +127,14 @@ def defaults(name: str):
     timm = import_library("timm")
     architecture = name.partition(".")[0]  # what follows names pretrained weights
     try:
-        found = timm.models.get_pretrained_cfg(name) if timm.is_model(architecture) else None
+        pretrained = timm.models.get_pretrained_cfg(name) if timm.is_model(architecture) else None
     except RuntimeError:
-        found = None
-    if found is None:
+        pretrained = None
+    if pretrained is None:
         near = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
         hint = f"near names: {', '.join(near)}" if near else "timm.list_models() gives the names"
         raise UsageError(f"timm {timm.__version__} has no model {name!r}; {hint}")
-    return found
+    return pretrained
 
 
 def _create(name: str, image_size: int | None) -> torch.nn.Module:

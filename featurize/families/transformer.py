@@ -47,7 +47,7 @@ class Config(TrialConfig):
     softmax: bool = False
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1, classes=1),
@@ -55,15 +55,15 @@ class Config(TrialConfig):
             *parts.rates(self, "dropout"),
             *parts.switches(self, "softmax"),
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         if self.embedding_size % self.heads:
-            found.append(
+            problems.append(
                 f"heads must divide embedding_size, got {self.heads} heads for an embedding of {self.embedding_size}"
             )
         if self.topology == "hybrid" and self.depth < 2:
-            found.append(f"depth must be >= 2 for topology hybrid, got {self.depth}")
-        return found
+            problems.append(f"depth must be >= 2 for topology hybrid, got {self.depth}")
+        return problems
 
 
 def stages(config: Config) -> tuple[int, int]:

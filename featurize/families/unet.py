@@ -41,21 +41,21 @@ class Config(TrialConfig):
     activation: str = "relu"
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, image_size=1, channels=1, classes=1, base_channels=1, depth=1),
             *one_of(self, enlargement=ENLARGEMENTS, activation=ACTIVATIONS),
             *parts.switches(self, "batch_norm"),
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         if self.base_channels > MAX_CHANNELS:
-            found.append(f"base_channels must be <= {MAX_CHANNELS}, got {self.base_channels}")
+            problems.append(f"base_channels must be <= {MAX_CHANNELS}, got {self.base_channels}")
         if self.image_size % 2**self.depth:
-            found.append(f"image_size must be a multiple of 2**depth = {2**self.depth}, got {self.image_size}")
+            problems.append(f"image_size must be a multiple of 2**depth = {2**self.depth}, got {self.image_size}")
         elif self.batch_norm and self.batch_size == 1 and self.image_size == 2**self.depth:
-            found.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
-        return found
+            problems.append("batch_size must be >= 2 with batch_norm on a 1x1 feature map, got 1")
+        return problems
 
 
 def widths(config: Config) -> list[int]:
@@ -64,12 +64,12 @@ def widths(config: Config) -> list[int]:
 
 
 def _block(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:
-    elements, found = outputs * side**2, []
+    elements, layers = outputs * side**2, []
     for channels in (inputs, outputs):
-        found.append(parts.conv2d(channels, outputs, 3, side, bias=not config.batch_norm))
-        found += [Layer("batchnorm2d", elements, 2 * outputs)] if config.batch_norm else []
-        found.append(parts.activation(config.activation, elements))
-    return found
+        layers.append(parts.conv2d(channels, outputs, 3, side, bias=not config.batch_norm))
+        layers += [Layer("batchnorm2d", elements, 2 * outputs)] if config.batch_norm else []
+        layers.append(parts.activation(config.activation, elements))
+    return layers
 
 
 def _enlarge(config: Config, inputs: int, outputs: int, side: int) -> list[Layer]:

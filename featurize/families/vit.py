@@ -39,19 +39,19 @@ class Config(TrialConfig):
     dropout: float = 0.0
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *at_least(self, image_size=1, patch_size=1, channels=1, classes=1, embedding_size=1, heads=1),
             *at_least(self, depth=1, feed_forward=1),
             *parts.rates(self, "dropout"),
         ]
-        if found:
-            return found
+        if problems:
+            return problems
         if self.image_size % self.patch_size:
-            found.append(
+            problems.append(
                 f"patch_size must divide image_size, got {self.patch_size} for images of {self.image_size} pixels"
             )
-        return [*found, *prenorm.heads_problems(self.heads, self.embedding_size)]
+        return [*problems, *prenorm.heads_problems(self.heads, self.embedding_size)]
 
 
 def layers(config: Config) -> list[Layer]:

@@ -74,23 +74,23 @@ class Config(TrialConfig):
         super().__post_init__()
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not isinstance(self.model, str) or not _MODEL.fullmatch(self.model):
-            found.append(f"model must be MODULE:FACTORY, as in torchvision.models:resnet50, got {self.model!r}")
+            problems.append(f"model must be MODULE:FACTORY, as in torchvision.models:resnet50, got {self.model!r}")
         if self.inputs is None:
-            found.append(f"{self.model} needs inputs, one sample's, as in float32[3,224,224] or int64[128]<50257")
+            problems.append(f"{self.model} needs inputs, one sample's, as in float32[3,224,224] or int64[128]<50257")
         for name in ("inputs", "target"):
             if getattr(self, name) is not None:
-                found += [f"{name} {problem}" for problem in tensor_problems(getattr(self, name), name == "target")]
+                problems += [f"{name} {problem}" for problem in tensor_problems(getattr(self, name), name == "target")]
         if parse_arguments(self.arguments) is None:
-            found.append(f'arguments must be a JSON object, as in {{"num_classes": 10}}, got {self.arguments!r}')
-        if found:
-            return found
+            problems.append(f'arguments must be a JSON object, as in {{"num_classes": 10}}, got {self.arguments!r}')
+        if problems:
+            return problems
         if self.activation_checkpointing and self.model.startswith("torchvision."):
-            found.append(f"activation_checkpointing must be false for {self.model}: torchvision's models have none")
+            problems.append(f"activation_checkpointing must be false for {self.model}: torchvision's models have none")
         if self.channels_last and any(len(one.shape) > 3 for one in parse_tensors(self.inputs)):
-            found.append(f"channels_last must be false for inputs of more than three dimensions, got {self.inputs}")
-        return found
+            problems.append(f"channels_last must be false for inputs of more than three dimensions, got {self.inputs}")
+        return problems
 
 
 def identity(config: Config) -> str:
@@ -204,10 +204,10 @@ def _load(model: str, arguments: str) -> Callable:
         load = functools.partial(importlib.import_module, module_name)
     try:
         owner: Any = None
-        found = mending(load)
+        part = mending(load)
         for name in attribute.split("."):
-            owner, found = found, mending(functools.partial(getattr, found, name, None))
-            if found is None:
+            owner, part = part, mending(functools.partial(getattr, part, name, None))
+            if part is None:
                 break
     except CommandError:
         raise
@@ -218,22 +218,20 @@ def _load(model: str, arguments: str) -> Callable:
         ) from error
     except Exception as error:  # a user's module may raise anything while it is imported
         raise UsageError(f"zoo: {module_name} fails on import: {type(error).__name__}: {error}") from error
-    if found is None:
+    if part is None:
         near = difflib.get_close_matches(name, dir(owner), n=5, cutoff=0.6)
         hint = f"; near names: {', '.join(near)}" if near else ""
         raise UsageError(f"zoo: {module_name} has no {attribute!r}{hint}")
-    if not callable(found) or _is_module(found):
-        raise UsageError(
-            f"zoo: {model} is {type(found).__name__}, not a class or function that gives a torch.nn.Module"
-        )
-    require_model(model, found, arguments)
-    return found
+    if not callable(part) or _is_module(part):
+        raise UsageError(f"zoo: {model} is {type(part).__name__}, not a class or function that gives a torch.nn.Module")
+    require_model(model, part, arguments)
+    return part
 
 
-def _is_module(found: object) -> bool:
+def _is_module(value: object) -> bool:
     from torch import nn
 
-    return isinstance(found, nn.Module)
+    return isinstance(value, nn.Module)
 
 
 def _create(model: str, arguments: str) -> torch.nn.Module:
@@ -252,8 +250,8 @@ def _create(model: str, arguments: str) -> torch.nn.Module:
     except CommandError:
         raise
     except _MISTAKES as error:
-        said = f" of {arguments}" if given else ""
-        raise UsageError(f"zoo: {model} makes no model{said}: {exception_line(error)}") from error
+        given_arguments = f" of {arguments}" if given else ""
+        raise UsageError(f"zoo: {model} makes no model{given_arguments}: {exception_line(error)}") from error
     if not _is_module(made):
         raise UsageError(f"zoo: {model} gives {type(made).__name__}, not a torch.nn.Module")
     return made

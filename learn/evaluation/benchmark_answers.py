@@ -79,13 +79,13 @@ def ask_free(
         for name in names:
             jobs.append(PoolJob(len(jobs), ESTIMATORS[name], subject, spec, settings.target))
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
-    found = run_all(
+    answers_found = run_all(
         jobs, workers=workers, limit_s=settings.limit_s, memory_gib=settings.memory_gib, landed=tally.step
     )  # fmt: skip
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
     for place, i in enumerate(index):
         for k, name in enumerate(names):
-            answer = found[place * len(names) + k]
+            answer = answers_found[place * len(names) + k]
             answers[name][i] = Given(estimate=answer.mib, reason=answer.reason, seconds=answer.seconds)
     return answers
 
@@ -112,9 +112,9 @@ def ask_learned(
         for file in dict.fromkeys(selection.file[part.outside].tolist()):
             index = part.outside[selection.file[part.outside] == file]
             rows = selection.rows.subset(index)
-            given, warned = _ask(fitted, rows, bins[file], steps)
+            given, unfamiliar = _ask(fitted, rows, bins[file], steps)
             answers |= dict(zip(index.tolist(), given, strict=True))
-            warnings |= dict.fromkeys(warned)
+            warnings |= dict.fromkeys(unfamiliar)
             tally.step(len(index))
             if file not in latency:
                 timed = [case for case, answer in zip(rows.cases, given, strict=True) if answer.estimate is not None]
@@ -151,12 +151,12 @@ def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list
     classes = {
         name: prediction.bin_probabilities(b.edges_of(rows.family)).argmax(axis=1).tolist() for name, b in bins.items()
     }
-    found = []
+    given = []
     for i in range(len(rows)):
         if i in prediction.refusals or not math.isfinite(point[i]):
-            found.append(Given(estimate=None, reason=prediction.refusals.get(i, "no finite figure")))
+            given.append(Given(estimate=None, reason=prediction.refusals.get(i, "no finite figure")))
             continue
-        found.append(
+        given.append(
             Given(
                 estimate=float(point[i]),
                 upper=None if upper is None else float(upper[i]),
@@ -164,7 +164,7 @@ def _given(prediction: Prediction, rows: Rows, bins: Mapping[str, Bins]) -> list
                 classes={name: of_row[i] for name, of_row in classes.items()},
             )
         )
-    return found
+    return given
 
 
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:
@@ -173,12 +173,12 @@ def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: Step
     from learn.learned.features import config_features
     from learn.learned.gpumemnet import tokens_of
 
-    found = []
+    seconds = []
     for case in cases:
         config_features.cache_clear()
         tokens_of.cache_clear()
         record = steps.record(case) if traced else None
         began = time.monotonic_ns()
         fitted.predict([case], steps)
-        found.append((time.monotonic_ns() - began) / 1e9 + (record.seconds if record is not None else 0.0))
-    return float(np.median(found[1:] or found)) if found else None
+        seconds.append((time.monotonic_ns() - began) / 1e9 + (record.seconds if record is not None else 0.0))
+    return float(np.median(seconds[1:] or seconds)) if seconds else None

@@ -190,11 +190,11 @@ def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "lo
     for row in rows:
         if row.label is not None and row.estimate is not None:
             groups[row.group].append(row)
-    found = {}
+    errors = {}
     for group, members in sorted(groups.items()):
         label, estimate = _answered(members)
-        found[group] = len(members), _errors(label, estimate + (constant or 0.0), space)
-    return found
+        errors[group] = len(members), _errors(label, estimate + (constant or 0.0), space)
+    return errors
 
 
 def worst_of(
@@ -207,16 +207,16 @@ def worst_of(
 
 def signed_errors(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> list[tuple[Scored, float]]:
     """(row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
-    found = []
+    errors = []
     for row in rows:
         if row.label is None or row.estimate is None:
             continue
         gap = row.estimate + (constant or 0.0) - row.label
         if space == "ratio":
-            found.append((row, gap))
+            errors.append((row, gap))
         elif row.label >= RELATIVE_FLOOR:
-            found.append((row, gap / row.label))
-    return found
+            errors.append((row, gap / row.label))
+    return errors
 
 
 def class_labels(rows: Sequence[Scored], bins: Bins) -> np.ndarray:
@@ -250,13 +250,13 @@ def _classes(rows: Sequence[Scored], name: str, bins: Bins, shift: float | None)
     if not rows:
         return None
     estimates = [np.nan if row.estimate is None else row.estimate + (shift or 0.0) for row in rows]
-    predicted = bins.classify(estimates, [row.family for row in rows])
+    told_classes = bins.classify(estimates, [row.family for row in rows])
     if shift is None:
-        predicted = np.array([row.classes.get(name, k) for row, k in zip(rows, predicted.tolist(), strict=True)])
+        told_classes = np.array([row.classes.get(name, k) for row, k in zip(rows, told_classes.tolist(), strict=True)])
     true = class_labels(rows, bins)
     oom = np.array([row.label is None for row in rows], dtype=bool)
     # What is known of these is "at least this much": a higher class that was told is not wrong.
-    return class_scores(np.where(oom, np.maximum(true, predicted), true), predicted, bins.labels)
+    return class_scores(np.where(oom, np.maximum(true, told_classes), true), told_classes, bins.labels)
 
 
 def _right(rows: Sequence[Scored], shift: float = 0.0) -> float | None:

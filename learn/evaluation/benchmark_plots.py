@@ -62,8 +62,8 @@ def _svg(draw: Callable, done: Benchmark, file: str) -> str | None:
 
 def _own(done: Benchmark, file: str) -> dict[str, Sequence[Scored]]:
     """Estimator -> its rows of the file, those with no answer at all left out."""
-    found = {f.estimator: done.scored[file, f.estimator] for f in done.figures if f.file == file}
-    return {name: rows for name, rows in found.items() if any(row.estimate is not None for row in rows)}
+    rows_of = {f.estimator: done.scored[file, f.estimator] for f in done.figures if f.file == file}
+    return {name: rows for name, rows in rows_of.items() if any(row.estimate is not None for row in rows)}
 
 
 def _styles(names: Sequence[str]) -> dict[str, dict]:

@@ -79,8 +79,8 @@ def run_all(
     process may allocate beyond which its allocations fail. `landed` is called after each job.
     """
     answers: dict[int, Answer] = {}
-    for index, found in _in_turn(jobs) if workers == 0 else _spread(jobs, workers, limit_s, memory_gib):
-        answers[index] = found
+    for index, answer in _in_turn(jobs) if workers == 0 else _spread(jobs, workers, limit_s, memory_gib):
+        answers[index] = answer
         landed()
     return answers
 
@@ -130,24 +130,24 @@ def _spread(
                 assert job is not None  # the worker is busy
                 if worker.pipe in ready:
                     try:
-                        found = worker.pipe.recv()
+                        answer = worker.pipe.recv()
                     except (EOFError, OSError):
-                        found = None
-                    if isinstance(found, str):
+                        answer = None
+                    if isinstance(answer, str):
                         worker.ready, worker.began = True, time.monotonic()
                         continue
                 elif worker.ready and taken > limit_s:
-                    found = Answer(mib=None, reason=f"took longer than limit_s={limit_s:g}", seconds=taken)
+                    answer = Answer(mib=None, reason=f"took longer than limit_s={limit_s:g}", seconds=taken)
                     worker.done = _NOTHING_KEPT
                 else:
                     continue
-                if found is None:
+                if answer is None:
                     worker.process.join()
-                    found = Answer(mib=None, reason=_death(worker.process.exitcode), seconds=taken)
+                    answer = Answer(mib=None, reason=_death(worker.process.exitcode), seconds=taken)
                     worker.done = _NOTHING_KEPT
                 worker.job = None
                 worker.done += 1
-                yield job.index, found
+                yield job.index, answer
                 if waiting:
                     if worker.done >= _NOTHING_KEPT:
                         worker.end()

@@ -54,10 +54,10 @@ class RowSelection:
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
         exact = rows.exact if len(rows.exact) else rows
         card = _card(rows)
-        found = {"published": make_bins(target, exact.label, exact.family, ceiling_mib=card)}
+        bins_of = {"published": make_bins(target, exact.label, exact.family, ceiling_mib=card)}
         if target.is_memory:
-            found["ours"] = memory_bins(exact.label, OURS_GB, card)
-        return found
+            bins_of["ours"] = memory_bins(exact.label, OURS_GB, card)
+        return bins_of
 
 
 def _card(rows: Rows) -> float | None:
@@ -115,10 +115,10 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
     target = get_target(settings.target)
     spec = describe_device(settings.device_name or DEVICE_NAME)
     assert settings.published is not None  # else the benchmark is of the warehouse's runs
-    found = read_published(settings.published, settings.files or ())
-    notes = [f"{path.name} has no known header and is left out" for path in found.others]
-    asked_of = {file.path.stem for file in found.files}
-    files = list(found.files)
+    published = read_published(settings.published, settings.files or ())
+    notes = [f"{path.name} has no known header and is left out" for path in published.others]
+    asked_of = {file.path.stem for file in published.files}
+    files = list(published.files)
     never = [file.path.stem for file in files if file.form == NEVER_FITTED_ON]
     if learned and len(never) == len(files):
         others = read_published(settings.published).files
@@ -133,8 +133,8 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
             notes += _doubts(file.path.stem, [usable[i].doubt or "" for i in kept])
     if not any(file.path.stem in asked_of for file, _ in rows):
         where = f"published={settings.published}: no rows are left with family={settings.family}"
-        said = "; ".join(notes)
-        raise UsageError(f"{where}, target={target.name}{f' ({said})' if said else ''}")
+        notes_text = "; ".join(notes)
+        raise UsageError(f"{where}, target={target.name}{f' ({notes_text})' if notes_text else ''}")
 
     cases, able = zip(*(_case(row, spec) for _, row in rows), strict=True)
     fitted_on = np.array([ok and file.form != NEVER_FITTED_ON for (file, _), ok in zip(rows, able, strict=True)])
@@ -167,8 +167,8 @@ def _usable(file: PublishedFile, target: Target, settings: BenchmarkSettings, no
     stem = file.path.stem
     rows = [row for row in file.rows if row.status != "invalid"]
     if reasons := Counter(row.reason for row in file.rows if row.status == "invalid"):
-        said = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common())
-        notes.append(f"{stem}: {len(file.rows) - len(rows)} rows make no sense and are left out ({said})")
+        reasons_text = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common())
+        notes.append(f"{stem}: {len(file.rows) - len(rows)} rows make no sense and are left out ({reasons_text})")
     if settings.family != "all":
         rows = [row for row in rows if _family(row) == settings.family]
     if settings.doubtful == "drop":
@@ -176,8 +176,8 @@ def _usable(file: PublishedFile, target: Target, settings: BenchmarkSettings, no
     if not target.is_memory:
         why = [_unlabelled(row, target.column) for row in rows]
         if counts := Counter(filter(None, why)):
-            said = ", ".join(f"{n} {reason}" for reason, n in counts.most_common())
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({said})")
+            reasons_text = ", ".join(f"{n} {reason}" for reason, n in counts.most_common())
+            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({reasons_text})")
         rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
     return rows
 
@@ -276,5 +276,5 @@ def _doubts(file: str, doubts: Sequence[str]) -> list[str]:
     counts = Counter(filter(None, doubts))
     if not counts:
         return []
-    said = "; ".join(f"{n} {doubt}" for doubt, n in counts.most_common())
-    return [f"{file}: {counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on): {said}"]
+    doubts_text = "; ".join(f"{n} {doubt}" for doubt, n in counts.most_common())
+    return [f"{file}: {counts.total()} of its {len(doubts)} rows are in doubt (judged, never fitted on): {doubts_text}"]

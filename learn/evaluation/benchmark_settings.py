@@ -51,8 +51,8 @@ class BenchmarkSettings:
                 object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value))))
         if self.published is not None and not isinstance(self.published, str):
             object.__setattr__(self, "published", tuple(map(str, self.published)))
-        if found := [*self._problems_of_rows(), *self._problems_of_work()]:
-            raise UsageError("; ".join(found))
+        if problems := [*self._problems_of_rows(), *self._problems_of_work()]:
+            raise UsageError("; ".join(problems))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,65 +70,67 @@ class BenchmarkSettings:
     def _problems_of_rows(self) -> list[str]:
         from featurize.own_code import parse_trust
 
-        found = []
+        problems = []
         try:
             get_target(self.target)
         except UsageError as error:
-            found.append(str(error))
+            problems.append(str(error))
         try:
             object.__setattr__(self, "trust", parse_trust(self.trust))
         except UsageError as error:
-            found.append(str(error))
+            problems.append(str(error))
         if self.published is None:
             if self.files is not None:
-                found.append("files= picks published files; give published=FOLDER with it")
+                problems.append("files= picks published files; give published=FOLDER with it")
         else:
             if not self.published:
-                found.append("published= names no file or folder")
-            if self.target not in PUBLISHED_TARGETS and not found:
-                found.append(f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}")
+                problems.append("published= names no file or folder")
+            if self.target not in PUBLISHED_TARGETS and not problems:
+                problems.append(f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}")
             if self.source is not None:
-                found.append("source= is for the warehouse's runs, and published= was given")
+                problems.append("source= is for the warehouse's runs, and published= was given")
         for name, known in (("split", SPLITS), ("by", (None, *GROUPINGS)), ("doubtful", DOUBTFUL)):
             if getattr(self, name) not in known:
-                found.append(str(unknown_name(name, getattr(self, name), [k for k in known if k])))
+                problems.append(str(unknown_name(name, getattr(self, name), [k for k in known if k])))
         if self.split == "leave_one_out" and self.by is None:
-            found.append(f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}")
-        return found
+            problems.append(
+                f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
+            )
+        return problems
 
     def _problems_of_work(self) -> list[str]:
         from learn.estimation.step_report import checked_path
         from learn.estimators import ESTIMATORS, get_estimator, require_target
 
-        found = []
+        problems = []
         for name in self.estimators or ():
             if name not in ESTIMATORS:
-                found.append(str(unknown_name("estimator", name, ESTIMATORS)))
+                problems.append(str(unknown_name("estimator", name, ESTIMATORS)))
                 continue
             try:
                 require_target(get_estimator(name), self.target)
             except UsageError as error:
-                found.append(str(error))
+                problems.append(str(error))
         if self.estimators is not None and not self.estimators:
-            found.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
+            problems.append(f"estimators must name at least one of {', '.join(ESTIMATORS)}")
         for name, least in (("folds", 2), ("rows", 1), ("seed", 0), ("worst", 0), ("workers", 0)):
             value = getattr(self, name)
             if value is None and name in ("rows", "workers"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                found.append(f"{name} must be an integer >= {least}, got {value!r}")
+                problems.append(f"{name} must be an integer >= {least}, got {value!r}")
         for name in ("limit_s", "memory_gib"):
             value = getattr(self, name)
             if value is None and name == "memory_gib":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                found.append(f"{name} must be a number > 0, got {value!r}")
+                problems.append(f"{name} must be a number > 0, got {value!r}")
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:  # told now, not after an hour
                 try:
                     checked_path(getattr(self, name), name, like)
                 except UsageError as error:
-                    found.append(str(error))
+                    problems.append(str(error))
         if self.out is not None and self.out == self.report:
-            found.append(f"out= and report= are the same file, {self.out}")
-        return found
+            problems.append(f"out= and report= are the same file, {self.out}")
+        return problems

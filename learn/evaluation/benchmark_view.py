@@ -139,10 +139,10 @@ def classes_table(done: Benchmark) -> TableText:
         row += [_share(getattr(figures.bound, name, None)) for name in ("coverage", "above", "excess")]
         rows.append([*row, _recalls(published)])
     widths = {file: bins["published"] for file, bins in done.bins.items()}
-    said = "; ".join(f"{file}: {_rule(bins)}" for file, bins in widths.items())
+    rules_text = "; ".join(f"{file}: {_rule(bins)}" for file, bins in widths.items())
     if len(rules := {_rule(bins) for bins in widths.values()}) == 1:
-        (said,) = rules
-    return f"classes as published ({said}), and the 99 % bound", columns, rows
+        (rules_text,) = rules
+    return f"classes as published ({rules_text}), and the 99 % bound", columns, rows
 
 
 def published_table(done: Benchmark) -> TableText:
@@ -221,8 +221,8 @@ def _print_groups(screen, done: Benchmark, by: str) -> None:
         table.add_column("n", justify="right")
         for figures in own:
             table.add_column(figures.estimator, justify="right")
-        for group in sorted({name for found in groups.values() for name in found}):
-            n = max(found[group][0] for found in groups.values() if group in found)
+        for group in sorted({name for of_file in groups.values() for name in of_file}):
+            n = max(of_file[group][0] for of_file in groups.values() if group in of_file)
             cells = []
             for figures in own:
                 _, errors = groups[figures.estimator].get(group, (0, None))
@@ -257,14 +257,14 @@ def _print_worst(screen, done: Benchmark, n: int) -> None:
 
 def refusals(done: Benchmark) -> list[str]:
     """Why rows have no answer, the commonest reasons of each estimator and file."""
-    said = []
+    refusal_lines = []
     for figures in done.figures:
         reasons = list(figures.refusals.items())
         where = f"{figures.file}, {figures.estimator}: no answer for"
-        said += [f"{where} {count}: {reason}" for reason, count in reasons[:_REASONS]]
+        refusal_lines += [f"{where} {count}: {reason}" for reason, count in reasons[:_REASONS]]
         if more := reasons[_REASONS:]:
-            said.append(f"{where} {sum(n for _, n in more)} for other reasons")
-    return said
+            refusal_lines.append(f"{where} {sum(n for _, n in more)} for other reasons")
+    return refusal_lines
 
 
 def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:

@@ -55,14 +55,14 @@ def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, 
     allowed = max(ALLOWED_SHARE * their_error, ALLOWED_AT_LEAST[rows.target.space])
     larger = highest > allowed
 
-    reason = (
+    explanation = (
         f"the new one's mean error is {our_error:.4f}, the current one's {their_error:.4f} "
         f"({in_words(rows.target.space)}): with 95 % confidence at "
         f"{f'most {highest:.4f} more' if highest > 0 else f'least {-highest:.4f} less'}, and {allowed:.4f} more "
         "is allowed"
     )
     if larger and our_error <= their_error:
-        reason += "; these rows are too few to tell"
+        explanation += "; these rows are too few to tell"
 
     over = False
     above_ours, above_theirs = above(rows, candidate), above(rows, current)
@@ -70,10 +70,10 @@ def compare(rows: Rows, bins: Bins, current: Prediction, candidate: Prediction, 
         lowest, _ = limits(above_ours.astype(float) - above_theirs, rows.group, seed)
         our_share, their_share = float(above_ours.mean()), float(above_theirs.mean())
         over = lowest > 0 and our_share > 1 - LEVEL
-        reason += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"
+        explanation += f"; {our_share:.1%} of labels are above its bound, {their_share:.1%} above the other's"
         if over:
-            reason += f": significantly more, and more than the {1 - LEVEL:.0%} that the bound promises"
-    return PairedComparison(larger or over, reason, theirs, ours)
+            explanation += f": significantly more, and more than the {1 - LEVEL:.0%} that the bound promises"
+    return PairedComparison(larger or over, explanation, theirs, ours)
 
 
 def figures(rows: Rows, bins: Bins, prediction: Prediction) -> dict[str, float | int | None]:

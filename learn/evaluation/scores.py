@@ -45,18 +45,18 @@ class ClassScores:
         return asdict(self)
 
 
-def class_scores(true: np.ndarray, said: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
+def class_scores(true: np.ndarray, predicted: np.ndarray, labels: Sequence[str]) -> ClassScores | None:
     """Of the class indices, (n,) int each, that rows belong to and were told to belong to; None without rows."""
     if not len(true):
         return None
     recall, support, f1 = {}, {}, []
     for index in np.unique(true):
-        hits = int(((true == index) & (said == index)).sum())
-        of_class, told = int((true == index).sum()), int((said == index).sum())
+        hits = int(((true == index) & (predicted == index)).sum())
+        of_class, predicted_count = int((true == index).sum()), int((predicted == index).sum())
         recall[labels[index]], support[labels[index]] = hits / of_class, of_class
-        f1.append(2 * hits / (of_class + told))
+        f1.append(2 * hits / (of_class + predicted_count))
     return ClassScores(
-        accuracy=float((true == said).mean()),
+        accuracy=float((true == predicted).mean()),
         macro_f1=float(np.mean(f1)),
         macro_recall=float(np.mean(list(recall.values()))),
         recall=recall,

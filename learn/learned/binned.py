@@ -74,10 +74,10 @@ class BinnedPrediction:
         row = np.arange(len(q))
         reached = np.cumsum(self.probabilities, axis=1)
         reached[:, -1] = np.where(np.isnan(reached[:, -1]), np.nan, 1.0)
-        found = (reached >= q[:, None]).argmax(axis=1)
-        before = np.where(found > 0, reached[row, np.maximum(found - 1, 0)], 0.0)
-        mass = np.maximum(reached[row, found] - before, 1e-300)
-        low, high = self.edges[row, found], self.edges[row, found + 1]
+        bin_index = (reached >= q[:, None]).argmax(axis=1)
+        before = np.where(bin_index > 0, reached[row, np.maximum(bin_index - 1, 0)], 0.0)
+        mass = np.maximum(reached[row, bin_index] - before, 1e-300)
+        low, high = self.edges[row, bin_index], self.edges[row, bin_index + 1]
         return low + np.clip((q - before) / mass, 0.0, 1.0) * (high - low)
 
 

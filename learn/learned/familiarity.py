@@ -40,7 +40,7 @@ _WIDER, _WIDER_DEVICE = 1.5, 2.0
 class Unfamiliar(NamedTuple):
     """said: the reasons, for people; widening: a factor for the scale of the errors."""
 
-    said: tuple[str, ...]
+    reasons: tuple[str, ...]
     widening: float
 
 
@@ -77,42 +77,42 @@ class Familiarity:
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
         """Why the case is unlike what was fitted on; None where it is not."""
-        values, said, narrow = record.values, [], 0
+        values, reasons, narrow = record.values, [], 0
         for name, (words, write) in _RANGES.items():
             low, high = self.ranges[name]
             if name == "net_log_tokens" and high == 0:  # no fitted network had attention, which is said below
                 continue
             slack = _SLACK * max(high - low, 1.0)
             if not low - slack <= values[name] <= high + slack:
-                said.append(f"{words} {write(values[name])}, fitted on {write(low)} to {write(high)}")
+                reasons.append(f"{words} {write(values[name])}, fitted on {write(low)} to {write(high)}")
                 # A small batch must not have a higher bound than a larger one.
                 narrow += name.startswith("job_") and values[name] < low
         new = [kind for kind in VOCABULARY if values.get(f"net_count_{kind}") and kind not in self.kinds]
         if new:
-            said.append(f"operators that no fitted network had: {', '.join(new)}")
-        said += self.settings_said(values)
+            reasons.append(f"operators that no fitted network had: {', '.join(new)}")
+        reasons += self.settings_said(values)
         if values["net_training_loop"] not in self.settings.get("net_training_loop", (0.0, 1.0)):
             without = "out" if values["net_training_loop"] == 0 else ""
-            said.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
-        widening = _WIDER ** min(len(said) - narrow, 3)
+            reasons.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
+        widening = _WIDER ** min(len(reasons) - narrow, 3)
         if plain_device(case.device if case.described is None else case.described.name) not in self.devices:
-            said.append(self.device_said(case.described.name if case.described is not None else case.device))
+            reasons.append(self.device_said(case.described.name if case.described is not None else case.device))
             widening *= _WIDER_DEVICE
         if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
-            said.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
-        return Unfamiliar(tuple(said), widening) if said else None
+            reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
+        return Unfamiliar(tuple(reasons), widening) if reasons else None
 
     def settings_said(self, values: Mapping[str, float]) -> list[str]:
         """What of the training settings, by the names of their features, nothing was fitted on."""
-        said = []
+        reasons = []
         for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
             if values[name] not in self.settings[name]:
                 known = " and ".join(words.get(int(value), str(value)) for value in self.settings[name])
-                said.append(f"{words.get(int(values[name]), values[name])}: only {known} was fitted on")
+                reasons.append(f"{words.get(int(values[name]), values[name])}: only {known} was fitted on")
         for name in ("net_channels_last", "net_cudnn_benchmark"):
             if values[name] not in self.settings[name]:
-                said.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
-        return said
+                reasons.append(f"{name.removeprefix('net_')}={bool(values[name])} was never fitted on".lower())
+        return reasons
 
     def device_said(self, device: str) -> str:
         return f"nothing was measured on {device}, only on {', '.join(sorted(self.devices))}"

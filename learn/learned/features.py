@@ -30,8 +30,8 @@ def case_features(case: Case) -> Mapping[str, object]:
     one (`gpu_*`). A module has no config: `UsageError`."""
     if case.config is None:
         raise UsageError("it reads trial configs only, and this is a module")
-    found = config_features(case.config)
-    return {**found, **_device_features(case.spec)} if case.spec is not None else found
+    features = config_features(case.config)
+    return {**features, **_device_features(case.spec)} if case.spec is not None else features
 
 
 def why_not(case: Case) -> str | None:

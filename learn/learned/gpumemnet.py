@@ -164,9 +164,9 @@ class GPUMemNetEstimator(Estimator):
             if not index.size:
                 continue
             configs = [config for i in index.tolist() if (config := cases[i].config) is not None]
-            probabilities = self._probabilities(one, self._nets_of(family), configs)
+            shares = self._probabilities(one, self._nets_of(family), configs)
             edges[index] = np.pad(one.edges, (0, most - len(one.edges)), mode="edge")
-            mass[index] = np.pad(probabilities, ((0, 0), (0, most - 1 - probabilities.shape[1])))
+            mass[index] = np.pad(shares, ((0, 0), (0, most - 1 - shares.shape[1])))
             if warning := too_few_for(LEVEL, len(one.scores)):
                 warnings.append(f"{family}: {warning}")
         share = 1.0 if self.target.is_memory else 0.5
@@ -199,12 +199,12 @@ class GPUMemNetEstimator(Estimator):
         loaded, state = open_state(cls, folder)
         with np.load(folder / "weights.npz", allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
-        for family, said in state["families"].items():
+        for family, family_state in state["families"].items():
             weights = []
-            for member in range(said.pop("members")):
+            for member in range(family_state.pop("members")):
                 prefix = f"{family}/{member}/"
                 weights.append({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})
-            parts = {part: np.asarray(values, dtype=float) for part, values in said.items()}
+            parts = {part: np.asarray(values, dtype=float) for part, values in family_state.items()}
             loaded._ensembles[family] = Ensemble(weights=tuple(weights), **parts)
         return loaded
 

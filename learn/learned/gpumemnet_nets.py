@@ -101,8 +101,8 @@ class _Encoder(nn.Module):
         n, length, width = x_NLD.shape
         parts = self.into(self.norms[0](x_NLD)).view(n, length, 3, self.heads, width // self.heads)
         q_NHLd, k_NHLd, v_NHLd = parts.permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q_NHLd, k_NHLd, v_NHLd, attn_mask=there_NL[:, None, None, :])
-        x_NLD = x_NLD + self.out(found.transpose(1, 2).reshape(n, length, width))
+        attended = F.scaled_dot_product_attention(q_NHLd, k_NHLd, v_NHLd, attn_mask=there_NL[:, None, None, :])
+        x_NLD = x_NLD + self.out(attended.transpose(1, 2).reshape(n, length, width))
         return x_NLD + self.forward_part(self.norms[1](x_NLD))
 
 
@@ -151,13 +151,13 @@ def train_member(
 
 def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
     """(n, classes) of a net from `learn.learned.torch_fit.with_arrays`."""
-    found = []
+    batches = []
     order = np.arange(len(inputs.length_N))
     with torch.inference_mode():
         for i in range(0, len(order), 512):
             scalars, tokens, length = inputs.at(order[i : i + 512])
-            found.append(net(scalars.double(), tokens.double(), length).softmax(1).numpy())
-    return np.concatenate(found)
+            batches.append(net(scalars.double(), tokens.double(), length).softmax(1).numpy())
+    return np.concatenate(batches)
 
 
 def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:

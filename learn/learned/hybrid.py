@@ -89,10 +89,10 @@ class HybridEstimator(Estimator):
         traced = np.array([record.error is None for record in records], dtype=bool)
         if int((traced & ~rows.censored).sum()) < LEAST_ROWS:
             reasons = sorted({record.error for record in records if record.error is not None})
-            said = f"; not traced: {reasons[0]}" if reasons else ""
+            first_reason = f"; not traced: {reasons[0]}" if reasons else ""
             raise UsageError(
                 f"target={rows.target.name}: {int((traced & ~rows.censored).sum())} traced rows with an exact label to "
-                f"fit on, {LEAST_ROWS} are needed{said}"
+                f"fit on, {LEAST_ROWS} are needed{first_reason}"
             )
         rows = rows.subset(traced)
         records = [record for record, good in zip(records, traced, strict=True) if good]
@@ -126,7 +126,7 @@ class HybridEstimator(Estimator):
             raise RuntimeError("fit or load the estimator before predicting")
         steps = StepStore() if steps is None else steps
         records = [steps.record(case) for case in cases]
-        refusals = {i: said for i, record in enumerate(records) if (said := self._refusal(record)) is not None}
+        refusals = {i: refusal for i, record in enumerate(records) if (refusal := self._refusal(record)) is not None}
         known = [i for i in range(len(cases)) if i not in refusals]
         n = len(cases)
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
@@ -140,9 +140,9 @@ class HybridEstimator(Estimator):
             if self.target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
             for i, record in zip(known, kept, strict=True):
-                if reasons := self._familiarity.judge(cases[i], record):
-                    unfamiliar[i] = reasons.said
-                    scale[i] *= self._widening(reasons.widening, scale[i], kind[i])
+                if unlike := self._familiarity.judge(cases[i], record):
+                    unfamiliar[i] = unlike.reasons
+                    scale[i] *= self._widening(unlike.widening, scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ScaledPrediction(
             centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
@@ -211,19 +211,19 @@ class HybridEstimator(Estimator):
 
     def _held_out(self, rows: Rows, table, correction, weight, base) -> np.ndarray:
         fold = group_folds(_units(rows), FOLDS, self.seed)
-        found = np.empty(len(rows))
+        points = np.empty(len(rows))
         for k in range(fold.max() + 1):
             inside = fold != k
             boosted = self._boosted().fit(table[inside], correction[inside], rows.censored[inside], weight[inside])
-            found[~inside] = self._centre(boosted, table[~inside], base[~inside])
-        return found
+            points[~inside] = self._centre(boosted, table[~inside], base[~inside])
+        return points
 
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
         small. Rows that ran out of memory count where they were told to fit: the error is at least so large."""
-        told = ~rows.censored | (gap > 0)
-        rows, gap, network = rows.subset(told), gap[told], self._of_network(table)[told]
+        informative = ~rows.censored | (gap > 0)
+        rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
         fold = group_folds(_units(rows), FOLDS, self.seed + 1)
         weight = _balanced(rows.module)
         scale = np.empty(len(rows))

@@ -59,7 +59,7 @@ class Boosted:
             self._train({"objective": "quantile", "alpha": s.quantile}, table, label - self._start, weight)
         return self
 
-    def _train(self, what: dict, table: np.ndarray, label: np.ndarray, weight: np.ndarray | None) -> None:
+    def _train(self, objective: dict, table: np.ndarray, label: np.ndarray, weight: np.ndarray | None) -> None:
         import lightgbm
 
         s, n = self.settings, len(label)
@@ -67,7 +67,7 @@ class Boosted:
         self._boosters = []
         for member in range(MEMBERS):
             parameters = {
-                **what,
+                **objective,
                 "boost_from_average": False,
                 "learning_rate": 0.05,
                 "num_leaves": s.leaves,
@@ -89,8 +89,8 @@ class Boosted:
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """(n,) the members' mean."""
-        found = [booster.predict(table, num_threads=1) for booster in self._boosters]
-        return self._start + np.mean(found, axis=0)
+        predictions = [booster.predict(table, num_threads=1) for booster in self._boosters]
+        return self._start + np.mean(predictions, axis=0)
 
     def save(self, folder: Path, name: str) -> None:
         """`NAME-0.txt`, ... in `folder`, as LightGBM writes them; the first line tells the start."""

@@ -118,14 +118,14 @@ def _problem(text: str) -> str | None:
 
 
 def _keys(lines: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in lines:
         if line:
             key, equals, value = line.partition("=")
-            if key in found:
+            if key in values:
                 raise ValueError(f"{key} is there twice")
-            found[key] = value if equals else ""
-    return found
+            values[key] = value if equals else ""
+    return values
 
 
 def _problem_of_shape(tree: Mapping[str, str]) -> str | None:

@@ -174,11 +174,11 @@ def _check(folder: DataFolder, runs: int, samples: int, snapshot: str | None = N
     """Seconds that counting took; every row has to be there once."""
     started = time.perf_counter()
     with contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection:
-        found = connection.execute(
+        counts = connection.execute(
             "SELECT (SELECT (count(*), count(DISTINCT run_id)) FROM runs), "
             "(SELECT (count(*), count(DISTINCT (run_id, t_ms))) FROM telemetry)"
         ).fetchone()
-    assert found == ((runs, runs), (runs * samples, runs * samples)), found
+    assert counts == ((runs, runs), (runs * samples, runs * samples)), counts
     return time.perf_counter() - started
 
 

@@ -34,12 +34,12 @@ def fast_path():
 
 
 def _seconds_each(fast, configs) -> list[float]:
-    found = []
+    seconds = []
     for config in configs:
         began = time.perf_counter()
         fast.answer([config], DEVICE)
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _full() -> float:
@@ -64,7 +64,7 @@ def run() -> dict[str, float]:
     torch.set_num_threads(1)
     try:
         fast = fast_path()
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for family in FAMILIES:
             configs = distillation_configs(IN_BATCH, seed=2, families=(family,))
             fast.answer(configs[:2], DEVICE)
@@ -74,22 +74,22 @@ def run() -> dict[str, float]:
                 began = time.perf_counter()
                 fast.answer(configs, DEVICE)
                 batches.append(time.perf_counter() - began)
-            found[f"{family}_median_ms"] = min(map(statistics.median, rounds)) * 1e3
-            found[f"{family}_p99_ms"] = min(float(np.quantile(seconds, 0.99)) for seconds in rounds) * 1e3
-            found[f"{family}_per_s"] = len(configs) / min(batches)
+            figures[f"{family}_median_ms"] = min(map(statistics.median, rounds)) * 1e3
+            figures[f"{family}_p99_ms"] = min(float(np.quantile(seconds, 0.99)) for seconds in rounds) * 1e3
+            figures[f"{family}_per_s"] = len(configs) / min(batches)
             print(
-                f"fast path, {family}: one config {found[f'{family}_median_ms']:.2f} ms "
-                f"(99th percentile {found[f'{family}_p99_ms']:.2f} ms), "
-                f"in a batch {found[f'{family}_per_s']:,.0f} configs/s"
+                f"fast path, {family}: one config {figures[f'{family}_median_ms']:.2f} ms "
+                f"(99th percentile {figures[f'{family}_p99_ms']:.2f} ms), "
+                f"in a batch {figures[f'{family}_per_s']:,.0f} configs/s"
             )
         _full()  # imports
-        found["full_s"] = min(_full() for _ in range(ROUNDS))
+        figures["full_s"] = min(_full() for _ in range(ROUNDS))
     finally:
         torch.set_num_threads(threads)
-    found["median_ms"] = max(found[f"{family}_median_ms"] for family in FAMILIES)
-    found["per_s"] = min(found[f"{family}_per_s"] for family in FAMILIES)
-    print(f"full path, resnet50, 64 x 3 x 224 x 224: {found['full_s']:.2f} s")
-    return found
+    figures["median_ms"] = max(figures[f"{family}_median_ms"] for family in FAMILIES)
+    figures["per_s"] = min(figures[f"{family}_per_s"] for family in FAMILIES)
+    print(f"full path, resnet50, 64 x 3 x 224 x 224: {figures['full_s']:.2f} s")
+    return figures
 
 
 if __name__ == "__main__":

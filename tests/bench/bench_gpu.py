@@ -111,17 +111,17 @@ def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
     if not rows:
         say("nothing has been measured yet; the same command goes on")
         return {}
-    found = gpu_figures.figures(rows, published, settings.seconds)
-    found["plan"] = {
+    figures = gpu_figures.figures(rows, published, settings.seconds)
+    figures["plan"] = {
         "device": plan.choice.backend, "families": sorted(plan.families), "n": plan.n, "repeats": plan.repeats,
         "seed": plan.seed, "complete": done,
     }  # fmt: skip
-    for line in gpu_figures.lines(found):
+    for line in gpu_figures.lines(figures):
         say(line)
     say("all rounds are done" if done else "the time is up; run the same command again to continue")
     if settings.out is not None:
-        Path(settings.out).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    return found
+        Path(settings.out).write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+    return figures
 
 
 def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: Callable[[], float]) -> bool:
@@ -166,9 +166,9 @@ def measured(plan: Plan, folder: DataFolder) -> list[dict]:
 
     named = re.compile(rf"bench-{plan.key}-(\w+)-(\d+)-(\d+)")
     with contextlib.closing(connect(folder)) as connection:
-        found = connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY run_id").fetchall()
+        stored_rows = connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY run_id").fetchall()
     rows = []
-    for values in found:
+    for values in stored_rows:
         row = dict(zip(_COLUMNS, values, strict=True))
         if (name := named.fullmatch(row["job_id"])) is not None:
             rows.append({**row, "protocol": name[1], "repeat": int(name[2]), "k": int(name[3])})

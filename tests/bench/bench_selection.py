@@ -137,8 +137,8 @@ def run(
             curves[name] = of_policy
             print(f"{name}: rows {' '.join(f'{n:.0f}' for n in of_policy['uniform'][0, :, 0])}")
             for (error, policy), (ratios, low, high) in compared(of_policy).items():
-                told = "  ".join(f"{ratio:5.2f}" if ratio else " none" for ratio in ratios)
-                print(f"{error:>8} {policy:>11}  {told}   [{low:.2f}, {high:.2f}]", flush=True)
+                ratios_text = "  ".join(f"{ratio:5.2f}" if ratio else " none" for ratio in ratios)
+                print(f"{error:>8} {policy:>11}  {ratios_text}   [{low:.2f}, {high:.2f}]", flush=True)
                 result[f"{labelled.name}_{key[0]}_{key[1]}_{error}_{policy}"] = min(ratios) if all(ratios) else 0.0
     result |= cost(100_000 if full else 5_000)
     if png is not None:
@@ -174,8 +174,8 @@ def imported(runs: str, judged: str, learners: tuple[str, ...] = ("lightgbm",)) 
     rows = rows.subset(np.unique(hashes, return_index=True)[1])
     labels = {"memory": rows.label}
     for name in ("smact", "smocc"):
-        found = load_rows(runs, name, source="imported").trusted
-        by_hash = {config_hash(c): label for c, label in zip(found.configs, found.label, strict=True)}
+        trusted_rows = load_rows(runs, name, source="imported").trusted
+        by_hash = {config_hash(c): label for c, label in zip(trusted_rows.configs, trusted_rows.label, strict=True)}
         labels[name] = np.array([by_hash.get(config_hash(config), np.nan) for config in rows.configs])
     has = np.isfinite(labels[judged])
     rows, labels = rows.subset(has), {name: label[has] for name, label in labels.items()}
@@ -199,7 +199,7 @@ def _labelled(
 def learning_curves(labelled: Labelled, seeds: int, most: int) -> dict[tuple[str, str], dict[str, np.ndarray]]:
     """(learner, target) -> policy -> (seeds, nights, errors + 1): rows, then the errors on the 30 % of networks that
     are never chosen."""
-    found: dict[tuple[str, str], dict[str, list]] = {}
+    curves: dict[tuple[str, str], dict[str, list]] = {}
     synthetic = not labelled.name.startswith("imported")
     # Imported rows have no sequence of their own. The ceiling is of a learner and a target: it is told of those.
     policies = ("uniform", *(("stratified",) if synthetic else ()), "coverage", "active", ORACLE)
@@ -221,14 +221,14 @@ def learning_curves(labelled: Labelled, seeds: int, most: int) -> dict[tuple[str
                 for learner in labelled.learners:
                     if policy == ORACLE and (learner, target) != ("lightgbm", labelled.judged[0]):
                         continue
-                    said = [
+                    text_lines = [
                         (float(len(night)), *errors_of(asked, _told(labelled, learner, target, night, asked)).values())
                         for night in nights
                     ]
-                    found.setdefault((learner, target), {}).setdefault(policy, []).append(said)
+                    curves.setdefault((learner, target), {}).setdefault(policy, []).append(text_lines)
     return {
         key: {policy: np.array(of_policy) for policy, of_policy in by_policy.items()}
-        for key, by_policy in found.items()
+        for key, by_policy in curves.items()
     }
 
 
@@ -286,7 +286,7 @@ def errors_of(rows: Rows, point: np.ndarray) -> dict[str, float]:
     so that a bin of few rows counts like one of many (those of fewer than 5 are left out); `bound`: the 99th percentile
     of label - estimate, the margin that a bound over all rows would need."""
     gap = _gap(rows, point)
-    is_in, told = _bin_of(rows.target, rows.family, rows.label), _bin_of(rows.target, rows.family, point)
+    is_in, predicted_bin = _bin_of(rows.target, rows.family, rows.label), _bin_of(rows.target, rows.family, point)
     cells = np.array([f"{family} {of_label}" for family, of_label in zip(rows.family, is_in, strict=True)])
     names, member, counts = np.unique(cells, return_inverse=True, return_counts=True)
     size = np.abs(gap)
@@ -295,7 +295,7 @@ def errors_of(rows: Rows, point: np.ndarray) -> dict[str, float]:
         "median": float(np.median(size)),
         "mean": float(size.mean()),
         "p90": float(np.quantile(size, 0.9)),
-        "wrong": float((is_in != told).mean()),
+        "wrong": float((is_in != predicted_bin).mean()),
         "bins": float(np.mean(by_bin)),
         "bound": float(np.quantile(gap, 0.99)),
     }
@@ -325,13 +325,13 @@ def cost(n: int) -> dict[str, float]:
         out,
         np.full(len(out), np.nan),
     )
-    found = {}
+    costs = {}
     for policy in ("coverage", "active"):
         began = time.perf_counter()
         choose(policy, candidates(space, policy, 0, 0, n), known, min(500, n // 10), forecaster)
-        found[f"{policy}_s"] = time.perf_counter() - began
-        print(f"{policy}: {n:,} candidates in {found[f'{policy}_s']:.1f} s", flush=True)
-    return found
+        costs[f"{policy}_s"] = time.perf_counter() - began
+        print(f"{policy}: {n:,} candidates in {costs[f'{policy}_s']:.1f} s", flush=True)
+    return costs
 
 
 def space_of(family: str) -> Space:

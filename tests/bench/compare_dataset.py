@@ -37,7 +37,7 @@ def compare(data: str, targets: Sequence[str], source: str, workers: int | None 
 
     Errors are relative, for ratios absolute. A target that too few rows have is left out.
     """
-    found = []
+    comparisons = []
     devices = _devices(data)
     for target in targets:
         names = [name for name in (BEFORE, FITTED) if (of := get_estimator(name).targets) is None or target in of]
@@ -51,8 +51,8 @@ def compare(data: str, targets: Sequence[str], source: str, workers: int | None 
             print(f"{target}: {error}", file=sys.stderr)
             continue
         answers = {name: [row for (_, by), rows in done.scored.items() if by == name for row in rows] for name in names}
-        found += _of_target(target, answers, devices)
-    return found
+        comparisons += _of_target(target, answers, devices)
+    return comparisons
 
 
 def _devices(data: str) -> dict[str, str]:
@@ -72,11 +72,11 @@ def _of_target(target: str, answers: Mapping[str, Sequence], devices: Mapping[st
         shifted[device == name] = _calibrated(target, label[device == name], estimate[device == name])
     fitted = {row.name: row.estimate for row in answers.get(FITTED, ()) if row.estimate is not None}
     corrected = np.array([fitted.get(row.name, np.nan) for row in rows], dtype=float)
-    found = []
+    comparisons = []
     for name in ("all", *sorted(set(family))):
         own = np.ones(len(rows), dtype=bool) if name == "all" else family == name
         error = _errors(target, label[own], estimate[own])
-        found.append(
+        comparisons.append(
             {
                 "target": target,
                 "family": name,
@@ -87,7 +87,7 @@ def _of_target(target: str, answers: Mapping[str, Sequence], devices: Mapping[st
                 "fitted": _spread(_errors(target, label[own], corrected[own])),
             }
         )
-    return found
+    return comparisons
 
 
 def _calibrated(target: str, label: np.ndarray, estimate: np.ndarray) -> np.ndarray:
@@ -109,19 +109,19 @@ def _spread(error: np.ndarray) -> tuple[float, float] | None:
     return (float(np.median(error)), float(np.quantile(error, 0.9))) if error.size else None
 
 
-def lines(found: Sequence[Mapping]) -> list[str]:
+def lines(comparisons: Sequence[Mapping]) -> list[str]:
     """The figures as a Markdown table."""
-    said = [
+    text_lines = [
         "| target | family | runs | bias | as it is | one constant a device | fitted correction |",
         "|---" * 7 + "|",
     ]
-    for of in found:
+    for of in comparisons:
         form = "{:.3f}" if get_target(of["target"]).space == "ratio" else "{:.1%}"
         cells = [" / ".join(map(form.format, of[name])) if of[name] else "–" for name in ("raw", "constant", "fitted")]
         bias = form.format(of["bias"])
-        said.append(f"| {of['target']} | {of['family']} | {of['rows']} | {bias} | {' | '.join(cells)} |")
+        text_lines.append(f"| {of['target']} | {of['family']} | {of['rows']} | {bias} | {' | '.join(cells)} |")
     return [
-        *said,
+        *text_lines,
         "(errors: median / 90th percentile; relative, of ratios absolute; the correction is 3-fold, held out)",
     ]
 
@@ -136,15 +136,15 @@ def main(argv: Sequence[str]) -> int:
             if "data" not in asked or "path" in asked:
                 ingest(IngestSettings(source="dataset", path=asked.get("path"), data=data))
             targets = asked.get("targets") or list(TARGETS)
-            found = compare(data, targets, asked.get("source", "measured"), asked.get("workers"))
-        if not found:
+            comparisons = compare(data, targets, asked.get("source", "measured"), asked.get("workers"))
+        if not comparisons:
             raise UsageError(f"no target has the {MIN_ROWS} runs that a comparison takes")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines(found)))
+    print("\n".join(lines(comparisons)))
     if asked.get("out"):
-        Path(asked["out"]).write_text(json.dumps(found, indent=1) + "\n")
+        Path(asked["out"]).write_text(json.dumps(comparisons, indent=1) + "\n")
     return 0
 
 

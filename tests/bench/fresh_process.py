@@ -22,7 +22,7 @@ class Link:
         elif event == "result":
             self.times_ns["end"] = values["window_end_ns"]
 
-    def told(self, word):
+    def received(self, word):
         return True
 
     def wait_for_go(self):

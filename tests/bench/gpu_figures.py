@@ -23,15 +23,15 @@ def costs_s(rows: Sequence[Mapping]) -> dict[str, float]:
     So what overlaps is counted once, and what lies between two runs is counted. The first run after a start of the farm
     counts from its own beginning, and so does each of the fixed protocol, which the benchmark runs one by one.
     """
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     before: datetime.datetime | None = None
     for row in sorted(rows, key=lambda row: row["finished_at"]):
         own_s = (row["finished_at"] - row["started_at"]).total_seconds()
         since_s = own_s if before is None else (row["finished_at"] - before).total_seconds()
         alone = row["protocol"] != "adaptive"
-        found[row["run_id"]] = own_s if alone or since_s > own_s + _SESSION_GAP_S else since_s
+        costs[row["run_id"]] = own_s if alone or since_s > own_s + _SESSION_GAP_S else since_s
         before = None if alone else row["finished_at"]
-    return found
+    return costs
 
 
 def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: float) -> dict:
@@ -59,10 +59,10 @@ def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: floa
 
 
 def _statuses(rows: Iterable[Mapping]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for row in rows:
-        found[row["status"]] = found.get(row["status"], 0) + 1
-    return dict(sorted(found.items()))
+        counts[row["status"]] = counts.get(row["status"], 0) + 1
+    return dict(sorted(counts.items()))
 
 
 def _whole(rows: Iterable[Mapping]) -> list[Mapping]:
@@ -86,13 +86,13 @@ def _ratios(rows: Sequence[Mapping], published: Sequence[Mapping], cost_s: Mappi
             others["fixed"][row["family"], row["k"]] = cost_s[row["run_id"]]
     for trial in _whole(published):
         others["published"][trial["family"], trial["k"]] = trial["wall_s"]
-    found = {}
+    ratios_found = {}
     for name, costs in others.items():
         both = sorted(set(costs) & set(ours))
         if both:
             theirs = sum(costs[key] for key in both)
-            found[name] = {"pairs": len(both), "ratio": theirs / sum(statistics.mean(ours[key]) for key in both)}
-    return found
+            ratios_found[name] = {"pairs": len(both), "ratio": theirs / sum(statistics.mean(ours[key]) for key in both)}
+    return ratios_found
 
 
 def _pairs(rows: Sequence[Mapping]) -> list[tuple[Mapping, Mapping]]:
@@ -106,20 +106,20 @@ def _pairs(rows: Sequence[Mapping]) -> list[tuple[Mapping, Mapping]]:
 
 def _differences(rows: Sequence[Mapping]) -> dict:
     pairs = _pairs(rows)
-    found: dict = {"pairs": len(pairs), "same_status": sum(a["status"] == b["status"] for a, b in pairs)}
+    differences: dict = {"pairs": len(pairs), "same_status": sum(a["status"] == b["status"] for a, b in pairs)}
     for label in (MEMORY, *OTHERS):
         values = _of_pairs(pairs, label, lambda a, b: (a - b) / b if b else None)
         if values:
-            found[label] = {
+            differences[label] = {
                 "n": len(values), "median": statistics.median(values), "share_within_1_percent": _share(values, 0.01),
             }  # fmt: skip
     for label in RATIOS:
         values = _of_pairs(pairs, label, lambda a, b: a - b)
         if values:
-            found[label] = {
+            differences[label] = {
                 "n": len(values), "median": statistics.median(values), "share_within_0.02": _share(values, 0.02),
             }  # fmt: skip
-    return found
+    return differences
 
 
 def _of_pairs(pairs, label: str, difference: Callable) -> list[float]:
@@ -140,7 +140,7 @@ def _repeatability(rows: Sequence[Mapping]) -> dict:
     for row in rows:
         if row["protocol"] == "adaptive" and row["status"] == "ok":
             groups.setdefault((row["family"], row["k"]), []).append(row)
-    found = {}
+    by_label = {}
     for label in (MEMORY, *OTHERS, *RATIOS):
         spreads = []
         for group in groups.values():
@@ -149,8 +149,8 @@ def _repeatability(rows: Sequence[Mapping]) -> dict:
                 scale = 1.0 if label in RATIOS else statistics.mean(values)
                 spreads.append((max(values) - min(values)) / scale)
         if spreads:
-            found[label] = {"n": len(spreads), "median": statistics.median(spreads), "p95": _quantile(spreads, 0.95)}
-    return found
+            by_label[label] = {"n": len(spreads), "median": statistics.median(spreads), "p95": _quantile(spreads, 0.95)}
+    return by_label
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -167,18 +167,18 @@ def _times(rows: Sequence[Mapping], cost_s: Mapping[str, float]) -> dict:
         "window_s": [row["window_s"] for row in rows],
         "lost_s": [cost_s[row["run_id"]] - (row["warmup_s"] or 0) - (row["window_s"] or 0) for row in rows],
     }
-    found: dict = {"runs": len(rows), "prepared": sum(bool(row["prepared"]) for row in rows)}
+    times: dict = {"runs": len(rows), "prepared": sum(bool(row["prepared"]) for row in rows)}
     for name, values in columns.items():
         kept = [value for value in values if value is not None]
         if kept:
-            found[name] = {"median": statistics.median(kept), "p95": _quantile(kept, 0.95), "sum": sum(kept)}
-    return found
+            times[name] = {"median": statistics.median(kept), "p95": _quantile(kept, 0.95), "sum": sum(kept)}
+    return times
 
 
 def _published_labels(rows: Sequence[Mapping], published: Sequence[Mapping]) -> dict:
     """The published pipeline's labels against ours of the same configuration: medians of the differences."""
     ours = {(row["family"], row["k"]): row for row in rows if row["protocol"] == "adaptive" and row["repeat"] == 0}
-    found = {}
+    labels_found = {}
     for label in (MEMORY, *RATIOS):
         values = []
         for trial in published:
@@ -187,26 +187,26 @@ def _published_labels(rows: Sequence[Mapping], published: Sequence[Mapping]) -> 
             if row is not None and row["status"] == trial["status"] == "ok" and None not in (theirs, row[label]):
                 values.append(theirs - row[label])
         if values:
-            found[label] = {"n": len(values), "median_difference": statistics.median(values)}
-    return found
+            labels_found[label] = {"n": len(values), "median_difference": statistics.median(values)}
+    return labels_found
 
 
-def lines(found: Mapping) -> list[str]:
+def lines(figures: Mapping) -> list[str]:
     """The figures as Markdown tables."""
-    said = ["| protocol | runs | statuses | runs per GPU-hour | adaptive is faster by |", "|---|---|---|---|---|"]
-    for name, of in found["protocols"].items():
+    text_lines = ["| protocol | runs | statuses | runs per GPU-hour | adaptive is faster by |", "|---|---|---|---|---|"]
+    for name, of in figures["protocols"].items():
         statuses = ", ".join(f"{status} {count}" for status, count in of["statuses"].items())
-        ratio = found["ratios"].get(name)
+        ratio = figures["ratios"].get(name)
         faster = f"{ratio['ratio']:.1f} x on {ratio['pairs']} trials" if ratio else ""
         per_hour = "" if of["runs_per_gpu_hour"] is None else f"{of['runs_per_gpu_hour']:.0f}"
-        said.append(f"| {name} | {of['runs']} | {statuses} | {per_hour} | {faster} |")
-    said.append(f"(windows of {found['seconds']:g} s; wanted: {WANTED_RATIO:g} x; crashed runs are in no rate)")
-    if errors := found["published_errors"]:
-        said.append(f"published trials that crashed: {len(errors)}, the first said: {errors[0]}")
-    said.append("")
-    labels = found["labels"]
+        text_lines.append(f"| {name} | {of['runs']} | {statuses} | {per_hour} | {faster} |")
+    text_lines.append(f"(windows of {figures['seconds']:g} s; wanted: {WANTED_RATIO:g} x; crashed runs are in no rate)")
+    if errors := figures["published_errors"]:
+        text_lines.append(f"published trials that crashed: {len(errors)}, the first said: {errors[0]}")
+    text_lines.append("")
+    labels = figures["labels"]
     if labels["pairs"]:
-        said += [
+        text_lines += [
             f"labels, adaptive against fixed: {labels['pairs']} pairs, {labels['same_status']} with the same status",
             "", "| label | pairs | median difference | share within tolerance | wanted |", "|---|---|---|---|---|",
         ]  # fmt: skip
@@ -216,25 +216,29 @@ def lines(found: Mapping) -> list[str]:
                 share = of["share_within_1_percent" if relative else "share_within_0.02"]
                 median = f"{of['median']:+.2%}" if relative else f"{of['median']:+.4f}"
                 within = "1 %" if relative else "0.02"
-                said.append(f"| {name} | {of['n']} | {median} | {share:.0%} within {within} | {WANTED.get(name, '')} |")
-        said.append("")
-    if found["repeatability"]:
-        said += ["| repeats of | trials | median spread | 95 of 100 below |", "|---|---|---|---|"]
-        for name, of in found["repeatability"].items():
+                text_lines.append(
+                    f"| {name} | {of['n']} | {median} | {share:.0%} within {within} | {WANTED.get(name, '')} |"
+                )
+        text_lines.append("")
+    if figures["repeatability"]:
+        text_lines += ["| repeats of | trials | median spread | 95 of 100 below |", "|---|---|---|---|"]
+        for name, of in figures["repeatability"].items():
             form = "{:.4f}" if name in RATIOS else "{:.2%}"
-            said.append(f"| {name} | {of['n']} | {form.format(of['median'])} | {form.format(of['p95'])} |")
-        said.append("")
-    times = found["time"]
+            text_lines.append(f"| {name} | {of['n']} | {form.format(of['median'])} | {form.format(of['p95'])} |")
+        text_lines.append("")
+    times = figures["time"]
     if times["runs"]:
-        said += [
+        text_lines += [
             f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)", "",
             "| part | median | 95 of 100 below | sum |", "|---|---|---|---|",
         ]  # fmt: skip
         for name in ("startup_s", "warmup_s", "window_s", "lost_s"):
             if name in times:
                 of = times[name]
-                said.append(f"| {name} | {of['median']:.2f} | {of['p95']:.2f} | {of['sum']:.0f} |")
-        said += ["(lost_s: from the end of the run before, less warm-up and window)", ""]
-    for name, of in found["published_labels"].items():
-        said.append(f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)")
-    return said
+                text_lines.append(f"| {name} | {of['median']:.2f} | {of['p95']:.2f} | {of['sum']:.0f} |")
+        text_lines += ["(lost_s: from the end of the run before, less warm-up and window)", ""]
+    for name, of in figures["published_labels"].items():
+        text_lines.append(
+            f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)"
+        )
+    return text_lines

@@ -138,24 +138,24 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
         sampler.start(WatchTarget(slot.device_uuid, child.pid))
         try:
-            said, _ = child.communicate(timeout=plan.seconds + _LIMIT_S)
+            child_output, _ = child.communicate(timeout=plan.seconds + _LIMIT_S)
             status = "ok" if child.returncode == 0 else "failed"
         except subprocess.TimeoutExpired:
             child.kill()
             child.communicate()
-            said, status = b"", "timeout"
+            child_output, status = b"", "timeout"
         samples = sampler.stop()
         wall_s = time.monotonic() - began
         errors.seek(0)
-        told = errors.read().decode(errors="replace").strip()
+        error_text = errors.read().decode(errors="replace").strip()
         # Everything that does not say so counts as a success or a crash there; so it does here.
         if status == "failed":
-            status = "oom" if "out of memory" in told else "crashed"
+            status = "oom" if "out of memory" in error_text else "crashed"
     return {
         "status": status,
-        "error": told.rpartition("\n")[2] if status == "crashed" else None,
+        "error": error_text.rpartition("\n")[2] if status == "crashed" else None,
         "wall_s": wall_s,
-        "window_s": float(said.split()[0]) if status == "ok" else None,
+        "window_s": float(child_output.split()[0]) if status == "ok" else None,
         "labels": _published_labels(samples),
     }
 
@@ -166,7 +166,7 @@ def _published_labels(samples: Sequence[tuple]) -> dict[str, float | None]:
 
     labels = {"peak_memory_mib": max(readings("memory_used_mib", "nvml"), default=None)}
     for metric, sensors in _MEANS.items():
-        kept = next((found for sensor in sensors if (found := readings(metric, sensor))), [])
+        kept = next((sensor_readings for sensor in sensors if (sensor_readings := readings(metric, sensor))), [])
         kept = [value for value in kept if value]
         labels[metric] = sum(kept) / len(kept) if kept else None
     return labels

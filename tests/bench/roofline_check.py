@@ -40,7 +40,7 @@ def run(folder: str | Path, rows: int = 200) -> dict[str, dict[str, dict[str, fl
     except UsageError as problem:
         print(f"skipped: {problem}")
         return {}
-    found = {}
+    ratios = {}
     for file in files:
         families = {row.family for row in file.rows} - {None}
         measured = [row for row in file.rows if row.family and row.status == "ok" and _was_measured(row)]
@@ -49,8 +49,8 @@ def run(folder: str | Path, rows: int = 200) -> dict[str, dict[str, dict[str, fl
         if not measured:
             continue
         step = max(1, len(measured) // rows)
-        found[measured[0].family] = _check(measured[0].family, measured[::step][:rows])
-    return found
+        ratios[measured[0].family] = _check(measured[0].family, measured[::step][:rows])
+    return ratios
 
 
 def _was_measured(row: PublishedRow) -> bool:

@@ -22,7 +22,7 @@ def compared(curves: Mapping[str, np.ndarray]) -> dict[tuple[str, str], tuple[li
 
     Of the means over seeds, as the least error so far: the first place where each is as good, between two nights by the
     logarithms."""
-    found = {}
+    ratios_by_family = {}
     seeds = len(curves["uniform"])
     for column, error in enumerate(ERRORS, start=1):
         for policy in curves:
@@ -31,8 +31,8 @@ def compared(curves: Mapping[str, np.ndarray]) -> dict[tuple[str, str], tuple[li
             ratios = _ratios(curves, policy, column, np.arange(seeds))
             others = [np.delete(np.arange(seeds), i) for i in range(seeds)] if seeds > 1 else [np.arange(1)]
             without = [_ratios(curves, policy, column, of)[1] or 0.0 for of in others]
-            found[error, policy] = ratios, min(without), max(without)
-    return found
+            ratios_by_family[error, policy] = ratios, min(without), max(without)
+    return ratios_by_family
 
 
 def _ratios(curves, policy: str, column: int, seeds: np.ndarray) -> list[float | None]:

@@ -53,25 +53,25 @@ def test_a_run_that_stands_alone_costs_its_own_time_whatever_other_protocols_did
 def test_a_published_trial_that_crashed_is_told_and_compared_with_nothing():
     rows = [row("adaptive", 0, 0, 0, 4)]
     crashed = {"family": "cnn", "k": 0, "status": "crashed", "wall_s": 0.1, "labels": {}, "error": "No module x"}
-    found = gpu_figures.figures(rows, [crashed], 60)
-    assert found["protocols"]["published"] == {"runs": 1, "statuses": {"crashed": 1}, "runs_per_gpu_hour": None}
-    assert "published" not in found["ratios"]
-    assert "published trials that crashed: 1, the first said: No module x" in gpu_figures.lines(found)
+    figures = gpu_figures.figures(rows, [crashed], 60)
+    assert figures["protocols"]["published"] == {"runs": 1, "statuses": {"crashed": 1}, "runs_per_gpu_hour": None}
+    assert "published" not in figures["ratios"]
+    assert "published trials that crashed: 1, the first said: No module x" in gpu_figures.lines(figures)
 
 
 def test_runs_per_hour_and_the_ratio_are_over_what_both_have_measured():
     rows = [row("adaptive", 0, k, 5 * k, 5 * k + 5) for k in range(4)]
     rows += [row("fixed", 0, 0, 20, 80), row("fixed", 0, 1, 80, 140)]
     published = [{"family": "cnn", "k": 0, "status": "ok", "wall_s": 75.0, "labels": {"peak_memory_mib": 1300.0}}]
-    found = gpu_figures.figures(rows, published, 60)
-    assert found["protocols"]["adaptive"]["runs_per_gpu_hour"] == pytest.approx(720)
-    assert found["protocols"]["fixed"]["runs_per_gpu_hour"] == pytest.approx(60)
-    assert found["protocols"]["published"]["runs_per_gpu_hour"] == pytest.approx(48)
-    assert found["ratios"]["fixed"] == {"pairs": 2, "ratio": pytest.approx(12)}
-    assert found["ratios"]["published"] == {"pairs": 1, "ratio": pytest.approx(15)}
-    assert found["published_labels"]["peak_memory_mib"] == {"n": 1, "median_difference": 300.0}
-    assert found["time"]["lost_s"]["median"] == pytest.approx(2.0)
-    assert any("12.0 x on 2 trials" in line for line in gpu_figures.lines(found))
+    figures = gpu_figures.figures(rows, published, 60)
+    assert figures["protocols"]["adaptive"]["runs_per_gpu_hour"] == pytest.approx(720)
+    assert figures["protocols"]["fixed"]["runs_per_gpu_hour"] == pytest.approx(60)
+    assert figures["protocols"]["published"]["runs_per_gpu_hour"] == pytest.approx(48)
+    assert figures["ratios"]["fixed"] == {"pairs": 2, "ratio": pytest.approx(12)}
+    assert figures["ratios"]["published"] == {"pairs": 1, "ratio": pytest.approx(15)}
+    assert figures["published_labels"]["peak_memory_mib"] == {"n": 1, "median_difference": 300.0}
+    assert figures["time"]["lost_s"]["median"] == pytest.approx(2.0)
+    assert any("12.0 x on 2 trials" in line for line in gpu_figures.lines(figures))
 
 
 def test_labels_are_compared_pair_by_pair_and_what_was_not_measured_is_left_out():
@@ -87,9 +87,11 @@ def test_labels_are_compared_pair_by_pair_and_what_was_not_measured_is_left_out(
 def test_repeats_spread_from_the_least_to_the_most():
     rows = [row("adaptive", r, 0, r, r + 1, peak_memory_mib=1000.0 + 10 * r, smact=0.5 - 0.01 * r) for r in range(3)]
     rows += [row("adaptive", r, 1, 5 + r, 6 + r) for r in range(3)]
-    found = gpu_figures.figures(rows, [], 60)["repeatability"]
-    assert found["peak_memory_mib"]["p95"] == pytest.approx(20 / 1010) and found["smact"]["p95"] == pytest.approx(0.02)
-    assert found["step_time_ms"] == {"n": 2, "median": 0.0, "p95": 0.0}
+    figures = gpu_figures.figures(rows, [], 60)["repeatability"]
+    assert figures["peak_memory_mib"]["p95"] == pytest.approx(20 / 1010) and figures["smact"]["p95"] == pytest.approx(
+        0.02
+    )
+    assert figures["step_time_ms"] == {"n": 2, "median": 0.0, "p95": 0.0}
 
 
 def test_without_a_gpu_it_says_so_in_one_line(capsys):
@@ -97,8 +99,12 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys):
         make_device(DeviceChoice(backend="cuda")).slots()
     except DeviceUnavailable:
         assert bench_gpu.main([]) == 2
-        said = capsys.readouterr()
-        assert said.out.startswith("bench-gpu needs an NVIDIA GPU: ") and said.out.count("\n") == 1 and not said.err
+        printed = capsys.readouterr()
+        assert (
+            printed.out.startswith("bench-gpu needs an NVIDIA GPU: ")
+            and printed.out.count("\n") == 1
+            and not printed.err
+        )
     else:
         pytest.skip("there is a GPU")
 
@@ -120,16 +126,16 @@ def test_the_same_command_goes_on_where_it_was(tmp_path):
         "device": "cpu",
         "data": str(tmp_path / "data"),
     }
-    said = []
+    messages = []
     short = bench_gpu.BenchSettings(**settings, minutes=0.1)
-    assert bench_gpu.run(short, said.append) == {} and "nothing has been measured yet" in said[-1]
+    assert bench_gpu.run(short, messages.append) == {} and "nothing has been measured yet" in messages[-1]
     out = tmp_path / "figures.json"
-    first = bench_gpu.run(bench_gpu.BenchSettings(**settings, out=str(out)), said.append)
+    first = bench_gpu.run(bench_gpu.BenchSettings(**settings, out=str(out)), messages.append)
     runs = {name: of["runs"] for name, of in first["protocols"].items()}
     assert runs == {"adaptive": 2, "fixed": 1, "published": 1} and first["plan"]["complete"]
     assert first["labels"]["pairs"] == 1 and set(first["ratios"]) == {"fixed", "published"}
     assert first["protocols"]["published"]["statuses"] == {"ok": 1}
     assert json.loads(out.read_text()) == first
     before = sorted(path.name for path in DataFolder.resolve(tmp_path / "data").runs.rglob("*.parquet"))
-    assert bench_gpu.run(bench_gpu.BenchSettings(**settings), said.append) == first
+    assert bench_gpu.run(bench_gpu.BenchSettings(**settings), messages.append) == first
     assert sorted(path.name for path in DataFolder.resolve(tmp_path / "data").runs.rglob("*.parquet")) == before

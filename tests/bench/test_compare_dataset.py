@@ -22,12 +22,14 @@ def test_one_constant_is_taken_for_each_device_over_its_families():
         answer("e", "gpt", None, 90_000.0),
     ]
     fitted = [answer("a", "cnn", 1500.0, 1500.0), answer("b", "cnn", 2500.0, 2500.0)]
-    found = {of["family"]: of for of in compare_dataset._of_target("memory", {"trace": raw, "hybrid": fitted}, DEVICES)}
-    assert {name: of["rows"] for name, of in found.items()} == {"all": 4, "cnn": 2, "gpt": 2}
-    assert found["cnn"]["raw"][0] == pytest.approx((500 / 1500 + 500 / 2500) / 2)
-    assert found["all"]["constant"] == (0.0, 0.0), "+500 MiB on the H100, -100 MiB on the H200"
-    assert found["cnn"]["fitted"] == (0.0, 0.0) and found["gpt"]["fitted"] is None
-    assert len(compare_dataset.lines(list(found.values()))) == 6
+    by_family = {
+        of["family"]: of for of in compare_dataset._of_target("memory", {"trace": raw, "hybrid": fitted}, DEVICES)
+    }
+    assert {name: of["rows"] for name, of in by_family.items()} == {"all": 4, "cnn": 2, "gpt": 2}
+    assert by_family["cnn"]["raw"][0] == pytest.approx((500 / 1500 + 500 / 2500) / 2)
+    assert by_family["all"]["constant"] == (0.0, 0.0), "+500 MiB on the H100, -100 MiB on the H200"
+    assert by_family["cnn"]["fitted"] == (0.0, 0.0) and by_family["gpt"]["fitted"] is None
+    assert len(compare_dataset.lines(list(by_family.values()))) == 6
 
 
 def test_times_are_calibrated_by_a_factor_and_ratios_stay_ratios():

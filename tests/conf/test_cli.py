@@ -23,10 +23,10 @@ def test_overrides_reach_the_command():
 
 def test_every_bad_key_is_reported_together(capsys):
     assert _run(["+arch=cnn", "nn=5", "polcy=uniform", "n=5"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "unknown key 'nn'" in said and "did you mean n?" in said
-    assert "unknown key 'polcy'" in said and "did you mean policy?" in said
+    error_text = capsys.readouterr().err
+    assert error_text.count("\n") == 1
+    assert "unknown key 'nn'" in error_text and "did you mean n?" in error_text
+    assert "unknown key 'polcy'" in error_text and "did you mean policy?" in error_text
 
 
 def test_an_unknown_family_lists_the_known(capsys):
@@ -111,9 +111,9 @@ def test_one_end_of_a_range_can_be_given_alone_also_after_the_range():
 
 def test_an_unknown_name_beside_a_list_of_a_search_space_is_reported_alone(capsys):
     assert _run(["+arch=cnn", "n=5", "arch.space.batch_size=[8,16]", "arch.space.dpeth=[1,2]"]) == 2
-    said = capsys.readouterr().err
-    assert "unknown key 'arch.space.dpeth'" in said and "did you mean arch.space.depth" in said
-    assert "batch_size:" not in said
+    error_text = capsys.readouterr().err
+    assert "unknown key 'arch.space.dpeth'" in error_text and "did you mean arch.space.depth" in error_text
+    assert "batch_size:" not in error_text
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
@@ -129,13 +129,13 @@ def test_what_the_machine_refuses_is_one_line_and_not_a_traceback(number, capsys
 def test_a_key_that_holds_text_takes_it_as_it_stands(path):
     from omegaconf import OmegaConf
 
-    found = []
+    wrong_keys = []
 
     def entry(cfg):
-        found.append(OmegaConf.to_container(cfg, resolve=True)["path"])
+        wrong_keys.append(OmegaConf.to_container(cfg, resolve=True)["path"])
 
     assert cli.run("build_defaults", entry, [f"path={path}"]) == 0
-    assert found == [path]
+    assert wrong_keys == [path]
 
 
 def test_our_own_bugs_keep_their_traceback():

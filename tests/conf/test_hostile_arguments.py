@@ -217,15 +217,15 @@ REFUSED_BY_THE_COMMAND = {
 
 def problems_of(case: Case, code: int, out: str, err: str) -> list[str]:
     """What is not as it should be when a hostile command line has been refused."""
-    found = [] if code == 2 else [f"exit code {code}"]
-    found += [f"printed {out[:200]!r}"] * bool(out)
+    problems = [] if code == 2 else [f"exit code {code}"]
+    problems += [f"printed {out[:200]!r}"] * bool(out)
     if not (err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1):
-        found.append("not one line")
+        problems.append("not one line")
     if len(err) > LONGEST_LINE or not err[:-1].isprintable():
-        found.append("control characters, or far too long")
+        problems.append("control characters, or far too long")
     if case.named not in err:
-        found.append(f"does not name {case.named}")
-    return found
+        problems.append(f"does not name {case.named}")
+    return problems
 
 
 def refusal_problems(invoke, tried: Iterable[Case]) -> list[str]:
@@ -347,12 +347,12 @@ RIGHT = [
 def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, arguments, key, value):
     from omegaconf import OmegaConf
 
-    found = []
+    problems = []
     module = importlib.import_module(BODIES.get(name, COMMANDS[name]))
     monkeypatch.setattr("conf.cli._require", lambda *_: None)  # required keys that are of no interest here
-    monkeypatch.setattr(module, "entry", lambda cfg: found.append(OmegaConf.to_container(cfg, resolve=True)))
+    monkeypatch.setattr(module, "entry", lambda cfg: problems.append(OmegaConf.to_container(cfg, resolve=True)))
     assert invoke(name, *arguments) == (0, "", "")
-    node = found[0]
+    node = problems[0]
     for part in key.split("."):
         node = node.get(part)
     assert node == value

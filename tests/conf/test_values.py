@@ -77,7 +77,7 @@ def test_what_is_quoted_back_is_short_and_shows_bytes():
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "expected_text"),
     [
         ("n=many", "n must be an integer >= 1, got 'many'"), ("n=[1", "cannot read 'n=[1'"),
         ("n=${nope}", "cannot read 'n=${nope}'"), ("n=nan", "n must be an integer >= 1"),
@@ -87,9 +87,9 @@ def test_what_is_quoted_back_is_short_and_shows_bytes():
         ("n=" + "[" * 5000, "cannot read"), ("data=", "data must be a path"),
     ],
 )  # fmt: skip
-def test_arguments_without_a_yaml_file_are_held_against_their_kinds_as_well(argument, said):
+def test_arguments_without_a_yaml_file_are_held_against_their_kinds_as_well(argument, expected_text):
     kinds = {"n": "int >= 1", "data": "new path"}
     assert keyed_values(["n=5", "data=a\\b"], kinds) == {"n": 5, "data": "a\\b"}
     with pytest.raises(UsageError) as mistake:
         keyed_values([argument], kinds)
-    assert said in str(mistake.value)
+    assert expected_text in str(mistake.value)

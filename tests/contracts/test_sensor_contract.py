@@ -93,13 +93,13 @@ def readings(case: Case, enough: int = 4) -> list[Sample]:
 
 
 def more_readings(case: Case, enough: int) -> list[Sample]:
-    found: list[Sample] = []
+    readings: list[Sample] = []
     deadline = time.monotonic() + 30
-    while len(found) < enough:
+    while len(readings) < enough:
         assert time.monotonic() < deadline, "the sensor gives no samples"
         case.step()
-        found += case.sensor.sample()
-    return found
+        readings += case.sensor.sample()
+    return readings
 
 
 def test_every_source_of_the_factory_has_a_case():

@@ -121,9 +121,9 @@ def lost(lab, job_id, configs):
 def test_canaries_that_a_hanging_gpu_never_brought_back_are_a_sickness(lab):
     lab.night()
     lost(lab, "canary-all", CANARIES)
-    found = lab.verdict("canary-all")
-    assert found.verdict == "sick" and found.runs == len(CANARIES) and found.environment == OLD
-    assert "ended as crashed" in found.causes[0] and "WorkerLost: hung" in found.causes[0]
+    verdict = lab.verdict("canary-all")
+    assert verdict.verdict == "sick" and verdict.runs == len(CANARIES) and verdict.environment == OLD
+    assert "ended as crashed" in verdict.causes[0] and "WorkerLost: hung" in verdict.causes[0]
     one = lab.night(only=CANARIES[1:])
     lost(lab, "canary-one", CANARIES[:1])
     assert labels(lab.verdict(one, "canary-one")) == {("mlp", "status")}
@@ -131,8 +131,8 @@ def test_canaries_that_a_hanging_gpu_never_brought_back_are_a_sickness(lab):
 
 def test_a_first_night_whose_canaries_all_fail_does_not_go_on(lab):
     lost(lab, "canary-all", CANARIES)
-    found = lab.verdict("canary-all")
-    assert found.verdict == "sick" and "none of the 8 canaries ran to its end" in found.said
+    verdict = lab.verdict("canary-all")
+    assert verdict.verdict == "sick" and "none of the 8 canaries ran to its end" in verdict.said
     assert lab.verdict(lab.night(), forget={"canary-all"}).verdict == "first"
 
 
@@ -146,13 +146,13 @@ CRASHED = {"status": "crashed", "error_type": "RuntimeError", "error": BROKEN}
 
 
 def test_a_canary_that_crashes_without_a_history_is_a_sickness_with_its_reason(lab):
-    found = lab.verdict(lab.night(of(2, 7, **CRASHED)))
-    assert found.verdict == "sick" and labels(found) == {("cnn", "status"), ("unet", "status")}
-    assert found.said == (
+    verdict = lab.verdict(lab.night(of(2, 7, **CRASHED)))
+    assert verdict.verdict == "sick" and labels(verdict) == {("cnn", "status"), ("unet", "status")}
+    assert verdict.said == (
         "2 of the first 8 canaries of this device failed: ended as crashed "
         "(cnn ffe57f: RuntimeError: no such kernel; unet 13b357: RuntimeError: no such kernel)"
     )
-    assert set(unconfirmed(found)) == {CANARIES[2], CANARIES[7]}
+    assert set(unconfirmed(verdict)) == {CANARIES[2], CANARIES[7]}
     lab.night(only=CANARIES[:2])
     later = lab.verdict(lab.night(of(2, **CRASHED), only=CANARIES[:3]))
     assert later.verdict == "sick" and labels(later) == {("cnn", "status")}
@@ -163,8 +163,8 @@ def test_a_canary_that_crashes_without_a_history_is_a_sickness_with_its_reason(l
 def test_a_crash_is_no_history_of_another(lab, quality):
     for _ in range(3):
         lab.night(of(2, **CRASHED, quality=quality))
-    found = lab.verdict(lab.night(of(2, **CRASHED, quality=quality)))
-    assert found.verdict == "sick" and labels(found) == {("cnn", "status")}
+    verdict = lab.verdict(lab.night(of(2, **CRASHED, quality=quality)))
+    assert verdict.verdict == "sick" and labels(verdict) == {("cnn", "status")}
     mended = lab.verdict(lab.night())
     assert mended.verdict == "steady" and "7 canaries as before; 1 canary for the first time" in mended.said
 
@@ -195,8 +195,8 @@ def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab
 
     broken = of(2, **CRASHED)
     assert night(broken)[0] == "sick"
-    verdict, said = night(broken, "accept")
-    assert verdict == "first" and "cnn ffe57f: crashed, as accepted" in said
+    verdict, sentence = night(broken, "accept")
+    assert verdict == "first" and "cnn ffe57f: crashed, as accepted" in sentence
     assert night(broken) == ("steady", "7 canaries as before; cnn ffe57f: crashed, as accepted")
     assert night(of(2, 7, **CRASHED))[0] == "sick"
     assert night(usual)[0] == "steady"
@@ -225,20 +225,24 @@ def test_a_hot_gpu_is_sick_and_the_cause_is_named(lab):
         lab.night(samples={"sm_clock_mhz": [1410.0], "temperature_c": [61.0]})
     reasons = json.dumps({"thermal_slowdown": "in 43 % of the window"})
     change = of(0, 2, step_time_ms=7.0, quality="untrusted", quality_reasons=reasons)
-    found = lab.verdict(lab.night(change, samples={"sm_clock_mhz": [1100.0], "temperature_c": [88.0]}))
-    assert found.verdict == "sick" and labels(found) == {("mlp", "quality"), ("cnn", "quality")}
-    assert "too hot" in found.causes[0] and "in 43 % of the window" in found.causes[0]
-    assert "the SM clock was lower: 1100 MHz, 1410 before" in found.causes
-    assert "2 of 8 canaries moved" in found.said and "unchanged environment" in found.said and "too hot" in found.said
+    verdict = lab.verdict(lab.night(change, samples={"sm_clock_mhz": [1100.0], "temperature_c": [88.0]}))
+    assert verdict.verdict == "sick" and labels(verdict) == {("mlp", "quality"), ("cnn", "quality")}
+    assert "too hot" in verdict.causes[0] and "in 43 % of the window" in verdict.causes[0]
+    assert "the SM clock was lower: 1100 MHz, 1410 before" in verdict.causes
+    assert (
+        "2 of 8 canaries moved" in verdict.said
+        and "unchanged environment" in verdict.said
+        and "too hot" in verdict.said
+    )
 
 
 def test_another_process_is_a_cause_but_what_was_always_so_is_none(lab):
     always = {"quality": "suspect", "quality_reasons": json.dumps({"coarse_readings": "smact 60 % outside"})}
     lab.night(of(0, **always))
     both = json.dumps({"coarse_readings": "smact", "other_process": "up to 1 with 900 MiB"})
-    found = lab.verdict(lab.night(of(0, smact=0.9, quality="suspect", quality_reasons=both)))
-    (cause,) = found.causes
-    assert found.verdict == "sick" and "not the trial's was on the GPU" in cause and "900 MiB" in cause
+    verdict = lab.verdict(lab.night(of(0, smact=0.9, quality="suspect", quality_reasons=both)))
+    (cause,) = verdict.causes
+    assert verdict.verdict == "sick" and "not the trial's was on the GPU" in cause and "900 MiB" in cause
 
 
 def test_a_dead_sensor_is_sick_and_a_label_that_came_and_went_is_not(lab):
@@ -246,12 +250,12 @@ def test_a_dead_sensor_is_sick_and_a_label_that_came_and_went_is_not(lab):
     lab.night()
     missing = json.dumps({"dcgm": "connection refused"})
     dead = dict.fromkeys(("smact", "smocc", "drama"), None) | {"telemetry_missing": missing}
-    found = lab.verdict(lab.night(of(0, 2, power_w=None, **dead)))
-    assert found.verdict == "sick"
-    assert labels(found) == {(family, name) for family in ("mlp", "cnn") for name in ("smact", "smocc", "drama")} | {
+    verdict = lab.verdict(lab.night(of(0, 2, power_w=None, **dead)))
+    assert verdict.verdict == "sick"
+    assert labels(verdict) == {(family, name) for family in ("mlp", "cnn") for name in ("smact", "smocc", "drama")} | {
         ("mlp", "power_w")
     }
-    assert "a sensor gave nothing" in found.causes[0] and "dcgm: connection refused" in found.causes[0]
+    assert "a sensor gave nothing" in verdict.causes[0] and "dcgm: connection refused" in verdict.causes[0]
 
 
 @pytest.mark.parametrize("status", ["crashed", "oom", "timeout"])
@@ -259,16 +263,16 @@ def test_a_canary_that_ends_otherwise_is_sick_in_any_environment(lab, status):
     lab.night()
     lab.environment = dict(NEW)
     failed = {"status": status, "error_type": "RuntimeError", "error": "no kernel image\nTraceback"}
-    found = lab.verdict(lab.night(of(3, cudnn_version=None, **failed)))
-    assert found.verdict == "sick" and labels(found) == {("transformer", "status")}
-    assert found.causes == (f"ended as {status} (transformer 0c4492: RuntimeError: no kernel image)",)
-    assert found.environment == NEW
+    verdict = lab.verdict(lab.night(of(3, cudnn_version=None, **failed)))
+    assert verdict.verdict == "sick" and labels(verdict) == {("transformer", "status")}
+    assert verdict.causes == (f"ended as {status} (transformer 0c4492: RuntimeError: no kernel image)",)
+    assert verdict.environment == NEW
 
 
 def test_nobody_knows_is_said(lab):
     lab.night()
-    found = lab.verdict(lab.night(of(5, step_time_ms=9.0)))
-    assert found.verdict == "sick" and found.causes[0].startswith("unknown")
+    verdict = lab.verdict(lab.night(of(5, step_time_ms=9.0)))
+    assert verdict.verdict == "sick" and verdict.causes[0].startswith("unknown")
 
 
 def test_what_moved_once_is_run_again_and_the_median_counts(lab):
@@ -277,9 +281,9 @@ def test_what_moved_once_is_run_again_and_the_median_counts(lab):
     doubtful = unconfirmed(lab.verdict(first))
     assert doubtful == (CANARIES[0], CANARIES[4])
     again = lab.night(of(4, smact=0.9), only=[*doubtful, *doubtful])
-    found = lab.verdict(first, again)
-    assert found.verdict == "sick" and labels(found) == {("gpt", "smact")}
-    assert len(found.moved[0].run_ids) == 3 and unconfirmed(found) == ()
+    verdict = lab.verdict(first, again)
+    assert verdict.verdict == "sick" and labels(verdict) == {("gpt", "smact")}
+    assert len(verdict.moved[0].run_ids) == 3 and unconfirmed(verdict) == ()
 
 
 def test_an_attempt_that_was_run_again_does_not_count(lab):
@@ -305,9 +309,9 @@ def test_figures_that_move_with_the_environment_are_drift(lab):
     steady = lab.verdict(lab.night(), forget={"canary-00000003"})
     assert steady.verdict == "steady" and "driver_version 550.54 -> 560.28" in steady.said
     assert (steady.environment, steady.before) == (NEW, OLD)
-    found = lab.verdict(lab.night(where("convolution", peak_memory_mib=1700.0)), forget={"canary-00000002"})
-    assert found.verdict == "drift" and labels(found) == {("cnn", "peak_memory_mib"), ("unet", "peak_memory_mib")}
-    assert "with driver_version 550.54 -> 560.28" in found.said and "1,500 MiB -> 1,700 MiB" in found.said
+    verdict = lab.verdict(lab.night(where("convolution", peak_memory_mib=1700.0)), forget={"canary-00000002"})
+    assert verdict.verdict == "drift" and labels(verdict) == {("cnn", "peak_memory_mib"), ("unet", "peak_memory_mib")}
+    assert "with driver_version 550.54 -> 560.28" in verdict.said and "1,500 MiB -> 1,700 MiB" in verdict.said
 
 
 def test_a_rolled_back_driver_is_compared_with_its_own_nights(lab):
@@ -315,23 +319,23 @@ def test_a_rolled_back_driver_is_compared_with_its_own_nights(lab):
     lab.environment = dict(NEW)
     lab.night(of(*range(8), smact=0.3))
     lab.environment = dict(OLD)
-    found = lab.verdict(lab.night())
-    assert (found.verdict, found.before, found.newest) == ("steady", OLD, NEW)
+    verdict = lab.verdict(lab.night())
+    assert (verdict.verdict, verdict.before, verdict.newest) == ("steady", OLD, NEW)
     assert lab.verdict(lab.night(of(0, smact=0.3))).verdict == "sick"
 
 
 def test_the_payload_is_json_as_the_journal_holds_it(lab):
     lab.night()
-    found = plain(lab.verdict(lab.night(of(0, smact=0.9))).payload().to_mapping())
-    assert json.loads(json.dumps(found)) == found
-    assert set(found) == {"verdict", "said", "device_name", "source", "environment", "before", "runs", "compared",
+    payload = plain(lab.verdict(lab.night(of(0, smact=0.9))).payload().to_mapping())
+    assert json.loads(json.dumps(payload)) == payload
+    assert set(payload) == {"verdict", "said", "device_name", "source", "environment", "before", "runs", "compared",
                           "causes", "drift"}  # fmt: skip
-    (moved,) = [entry for entry in found["compared"] if entry["moved"]]
+    (moved,) = [entry for entry in payload["compared"] if entry["moved"]]
     assert moved | {"said": "", "run_ids": []} == {
         "family": "mlp", "config_hash": HASHES[0], "label": "smact", "unit": "ratio", "before": 0.6, "now": 0.9,
         "tolerance": 0.05, "moved": True, "history_runs": 1, "run_ids": [], "said": "",
     }  # fmt: skip
-    assert found["device_name"] == DEVICE and found["drift"] is None
+    assert payload["device_name"] == DEVICE and payload["drift"] is None
 
 
 def test_reasons_that_are_no_json_end_no_night(lab):

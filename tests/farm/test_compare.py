@@ -217,15 +217,15 @@ def test_torch_built_again_under_the_same_version_is_another_environment(tmp_pat
 
 def test_a_traced_step_is_summed_by_operator_and_module_and_the_peak_is_whole():
     config = CONFIGS[0].to_mapping()
-    found = summary_of(config, load_device(DEVICE))
-    operators, modules = found["operators"], found["modules"]
+    summary = summary_of(config, load_device(DEVICE))
+    operators, modules = summary["operators"], summary["modules"]
     for figure in ("calls", "moved_mib", "gflops", "ms", "peak_mib"):
         by_operator = sum(figures[figure] for figures in operators.values())
         assert by_operator == pytest.approx(sum(figures[figure] for figures in modules.values()))
         assert by_operator > 0
-    assert found["classes"]["aten::addmm"] == "matmul" and found["dtypes"]["float32"] > 0
+    assert summary["classes"]["aten::addmm"] == "matmul" and summary["dtypes"]["float32"] > 0
     assert any("batch_norm" in name for name in operators)
-    live = sum(mib for kind, mib in found["peak_mib"].items() if kind != "workspace")
+    live = sum(mib for kind, mib in summary["peak_mib"].items() if kind != "workspace")
     assert sum(figures["peak_mib"] for figures in operators.values()) == pytest.approx(live)
 
 
@@ -246,20 +246,20 @@ def record(**operators):
 def test_operators_that_came_went_or_got_slower_are_told_the_largest_difference_first():
     old = {"a": record(relu=1.0, add=2.0), "b": record(add=2.0)}
     new = {"a": record(clamp=1.5, add=2.0), "b": record(add=2.0 + 1e-12)}
-    found = compare_operators(old, new, DEVICE)
-    assert [(c.name, c.before["ms"], c.after["ms"]) for c in found.operators if c.changed] == [
+    comparison = compare_operators(old, new, DEVICE)
+    assert [(c.name, c.before["ms"], c.after["ms"]) for c in comparison.operators if c.changed] == [
         ("aten::clamp", 0.0, 1.5), ("aten::relu", 1.0, 0.0),
     ]  # fmt: skip
-    assert [c.name for c in found.operators if not c.changed] == ["aten::add"]
-    (module,) = found.modules  # numbers in paths do not tell modules apart
+    assert [c.name for c in comparison.operators if not c.changed] == ["aten::add"]
+    (module,) = comparison.modules  # numbers in paths do not tell modules apart
     assert (module.name, module.configurations, module.examples) == ("blocks.*.act", 1, ("a",))
 
 
 def test_steps_that_one_side_cannot_trace_are_told_and_not_compared():
     old = {"a": record(add=1.0), "b": {"error": "no convolution"}}
     new = {"a": record(add=1.0), "b": record(add=1.0)}
-    found = compare_operators(old, new, DEVICE)
-    assert found.compared == 1 and found.failed == {"b": ("no convolution", None)}
+    comparison = compare_operators(old, new, DEVICE)
+    assert comparison.compared == 1 and comparison.failed == {"b": ("no convolution", None)}
 
 
 @pytest.fixture
@@ -318,9 +318,9 @@ def test_two_folders_are_compared_in_a_table_a_page_and_json(before, after, tmp_
     assert "operators: not compared" in out and f"page: {page}" in out
     html = page.read_text()
     assert "<script" not in html and "&lt;script&gt;" in html and "http://" not in html
-    found = json.loads(page.with_suffix(".json").read_text())
-    assert found["before"]["versions"]["torch_version"] == ["2.12.0"]
-    assert found["pairs"][0]["shift"].keys() == {
+    report = json.loads(page.with_suffix(".json").read_text())
+    assert report["before"]["versions"]["torch_version"] == ["2.12.0"]
+    assert report["pairs"][0]["shift"].keys() == {
         "peak_memory_mib",
         "peak_reserved_mib",
         "peak_allocated_mib",
@@ -333,8 +333,8 @@ def test_json_is_all_that_standard_output_holds(before, after, tmp_path, capsys)
     land(before, 0, CONFIGS[0])
     land(after, 0, CONFIGS[0])
     assert compare(f"before={before.root}", f"after={after.root}", "format=json", data=tmp_path / "home") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["labels"][0]["equal"] == 1 and found["caveat"].startswith("Simulated runs see")
+    report = json.loads(capsys.readouterr().out)
+    assert report["labels"][0]["equal"] == 1 and report["caveat"].startswith("Simulated runs see")
     assert list((tmp_path / "home" / "comparisons").glob("*.html"))
 
 
@@ -350,9 +350,9 @@ def test_nothing_in_common_is_told_with_exit_code_one(before, after, tmp_path, c
     land(before, 0, CONFIGS[0])
     land(after, 1, CONFIGS[1])
     assert compare(f"before={before.root}", f"after={after.root}", data=tmp_path / "home") == 1
-    said = capsys.readouterr()
-    assert "no configuration ran on both sides" in said.out
-    assert "error: no configuration has figures on both sides" in said.err
+    printed = capsys.readouterr()
+    assert "no configuration ran on both sides" in printed.out
+    assert "error: no configuration has figures on both sides" in printed.err
 
 
 def test_a_family_is_compared_alone(before, after, tmp_path, capsys):
@@ -363,7 +363,7 @@ def test_a_family_is_compared_alone(before, after, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["before=/nope", "after=/neither"], "after=/neither is no environment"),
         (["before=SELF", "after=SELF"], "are the same"),
@@ -373,11 +373,11 @@ def test_a_family_is_compared_alone(before, after, tmp_path, capsys):
         (["before=SELF", "after=/nope", "report=/no/such/folder/x.html"], "there is no folder /no/such/folder"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, capsys, arguments, said):
+def test_a_mistake_is_one_line_and_leaves_nothing(before, tmp_path, capsys, arguments, expected_text):
     arguments = [argument.replace("SELF", str(before.root)) for argument in arguments]
     home = tmp_path / "home"
     assert compare(*arguments, data=home) == 2
-    assert said in capsys.readouterr().err
+    assert expected_text in capsys.readouterr().err
     assert not home.exists()
 
 
@@ -417,7 +417,8 @@ def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is
 
 
 @pytest.mark.parametrize(
-    ("difference", "said"), [(None, "-"), (0.0, "0 %"), (0.1234, "+12.34 %"), (-0.5, "-50.00 %"), (1e-7, "+1e-05 %")]
+    ("difference", "expected_text"),
+    [(None, "-"), (0.0, "0 %"), (0.1234, "+12.34 %"), (-0.5, "-50.00 %"), (1e-7, "+1e-05 %")],
 )
-def test_a_small_difference_is_not_shown_as_none(difference, said):
-    assert percent(difference) == said
+def test_a_small_difference_is_not_shown_as_none(difference, expected_text):
+    assert percent(difference) == expected_text

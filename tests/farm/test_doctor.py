@@ -26,9 +26,9 @@ from workers.devices.discovery import discover_gpus
 def report(capsys, *overrides: str, refused: bool = False) -> dict:
     """The report; `refused`: with the exit code for what `data=` names and is no data folder."""
     assert run("doctor", doctor.entry, ["format=json", *overrides]) == 2 * refused
-    said = capsys.readouterr()
-    assert said.err.count("\n") == refused
-    return json.loads(said.out)
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == refused
+    return json.loads(printed.out)
 
 
 def override(path: Path) -> str:
@@ -60,25 +60,25 @@ def _opened(nvml):
 
 
 def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(capsys, tmp_path, no_gpu):
-    found = report(capsys, override(tmp_path / "a'; echo foo"), refused=True)
-    assert found["gpus"] == [] and "Driver Not Loaded" in found["gpus_reason"]
-    assert found["device"]["chosen"] == "simulated"
-    assert "4 x A100-SXM4-40GB (simulated)" in found["device"]["said"]
-    assert list(found["telemetry"]) == ["nvml", "gpm", "dcgm", "process", "torch"]
-    for source in found["telemetry"].values():
+    doctor_report = report(capsys, override(tmp_path / "a'; echo foo"), refused=True)
+    assert doctor_report["gpus"] == [] and "Driver Not Loaded" in doctor_report["gpus_reason"]
+    assert doctor_report["device"]["chosen"] == "simulated"
+    assert "4 x A100-SXM4-40GB (simulated)" in doctor_report["device"]["said"]
+    assert list(doctor_report["telemetry"]) == ["nvml", "gpm", "dcgm", "process", "torch"]
+    for source in doctor_report["telemetry"].values():
         assert source["available"] == (source["reason"] is None) == bool(source["metrics"])
-    assert found["telemetry"]["process"]["available"]
-    assert not found["telemetry"]["nvml"]["available"]
+    assert doctor_report["telemetry"]["process"]["available"]
+    assert not doctor_report["telemetry"]["nvml"]["available"]
 
 
 def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(), {}))
     overrides = [override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics"]
-    found = report(capsys, *overrides)
-    assert [gpu["usable"] for gpu in found["gpus"]] == [True, True, True, False, True]
-    assert "display adapter" in found["gpus"][3]["excluded_reason"]
-    assert found["driver_version"] == "550.54.15"
-    assert "no dcgm-exporter answers at http://127.0.0.1:9/metrics" in found["telemetry"]["dcgm"]["reason"]
+    doctor_report = report(capsys, *overrides)
+    assert [gpu["usable"] for gpu in doctor_report["gpus"]] == [True, True, True, False, True]
+    assert "display adapter" in doctor_report["gpus"][3]["excluded_reason"]
+    assert doctor_report["driver_version"] == "550.54.15"
+    assert "no dcgm-exporter answers at http://127.0.0.1:9/metrics" in doctor_report["telemetry"]["dcgm"]["reason"]
     assert run("doctor", doctor.entry, overrides) == 0
     table = capsys.readouterr().out
     assert "NVIDIA DGX Display" in table and "550.54.15" in table
@@ -98,15 +98,15 @@ def hopper(monkeypatch):
 
 def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_path, hopper):
     with DcgmServer() as server:
-        found = report(capsys, override(made(tmp_path)), f"telemetry.dcgm_url={server.url}")["telemetry"]
-        assert "fp16_active" not in found["gpm"]["metrics"] and "drama" in found["gpm"]["metrics"]
-        assert "Not Supported" in found["gpm"]["not_given"]["fp16_active"]
-        assert {"power_w", "pcie_tx_mib_s"} <= set(found["nvml"]["metrics"])
-        assert "smact" in found["dcgm"]["metrics"]
-        assert "counter file" in found["dcgm"]["not_given"]["int_active"]
-        assert found["dcgm"]["interval_s"] is None
-        assert "renews its figures less often" in found["dcgm"]["note"]  # the page never changes
-        assert "infra/dcgm-exporter/README.md" in found["dcgm"]["note"]
+        doctor_report = report(capsys, override(made(tmp_path)), f"telemetry.dcgm_url={server.url}")["telemetry"]
+        assert "fp16_active" not in doctor_report["gpm"]["metrics"] and "drama" in doctor_report["gpm"]["metrics"]
+        assert "Not Supported" in doctor_report["gpm"]["not_given"]["fp16_active"]
+        assert {"power_w", "pcie_tx_mib_s"} <= set(doctor_report["nvml"]["metrics"])
+        assert "smact" in doctor_report["dcgm"]["metrics"]
+        assert "counter file" in doctor_report["dcgm"]["not_given"]["int_active"]
+        assert doctor_report["dcgm"]["interval_s"] is None
+        assert "renews its figures less often" in doctor_report["dcgm"]["note"]  # the page never changes
+        assert "infra/dcgm-exporter/README.md" in doctor_report["dcgm"]["note"]
         assert run("doctor", doctor.entry, [override(made(tmp_path)), f"telemetry.dcgm_url={server.url}"]) == 0
     table = " ".join(capsys.readouterr().out.split())
     assert "without fp16_active: GPM: Not Supported" in table
@@ -114,17 +114,19 @@ def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_pat
 
 
 def test_machine_without_an_exporter_is_told_how_to_start_one(capsys, tmp_path, hopper):
-    found = report(capsys, override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics")["telemetry"]
-    assert not found["dcgm"]["available"] and "infra/dcgm-exporter/README.md" in found["dcgm"]["note"]
+    doctor_report = report(capsys, override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics")[
+        "telemetry"
+    ]
+    assert not doctor_report["dcgm"]["available"] and "infra/dcgm-exporter/README.md" in doctor_report["dcgm"]["note"]
 
 
 def test_mig_slices_and_a_multi_process_service_are_shown(capsys, tmp_path, monkeypatch, no_gpu):
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     environment = {"CUDA_VISIBLE_DEVICES": SLICE_UUID, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(RecordedNvml(MIG_SESSION), environment))
-    found = report(capsys, override(made(tmp_path / "data")))["gpus"]
-    assert [gpu["usable"] for gpu in found] == [False, True, False, False]
-    assert [gpu["mig_profile"] for gpu in found] == [None, "3g.20gb", "1g.5gb", None]
+    doctor_report = report(capsys, override(made(tmp_path / "data")))["gpus"]
+    assert [gpu["usable"] for gpu in doctor_report] == [False, True, False, False]
+    assert [gpu["mig_profile"] for gpu in doctor_report] == [None, "3g.20gb", "1g.5gb", None]
     assert run("doctor", doctor.entry, [override(made(tmp_path / "data"))]) == 0
     table = " ".join(capsys.readouterr().out.split())
     assert "MIG slice 3g.20gb" in table and "multi-process service (MPS)" in table
@@ -188,11 +190,11 @@ def test_file_in_the_data_folders_place_is_part_of_the_report(capsys, tmp_path, 
 
 
 def test_packages_are_the_declared_ones(capsys, tmp_path, no_gpu):
-    found = report(capsys, override(made(tmp_path)))
-    assert {"gpufarm", "torch", "ray", "duckdb", "psutil"} <= set(found["packages"])
-    assert "pytest" not in found["packages"]
-    assert found["torch"]["version"] == found["packages"]["torch"]
-    assert found["ray"]["importable"] is True
+    doctor_report = report(capsys, override(made(tmp_path)))
+    assert {"gpufarm", "torch", "ray", "duckdb", "psutil"} <= set(doctor_report["packages"])
+    assert "pytest" not in doctor_report["packages"]
+    assert doctor_report["torch"]["version"] == doctor_report["packages"]["torch"]
+    assert doctor_report["ray"]["importable"] is True
 
 
 @pytest.mark.parametrize(

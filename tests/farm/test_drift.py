@@ -41,10 +41,10 @@ def grown(folder, configs):
 def drift_with(lab, change, environment=NEW, cycle="c"):
     """A night in that environment, its drift marked."""
     lab.environment = dict(environment)
-    found = drift_of(lab.folder, lab.verdict(lab.night(change)))
-    if found is not None:
-        write_marks(lab.folder, cycle, found.marks, marked_at=AT)
-    return found
+    drift = drift_of(lab.folder, lab.verdict(lab.night(change)))
+    if drift is not None:
+        write_marks(lab.folder, cycle, drift.marks, marked_at=AT)
+    return drift
 
 
 def again(lab, environment=NEW, at_most=None):
@@ -52,53 +52,53 @@ def again(lab, environment=NEW, at_most=None):
 
 
 def test_convolutions_alone_moved_and_networks_without_them_stay(grown, configs):
-    found = drift_with(grown, where("convolution", peak_memory_mib=1700.0))
-    assert found.operators == {"peak_memory_mib": ("convolution",)}
+    drift = drift_with(grown, where("convolution", peak_memory_mib=1700.0))
+    assert drift.operators == {"peak_memory_mib": ("convolution",)}
     stale = {i for i, config in enumerate(configs) if config.family == "cnn"}
     canaries = {f"canary-00000001-{at:06d}" for at in (2, 7)}
-    assert set(found.families) == {grown.ids[i] for i in stale} | canaries
-    assert {mark.label for mark in found.marks} == {"peak_memory_mib"}
-    assert all(mark.shift == pytest.approx(200 / 1500) for mark in found.marks)
-    payload = found.payload(remeasured=4)
+    assert set(drift.families) == {grown.ids[i] for i in stale} | canaries
+    assert {mark.label for mark in drift.marks} == {"peak_memory_mib"}
+    assert all(mark.shift == pytest.approx(200 / 1500) for mark in drift.marks)
+    payload = drift.payload(remeasured=4)
     assert (payload.stale_rows, payload.stale_by_family, payload.remeasure) == (12, {"cnn": 11, "unet": 1}, 4)
     assert payload.stale_by_operator["convolution"] == 12
     assert "peak_memory_mib moved with convolution: +13.3%, the median of 2 of 8" in payload.moved[0]
 
 
 def test_everything_moved_where_no_canary_stayed(grown, configs):
-    found = drift_with(grown, of(*range(8), power_w=260.0))
-    assert found.operators == {"power_w": (EVERYTHING,)}
-    assert len(found.families) == len(configs) + len(CANARIES)
-    assert {mark.operators for mark in found.marks} == {(EVERYTHING,)}
+    drift = drift_with(grown, of(*range(8), power_w=260.0))
+    assert drift.operators == {"power_w": (EVERYTHING,)}
+    assert len(drift.families) == len(configs) + len(CANARIES)
+    assert {mark.operators for mark in drift.marks} == {(EVERYTHING,)}
     assert again(grown)
 
 
 def test_a_canary_that_no_operator_of_its_own_explains_names_its_rarest(grown):
     """All that the plain CNN has, others have too."""
-    found = drift_with(grown, of(2, drama=0.6))
+    drift = drift_with(grown, of(2, drama=0.6))
     rarest = {
         name: sum(name in operators_of(config) for at, config in enumerate(CANARIES) if at != 2)
         for name in operators_of(CANARIES[2]) - {"loss", "adam"}
     }  # fmt: skip
     fewest = {name for name, count in rarest.items() if count == min(rarest.values())}
-    assert set(found.operators["drama"]) == fewest == {"convolution", "autocast"}
+    assert set(drift.operators["drama"]) == fewest == {"convolution", "autocast"}
 
 
 def test_labels_are_told_apart_and_rows_without_the_label_are_not_marked(grown, configs):
     change = {0: {"smact": 0.8}, 6: {"power_w": 300.0}}
     places = {config_hash(CANARIES[at]): columns for at, columns in change.items()}
     grown.run("grow-2", [c for c in configs if c.family == "gnn"], lambda _: {"power_w": None, "status": "crashed"})
-    found = drift_with(grown, lambda config: places.get(config_hash(config), {}))
-    assert found.operators["power_w"] == ("gather_scatter",)
-    assert not any(mark.run_id.startswith("grow-2") for mark in found.marks)
-    assert set(found.operators) == {"smact", "power_w"}
+    drift = drift_with(grown, lambda config: places.get(config_hash(config), {}))
+    assert drift.operators["power_w"] == ("gather_scatter",)
+    assert not any(mark.run_id.startswith("grow-2") for mark in drift.marks)
+    assert set(drift.operators) == {"smact", "power_w"}
 
 
 def test_what_ran_out_of_memory_is_stale_with_the_memory_label(grown, configs):
     out = {"status": "oom", "oom_kind": "device"}
     (run_id,) = grown.run("grow-2", configs[1:2], lambda _: out)
-    found = drift_with(grown, where("convolution", peak_memory_mib=1700.0, smact=0.9))
-    assert [mark.label for mark in found.marks if mark.run_id == run_id] == ["peak_memory_mib"]
+    drift = drift_with(grown, where("convolution", peak_memory_mib=1700.0, smact=0.9))
+    assert [mark.label for mark in drift.marks if mark.run_id == run_id] == ["peak_memory_mib"]
 
 
 def test_no_drift_is_sought_in_the_same_environment_or_on_a_sick_machine(grown):
@@ -109,8 +109,8 @@ def test_no_drift_is_sought_in_the_same_environment_or_on_a_sick_machine(grown):
 
 
 def test_a_change_that_moves_nothing_makes_nothing_stale(grown):
-    found = drift_with(grown, lambda _: {})
-    assert (found.marks, found.operators, again(grown)) == ((), {}, ())
+    drift = drift_with(grown, lambda _: {})
+    assert (drift.marks, drift.operators, again(grown)) == ((), {}, ())
 
 
 def usable(lab, target="memory"):
@@ -132,9 +132,9 @@ def test_after_a_rollback_old_rows_count_again_and_those_of_the_new_driver_do_no
     moved = where("convolution", peak_memory_mib=1700.0)
     drift_with(grown, moved, NEW, "a")
     grown.run("grow-2", [c for c in configs if c.family in ("cnn", "mlp")], moved)
-    found = drift_with(grown, lambda _: {}, OLD, "b")
-    assert {run_id.partition("-0")[0] for run_id in found.families} == {"grow-2", "canary"}
-    assert set(found.families.values()) == {"cnn", "unet"}
+    drift = drift_with(grown, lambda _: {}, OLD, "b")
+    assert {run_id.partition("-0")[0] for run_id in drift.families} == {"grow-2", "canary"}
+    assert set(drift.families.values()) == {"cnn", "unet"}
     rows = usable(grown)
     assert rows.counts["stale"] == 12  # ten of the night's, two canaries
     assert set(grown.ids) <= set(rows.run_ids)
@@ -145,8 +145,8 @@ def test_rows_of_two_drivers_ago_stay_stale_when_the_next_one_moves_nothing(grow
     drift_with(grown, moved, NEW, "a")
     before = set(usable(grown).run_ids)
     third = NEW | {"driver_version": "570.1"}
-    found = drift_with(grown, moved, third, "b")
-    assert len(found.families) == 12
+    drift = drift_with(grown, moved, third, "b")
+    assert len(drift.families) == 12
     assert set(usable(grown).run_ids) - before == {f"canary-00000003-{at:06d}" for at in range(8)}
 
 
@@ -159,14 +159,14 @@ def test_too_few_rows_say_that_some_are_stale(grown):
 
 
 def test_what_is_measured_again_covers_every_cell_twice_and_no_more(grown, configs):
-    found = drift_with(grown, where("convolution", peak_memory_mib=1700.0))
+    drift = drift_with(grown, where("convolution", peak_memory_mib=1700.0))
     chosen = again(grown)
     stale = [i for i, config in enumerate(configs) if config.family == "cnn"]
     by_bin = {low: [i for i in stale if int(np.linspace(1000, 20_000, 40)[i] // 8192) == low] for low in (0, 1, 2)}
     hashes = {config_hash(config) for config in chosen}
     # Tonight's canaries were measured again already: the unet, and one CNN of little memory.
     assert [len(hashes & {config_hash(configs[i]) for i in places}) for places in by_bin.values()] == [1, 2, 2]
-    assert len(chosen) == 5 < len(found.families)
+    assert len(chosen) == 5 < len(drift.families)
     assert again(grown) == chosen and again(grown, at_most=2) == chosen[:2]
 
 

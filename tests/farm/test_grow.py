@@ -139,10 +139,10 @@ def test_what_waits_in_the_queue_is_not_chosen_again(root):
 
 def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
     assert grow(root, "n=6", "dry_run=true") == 0
-    said = capsys.readouterr().out
-    assert "6 of 40 candidates (mlp: 6)" in said and "hours of simulated runs" in said and "out of memory" in said
-    assert "left out: 0 simulated already" in said and "mlp" in said
-    assert "measured" not in said and "GPU-hours" not in said
+    output = capsys.readouterr().out
+    assert "6 of 40 candidates (mlp: 6)" in output and "hours of simulated runs" in output and "out of memory" in output
+    assert "left out: 0 simulated already" in output and "mlp" in output
+    assert "measured" not in output and "GPU-hours" not in output
     assert not root.exists()
     assert grow(root, "n=4") == 0
     before = sorted(root.rglob("*"))
@@ -151,7 +151,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argument", "told"),
+    ("argument", "expected_text"),
     [
         ("seed=1", "give n=... (configurations) or hours=..."),
         ("n=0", "n must be an integer >= 1, got 0"),
@@ -173,11 +173,11 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(root, capsys):
         ("+arch=cnn", "families=[cnn], not +arch=cnn"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, capsys, argument, told):
+def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, capsys, argument, expected_text):
     needed = [] if argument == "seed=1" or argument.startswith("n=") else ["n=3"]
     assert grow(root, *needed, argument) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1 and not root.exists()
+    assert expected_text in error and error.count("\n") == 1 and not root.exists()
 
 
 @pytest.mark.slow
@@ -376,11 +376,13 @@ def test_a_plan_that_cannot_be_made_is_reported(root, tmp_path, monkeypatch):
         raise RuntimeError("the family's layers cannot be counted")
 
     monkeypatch.setattr("farm.growth.cycle.make_plan", broken)
-    keep, told = told_in(tmp_path / "note")
+    keep, messages = told_in(tmp_path / "note")
     with pytest.raises(RuntimeError):
         grow(root, "n=2", keep)
     assert "layers cannot be counted" in (root / "reports" / "latest.html").read_text()
-    assert told()["outcome"] == "failed" and told()["report"] == str(root / "reports" / f"{cycles(root)[0].name}.html")
+    assert messages()["outcome"] == "failed" and messages()["report"] == str(
+        root / "reports" / f"{cycles(root)[0].name}.html"
+    )
 
 
 def test_a_failure_that_cannot_even_be_written_down_is_told(root, tmp_path, capsys, monkeypatch):
@@ -388,9 +390,9 @@ def test_a_failure_that_cannot_even_be_written_down_is_told(root, tmp_path, caps
         raise OSError(errno.ENOSPC, "No space left on device", str(journal.path))
 
     monkeypatch.setattr("farm.growth.cycle.land", lambda *_: monkeypatch.setattr(Journal, "_append", full))
-    keep, told = told_in(tmp_path / "note")
+    keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 2
-    assert "No space left on device" in capsys.readouterr().err and "No space left on device" in told()["said"]
+    assert "No space left on device" in capsys.readouterr().err and "No space left on device" in messages()["said"]
 
 
 @pytest.mark.slow
@@ -418,13 +420,13 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
         return dataclasses.replace(completion, result=dataclasses.replace(completion.result, run=run))
 
     monkeypatch.setattr(dispatch, "accepted", failing)
-    keep, told = told_in(tmp_path / "note")
+    keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 1
     (cycle,) = cycles(root)
     assert cycle.outcome == "done" and cycle.done("report") is not None
     words = "all 2 trials that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
     error = capsys.readouterr().err
-    assert words in error and words in cycle.said and words in told()["said"]
+    assert words in error and words in cycle.said and words in messages()["said"]
     assert error.count("error: ") == 1
 
 
@@ -464,16 +466,20 @@ def test_a_command_and_a_web_address_are_told_how_it_ended(root, tmp_path):
 def test_a_message_that_cannot_be_told_is_said_and_costs_nothing(root, capsys):
     with listener(500) as (url, _):
         assert grow(root, "n=2", "notify.command=echo no mail here >&2; exit 3", f"notify.webhook={url}") == 0
-    said = capsys.readouterr().err
-    assert "notify.command ended with 3: no mail here" in said and "notify.webhook" in said and "500" in said
+    error_text = capsys.readouterr().err
+    assert (
+        "notify.command ended with 3: no mail here" in error_text
+        and "notify.webhook" in error_text
+        and "500" in error_text
+    )
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr("farm.growth.notify._COMMAND_S", 1.0)
-    said = tmp_path / "pid"
-    (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{said}; exec sleep 600' | cat", None)
+    pid_file = tmp_path / "pid"
+    (problem,) = notify({"outcome": "done"}, f"sh -c 'echo $$ >{pid_file}; exec sleep 600' | cat", None)
     assert problem == "notify.command took longer than 1 s and was killed"
-    assert any(is_gone(int(said.read_text())) for _ in range(10_000))
+    assert any(is_gone(int(pid_file.read_text())) for _ in range(10_000))
 
 
 def is_gone(pid):
@@ -513,11 +519,15 @@ def test_a_gpu_that_is_missing_tonight_is_told(root, tmp_path, monkeypatch):
     def missing(*_):
         raise UsageError("device=cuda: no GPU answers")
 
-    keep, told = told_in(tmp_path / "note")
+    keep, messages = told_in(tmp_path / "note")
     with monkeypatch.context() as patched:
         patched.setattr("farm.grow.machine_of", missing)
         assert grow(root, "n=2", keep) == 2
-    assert (told()["outcome"], told()["said"], told()["cycle"]) == ("failed", "device=cuda: no GPU answers", None)
+    assert (messages()["outcome"], messages()["said"], messages()["cycle"]) == (
+        "failed",
+        "device=cuda: no GPU answers",
+        None,
+    )
     assert not root.exists()
 
 
@@ -531,9 +541,11 @@ def no_model_exists(monkeypatch):
 
 @pytest.mark.usefixtures("no_model_exists")
 def test_a_model_that_does_not_exist_tonight_is_told(root, tmp_path):
-    keep, told = told_in(tmp_path / "note")
+    keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 2
-    assert (told()["outcome"], told()["cycle"]) == ("failed", None) and "near names: factory" in told()["said"]
+    assert (messages()["outcome"], messages()["cycle"]) == ("failed", None) and "near names: factory" in messages()[
+        "said"
+    ]
     assert not root.exists()
 
 
@@ -543,9 +555,9 @@ def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, 
     """An unfinished cycle goes on; one of unknown settings is given up, and the new one is refused."""
     monkeypatch.setattr("farm.grow._see_through", lambda *_: 0)
     Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
-    keep, told = told_in(tmp_path / "note")
+    keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=1", keep) == code
-    assert len(cycles(root)) == 1 and (code == 0 or "near names: factory" in told()["said"])
+    assert len(cycles(root)) == 1 and (code == 0 or "near names: factory" in messages()["said"])
 
 
 @pytest.mark.slow

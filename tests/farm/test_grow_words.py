@@ -15,14 +15,14 @@ SUMMARY = Summary(
 
 
 def test_a_plan_of_simulated_runs_speaks_of_no_measurement_and_no_gpu_hours():
-    said = "\n".join(SUMMARY.lines("simulated"))
-    assert "3 simulated already" in said and "0.25 hours of simulated runs" in said
-    assert "measured" not in said and "GPU" not in said
+    text = "\n".join(SUMMARY.lines("simulated"))
+    assert "3 simulated already" in text and "0.25 hours of simulated runs" in text
+    assert "measured" not in text and "GPU" not in text
 
 
 def test_a_plan_of_measured_runs_speaks_of_gpu_hours():
-    said = "\n".join(SUMMARY.lines("measured"))
-    assert "3 measured already" in said and "0.25 GPU-hours" in said
+    text = "\n".join(SUMMARY.lines("measured"))
+    assert "3 measured already" in text and "0.25 GPU-hours" in text
 
 
 def test_the_advice_on_spaces_can_be_pasted_into_a_shell():

@@ -29,8 +29,8 @@ def written(nights, name=None, plan=None, **steps):
     path = write_report(nights.folder, cycle, cycles, plan)
     assert path == nights.folder.reports / f"{cycle.name}.html"
     text = path.read_text(encoding="utf-8")
-    found = json.loads(path.with_suffix(".json").read_text(), parse_constant=pytest.fail)
-    return found, ParsedPage(text)
+    report = json.loads(path.with_suffix(".json").read_text(), parse_constant=pytest.fail)
+    return report, ParsedPage(text)
 
 
 def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights):
@@ -40,18 +40,18 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
             oom_kind="device", peak_memory_mib=None, smact=None, smocc=None, drama=None, steps=None)],
         learned("kept", error=120.0), findings=[],
     )  # fmt: skip
-    found, page = written(nights, plan=next_plan())
-    assert found["said"]["level"] == "good" and found["said"]["advice"] == ["Nothing to do."]
-    assert found["snapshot"] == cycle and found["changed"]["rows_after"]["runs"] == 7
-    counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in found["rows"]["counts"]}
+    report, page = written(nights, plan=next_plan())
+    assert report["said"]["level"] == "good" and report["said"]["advice"] == ["Nothing to do."]
+    assert report["snapshot"] == cycle and report["changed"]["rows_after"]["runs"] == 7
+    counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in report["rows"]["counts"]}
     assert counts == {("cnn", "ok"): (5, 1), ("gpt", "ok"): (1, 1), ("gpt", "oom"): (1, 1)}
-    said = page.text
+    page_text = page.text
     for text in (
         "The night is done: 3 runs were measured", "Nothing to do.", "gpt 32–40", "Every check passed", "50.0 min",
         "0.25 kWh", "kept: better by 4 %", "500 runs of 10,000 candidates", "3.25 GPU-hours", "41 of them",
         "cnn 32-40 GB", "a note of the plan",
     ):  # fmt: skip
-        assert text in said, text
+        assert text in page_text, text
 
 
 def test_the_newest_report_is_also_the_latest_and_writing_again_gives_the_same(nights):
@@ -107,21 +107,21 @@ def test_failures_are_grouped_by_what_happened_with_a_log_each(nights):
 
     nights.night([nights.failure("crashed", "of another night")])
     nights.night([*map(crash, range(5)), nights.failure("timeout", "not done after trial.timeout_s=60 s")])
-    found, page = written(nights)
-    groups = found["rows"]["failures"]
+    report, page = written(nights)
+    groups = report["rows"]["failures"]
     assert [(one["status"], one["runs"]) for one in groups] == [("crashed", 5), ("timeout", 1)]
     assert groups[0]["said"] == "ValueError: tensor 0 is lost" and "last words 0" in groups[0]["log"]
     assert len(groups[0]["run_ids"]) == 3
     assert "6 runs of tonight" in page.text and "1 of earlier nights" in page.text and "last words 0" in page.text
-    assert found["said"]["level"] == "look" and "6 of 6 runs failed" in found["said"]["advice"][0]
+    assert report["said"]["level"] == "look" and "6 of 6 runs failed" in report["said"]["advice"][0]
 
 
 def test_many_kinds_of_failure_and_long_logs_are_cut_and_counted(nights):
     kinds = "abcdefghijklmnopqrst"
     nights.night([nights.failure("crashed", f"kind {kind}\n" + "x" * 300_000 + f" end {kind}") for kind in kinds])
-    found, page = written(nights)
-    assert len(found["rows"]["failures"]) == GROUPS_SHOWN and found["rows"]["failed_groups"] == len(kinds)
-    log = found["rows"]["failures"][0]["log"]
+    report, page = written(nights)
+    assert len(report["rows"]["failures"]) == GROUPS_SHOWN and report["rows"]["failed_groups"] == len(kinds)
+    log = report["rows"]["failures"][0]["log"]
     assert len(log) == LOG_CHARACTERS and log.endswith("end a")
     left = len(kinds) - GROUPS_SHOWN
     assert f"And {left} kinds of failure more, {left} runs" in page.text
@@ -132,10 +132,10 @@ def test_untrusted_runs_are_counted_by_reason_and_cover_nothing(nights):
     reasons = json.dumps({"other_process": "pid 7 held 900 MiB", "power_cap": "half of the window"})
     doubted = nights.run_row("vit", quality="untrusted", quality_reasons=reasons, final=False, attempt=1)
     nights.night([doubted, nights.run_row("vit", quality="untrusted", quality_reasons=reasons), nights.run_row()])
-    found, page = written(nights)
-    assert {one["reason"]: one["runs"] for one in found["rows"]["doubts"]} == {"other_process": 2, "power_cap": 2}
-    assert found["rows"]["doubted_tonight"] == 2 and found["rows"]["unusable"] == 1
-    assert sum(found["rows"]["memory"]["counts"][found["rows"]["memory"]["rows"].index("vit")]) == 0
+    report, page = written(nights)
+    assert {one["reason"]: one["runs"] for one in report["rows"]["doubts"]} == {"other_process": 2, "power_cap": 2}
+    assert report["rows"]["doubted_tonight"] == 2 and report["rows"]["unusable"] == 1
+    assert sum(report["rows"]["memory"]["counts"][report["rows"]["memory"]["rows"].index("vit")]) == 0
     assert "pid 7 held 900 MiB" in page.text
 
 
@@ -148,8 +148,8 @@ def test_coverage_counts_a_row_in_its_bins_and_region(nights):
         nights.run_row(batch_size=None, peak_memory_mib=3500.0, smact=None, smocc=None, drama=None),
         nights.run_row(source="imported", device_name="V100-SXM2-32GB"),
     ])  # fmt: skip
-    found, page = written(nights)
-    rows = found["rows"]
+    report, page = written(nights)
+    rows = report["rows"]
     assert (rows["device_names"], rows["source"], rows["no_place"]) == ([DEVICE], "measured", 1)
     grid = rows["memory"]
     memory = dict(zip(grid["columns"], zip(grid["counts"][0], grid["tonight"][0], strict=True), strict=True))
@@ -159,7 +159,7 @@ def test_coverage_counts_a_row_in_its_bins_and_region(nights):
     (region,) = rows["regions"]
     assert region["rows"] == ["16–31", "8–15", "4–7"] and region["columns"] == ["1M", "3.2M", "10M", "32M"]
     assert region["counts"] == [[2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
-    assert found["gained"]["peak memory [GiB]"] == ["cnn 32–40"]
+    assert report["gained"]["peak memory [GiB]"] == ["cnn 32–40"]
     assert "10 of 12 cells empty" in page.text and "cnn 32–40" in page.text
     assert "gpt" in rows["absent_families"] and "cnn" not in rows["absent_families"]
 
@@ -168,17 +168,17 @@ def test_labels_that_moved_in_the_same_environment_are_told(nights):
     again = {"config_hash": "again", "config": '{"family":"cnn"}', "smact": 0.5, "smocc": 0.3, "drama": 0.3}
     nights.night([nights.run_row(**again, peak_memory_mib=1000.0)])
     nights.night([nights.run_row(**again, peak_memory_mib=1500.0)])
-    found, page = written(nights)
-    (shift,) = [one for one in found["changed"]["shifts"] if one["beyond"]]
+    report, page = written(nights)
+    (shift,) = [one for one in report["changed"]["shifts"] if one["beyond"]]
     assert shift["label"] == "peak_memory_mib" and math.isclose(shift["largest_shift"], 0.5)
-    assert "+50.0%" in page.text and found["said"]["level"] == "look"
+    assert "+50.0%" in page.text and report["said"]["level"] == "look"
 
 
 def test_broken_checks_are_told_first(nights):
     nights.night([nights.run_row(smact=0.2, smocc=0.9)])
-    found, page = written(nights)
-    assert [one["rule"] for one in found["findings"]] == ["impossible.smocc_over_smact"]
-    assert "impossible.smocc_over_smact" in found["said"]["advice"][0] and found["said"]["level"] == "look"
+    report, page = written(nights)
+    assert [one["rule"] for one in report["findings"]] == ["impossible.smocc_over_smact"]
+    assert "impossible.smocc_over_smact" in report["said"]["advice"][0] and report["said"]["level"] == "look"
     assert "SM occupancy above SM activity" in page.text
 
 
@@ -191,14 +191,16 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
     )  # fmt: skip
     nights.step(cycle, "canaries", payload)
     nights.journal.start(cycle, "report")
-    found, page = written(nights)
-    assert (found["said"]["outcome"], found["said"]["level"]) == ("sick", "bad")
-    assert "thermal slowdown" in found["said"]["advice"][0]
-    said = page.text
-    assert "The machine is sick, and only canaries ran: smact of 2 canaries moved." in said
-    assert "+0.4" in said and "needs somebody" in said and "All 2 labels of 1 canary configuration" in said
-    assert said.index("Canaries and drift") < said.index("What changed tonight")
-    assert [step["state"] for step in found["steps"]] == ["done", *["not reached"] * 4, "started"]
+    report, page = written(nights)
+    assert (report["said"]["outcome"], report["said"]["level"]) == ("sick", "bad")
+    assert "thermal slowdown" in report["said"]["advice"][0]
+    page_text = page.text
+    assert "The machine is sick, and only canaries ran: smact of 2 canaries moved." in page_text
+    assert (
+        "+0.4" in page_text and "needs somebody" in page_text and "All 2 labels of 1 canary configuration" in page_text
+    )
+    assert page_text.index("Canaries and drift") < page_text.index("What changed tonight")
+    assert [step["state"] for step in report["steps"]] == ["done", *["not reached"] * 4, "started"]
 
 
 def test_drift_tells_what_moved_and_what_it_makes_stale(nights):
@@ -210,12 +212,12 @@ def test_drift_tells_what_moved_and_what_it_makes_stale(nights):
     }  # fmt: skip
     before = {**ENVIRONMENT, "torch_version": "2.5.1"}
     payload = canaries_payload(verdict="drift", before=before, drift=drift, compared=[compared(moved=True)])
-    found, page = written(nights, canaries=payload)
-    assert found["canaries"]["drift"] == drift and found["said"]["level"] == "look"
-    said = page.text
+    report, page = written(nights, canaries=payload)
+    assert report["canaries"]["drift"] == drift and report["said"]["level"] == "look"
+    page_text = page.text
     for text in ("labels drifted with the environment", "1,234 rows", "88 configurations", "2.5.1", "cnn 1,200 unet 34",
                  "step_time_ms of cnn: 10 -> 14 ms"):  # fmt: skip
-        assert text in said, text
+        assert text in page_text, text
 
 
 @pytest.mark.parametrize(
@@ -225,9 +227,9 @@ def test_a_night_without_a_snapshot_is_reported_from_the_folder_as_it_is(nights,
     nights.night([nights.run_row()])
     cycle = nights.begin()
     nights.measured(cycle, [nights.run_row("gpt"), nights.run_row("gpt")], ended=ended)
-    found, page = written(nights)
-    assert found["snapshot"] is None and found["before"] == "2026-11-19" and found["changed"]["after"] == "now"
-    assert {one["family"]: one["tonight"] for one in found["rows"]["counts"]} == {"cnn": 0, "gpt": 2}
+    report, page = written(nights)
+    assert report["snapshot"] is None and report["before"] == "2026-11-19" and report["changed"]["after"] == "now"
+    assert {one["family"]: one["tonight"] for one in report["rows"]["counts"]} == {"cnn": 0, "gpt": 2}
     assert text in page.text and "the night was not landed" in page.text
 
 
@@ -237,9 +239,9 @@ def test_a_failed_step_is_told_with_its_error(nights):
     nights.journal.start(cycle, "land")
     error = 'Traceback (most recent call last):\n  File "a.py", line 3, in land\n    go()\nOSError: no space <left>'
     nights.journal.fail(cycle, "land", error)
-    found, page = written(nights)
-    assert (found["said"]["outcome"], found["said"]["level"]) == ("failed", "bad")
-    assert found["said"]["advice"][0].startswith("Step land failed: OSError: no space <left>.")
+    report, page = written(nights)
+    assert (report["said"]["outcome"], report["said"]["level"]) == ("failed", "bad")
+    assert report["said"]["advice"][0].startswith("Step land failed: OSError: no space <left>.")
     assert "The cycle failed at the step land; 1 run was measured (ok 1)." in page.text
     assert 'File "a.py", line 3' in page.text
 
@@ -250,35 +252,35 @@ def test_runs_that_finished_before_the_run_step_failed_are_told(nights):
     nights.write(nights.run_row(), nights.run_row())
     nights.journal.start(cycle, "run")
     nights.journal.fail(cycle, "run", "the workers are gone")
-    found, _ = written(nights)
-    assert found["said"]["sentence"] == (
+    report, _ = written(nights)
+    assert report["said"]["sentence"] == (
         "The cycle failed at the step run; runs that finished, canaries included: 2."
     )  # fmt: skip
-    assert found["said"]["advice"][0].startswith("Step run failed: the workers are gone.")
+    assert report["said"]["advice"][0].startswith("Step run failed: the workers are gone.")
 
 
 def test_a_folder_with_a_file_that_cannot_be_read_is_reported_without_its_rows(nights):
     cycle = nights.begin()
     nights.measured(cycle, [nights.run_row()])
     (nights.folder.partition("runs", "cnn") / "torn.parquet").write_bytes(b"PAR1 torn")
-    found, page = written(nights)
-    assert sum(one["rows"] for one in found["rows"]["counts"]) == 1
-    assert "torn.parquet" in found["notes"][0] and found["said"]["level"] != "good"
+    report, page = written(nights)
+    assert sum(one["rows"] for one in report["rows"]["counts"]) == 1
+    assert "torn.parquet" in report["notes"][0] and report["said"]["level"] != "good"
     assert "torn.parquet" in page.text and "could not be read" in page.text
 
 
 def test_a_snapshot_that_is_gone_is_replaced_by_the_folder_as_it_is(nights):
     cycle = nights.night([nights.run_row()])
     (nights.folder.snapshots / cycle / "manifest.json").unlink()
-    found, _ = written(nights)
-    assert found["snapshot"] is None and cycle in found["notes"][0]
-    assert sum(one["rows"] for one in found["rows"]["counts"]) == 1
+    report, _ = written(nights)
+    assert report["snapshot"] is None and cycle in report["notes"][0]
+    assert sum(one["rows"] for one in report["rows"]["counts"]) == 1
 
 
 def test_a_folder_without_runs_has_a_report(nights):
     nights.begin()
-    found, page = written(nights)
-    assert found["rows"]["counts"] == [] and found["rows"]["source"] == "" and found["changed"] is None
+    report, page = written(nights)
+    assert report["rows"]["counts"] == [] and report["rows"]["source"] == "" and report["changed"] is None
     for text in ("There is no run yet", "nothing was measured", "No canary was compared", "No dry run"):
         assert text in page.text, text
 
@@ -286,9 +288,9 @@ def test_a_folder_without_runs_has_a_report(nights):
 def test_scores_over_the_cycles_keep_what_is_in_use(nights):
     for night, decision in enumerate(("first", "kept", "promoted")):
         nights.night([nights.run_row()], learned(decision, error=100.0 - night))
-    found, page = written(nights)
-    assert [one["decision"] for one in found["scores"]] == ["first", "kept", "promoted"]
-    in_use = [one["in_use"]["mean_abs_error"] for one in found["scores"]]
+    report, page = written(nights)
+    assert [one["decision"] for one in report["scores"]] == ["first", "kept", "promoted"]
+    in_use = [one["in_use"]["mean_abs_error"] for one in report["scores"]]
     assert in_use == pytest.approx([100.0, 99.0 * 1.1, 98.0])
     assert (
         "memory by hybrid: mean absolute error of the logarithm" in page.text and "promoted: better by 4 %" in page.text
@@ -299,18 +301,18 @@ def test_scores_over_the_cycles_keep_what_is_in_use(nights):
 def test_time_is_told_by_step_and_over_the_cycles(nights):
     nights.night([nights.run_row()], learned())
     nights.night([nights.run_row()], learned())
-    found, page = written(nights)
-    assert [night["cycle"] for night in found["nights"]] == ["2026-11-19", "2026-11-20"]
-    assert found["nights"][-1]["overhead_s"] == 240.0 and found["nights"][-1]["seconds"]["run"] == 3600.0
-    assert found["nights"][-1]["rows"] == 2 and found["nights"][-1]["energy_j"] == 9.0e5
+    report, page = written(nights)
+    assert [night["cycle"] for night in report["nights"]] == ["2026-11-19", "2026-11-20"]
+    assert report["nights"][-1]["overhead_s"] == 240.0 and report["nights"][-1]["seconds"]["run"] == 3600.0
+    assert report["nights"][-1]["rows"] == 2 and report["nights"][-1]["energy_j"] == 9.0e5
     assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.text
 
 
 def test_figures_that_json_does_not_know_become_null(nights):
     cycle = nights.begin()
     nights.measured(cycle, [nights.run_row()])
-    found, _ = written(nights, plan=next_plan(gpu_hours=math.inf))
-    assert found["next_plan"]["gpu_hours"] is None
+    report, _ = written(nights, plan=next_plan(gpu_hours=math.inf))
+    assert report["next_plan"]["gpu_hours"] is None
 
 
 def test_a_plan_of_stale_rows_only_has_no_summary(nights):
@@ -368,12 +370,15 @@ def test_a_simulated_night_speaks_of_no_measurement_no_gpu_time_and_no_energy(ni
     nights.measured(cycle, [nights.run_row(source="simulated")])
     nights.step(cycle, "canaries", canaries_payload() | {"source": "simulated"})
     nights.landed(cycle, findings=[])
-    found, page = written(nights, plan=next_plan())
-    said = page.text
-    assert "The night is done: 1 run was simulated (ok 1)." in said and found["nights"][-1]["simulated"]
-    assert "simulated: no GPU was used" in said and "Time of the simulated runs: 50.0 min; no GPU was used" in said
+    report, page = written(nights, plan=next_plan())
+    page_text = page.text
+    assert "The night is done: 1 run was simulated (ok 1)." in page_text and report["nights"][-1]["simulated"]
+    assert (
+        "simulated: no GPU was used" in page_text
+        and "Time of the simulated runs: 50.0 min; no GPU was used" in page_text
+    )
     for text in ("measured", "GPU time", "GPU-hours", "nergy", "kWh"):
-        assert text not in said, text
+        assert text not in page_text, text
 
 
 def test_a_share_of_a_whole_ends_at_100_percent_and_an_error_may_be_more(nights):

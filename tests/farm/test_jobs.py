@@ -556,14 +556,16 @@ def test_a_killed_worker_loses_nothing(path, after):
         "        queue.finish(task, 'ok', 1.0); say(task.task_index)\n"
     )
     process = start(code, path)
-    said = [int(process.stdout.readline()) for _ in range(after)]
+    printed_indices = [int(process.stdout.readline()) for _ in range(after)]
     os.kill(process.pid, signal.SIGKILL)
-    said += [int(line) for line in process.communicate()[0].split("\n")[:-1]]
+    printed_indices += [int(line) for line in process.communicate()[0].split("\n")[:-1]]
     with Queue.open(path) as queue:
         counts = queue.counts()
         assert counts.total == 300
-        assert counts.done >= len(said) and counts.leased <= 4
-        assert all(queue.mark_done("cnn-1", {index: "ok"}) == 0 for index in said), "what was said done is done"
+        assert counts.done >= len(printed_indices) and counts.leased <= 4
+        assert all(queue.mark_done("cnn-1", {index: "ok"}) == 0 for index in printed_indices), (
+            "what was said done is done"
+        )
         while tasks := queue.lease("w", 50, 100.0, 60.0):
             assert all(queue.finish(task, "ok", 101.0) for task in tasks)
         assert queue.counts().by_status == {"ok": 300}
@@ -599,36 +601,36 @@ def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, ste
     with Queue.open(path, max_attempts=max_attempts) as queue:
         now, n, held, finished = 0.0, 4, [], set()
         submit(queue, n=n)
-        for what, which in steps:
+        for operation, which in steps:
             now += which * 15.0
             task = held[which % len(held)] if held else None
-            if what == 0:
+            if operation == 0:
                 n += 1
                 submit(queue, n=n)
-            elif what in (1, 2):
+            elif operation in (1, 2):
                 held += queue.lease("w", which, now, LEASE_S)
-            elif what == 3 and task and queue.finish(task, "ok", now):
+            elif operation == 3 and task and queue.finish(task, "ok", now):
                 assert task.task_index not in finished
                 finished.add(task.task_index)
-            elif what == 4 and task and not queue.retry(task, now, "lost"):
+            elif operation == 4 and task and not queue.retry(task, now, "lost"):
                 assert task.attempt == max_attempts
-            elif what == 5:
+            elif operation == 5:
                 queue.release(held)
                 held = []
-            elif what == 6:
+            elif operation == 6:
                 for task in queue.expired(now):
                     assert queue.finish(task, "crashed", now)
                     finished.add(task.task_index)
-            elif what == 7 and which == 0:
+            elif operation == 7 and which == 0:
                 queue.cancel("cnn-1", now)
-            elif what == 8:
+            elif operation == 8:
                 queue.renew(held, now, LEASE_S)
             counts = queue.counts()
             assert counts.total == n and counts.done == len(finished)
-            told = {(state, status or ""): count for state, status, count in queue._file.all(
+            queue_counts = {(state, status or ""): count for state, status, count in queue._file.all(
                 "SELECT state, status, count(*) FROM tasks GROUP BY state, status")}  # fmt: skip
             kept = queue._file.all("SELECT state, status, count FROM tallies WHERE count != 0")
-            assert told == {(state, status): count for state, status, count in kept}
+            assert queue_counts == {(state, status): count for state, status, count in kept}
         submit(queue, n=n)  # revives what was cancelled
         for _ in range(n * (max_attempts + 1) + 1):
             if (due := queue.next_due(now)) is None:

@@ -206,8 +206,8 @@ def test_every_command_says_of_a_linked_lock_in_one_line_what_to_do(folder, runt
     path = folder.locks / f"{lock}.lock"
     path.symlink_to(tmp_path / "precious")
     assert run(name, entry, [f'data="{folder.root}"', *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{path} is a symbolic link" in said
+    error_text = capsys.readouterr().err
+    assert error_text.count("\n") == 1 and f"{path} is a symbolic link" in error_text
     assert not (tmp_path / "precious").exists()
 
 

@@ -90,8 +90,8 @@ def test_models_of_a_library_that_is_not_installed_are_checked_also_where_the_sp
     ],
 )
 def test_a_name_of_ones_own_that_does_not_exist_is_one_line_with_near_names(here, model, message):
-    said = problem(zoo(model))
-    assert message in said and model in said and said.isprintable()
+    error_line = problem(zoo(model))
+    assert message in error_line and model in error_line and error_line.isprintable()
 
 
 def test_a_factory_of_ones_own_is_looked_up_and_not_called(here):
@@ -124,12 +124,12 @@ def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
     models = ",".join(f"'{name} float32[4]'" for name in names)
     assert cli.run("submit", submit_module.entry,
                    ["+arch=zoo", "n=4", f"arch.space.model=[{models}]", "detach=true", "data=data"]) == 2  # fmt: skip
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and said.out == ""
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and printed.out == ""
     for part in ("'checked_exits:build float32[4]' raises SystemExit", "near names: factory",
                  "importing 'checked_leaves:build float32[4]' ends the process"):  # fmt: skip
-        assert part in said.err
-    assert "never_called" not in said.err and not (here / "data").exists()
+        assert part in printed.err
+    assert "never_called" not in printed.err and not (here / "data").exists()
     assert "checked_nets" not in sys.modules, "the command itself imports nothing of the user's"
 
 

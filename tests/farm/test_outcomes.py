@@ -67,8 +67,8 @@ def test_a_job_of_which_every_trial_fails_is_one_line_with_the_commonest_reason_
     submit(queue, 5, "mlp-00000001")
     errors = ("TypeError: rare", TRACEBACK, TRACEBACK)
     assert run({"mlp-00000001": ["crashed", "timeout", "invalid", "crashed"]}, errors) == 1
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert said == [
+    error_text = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert error_text == [
         "error: mlp-00000001: all 5 trials that ran failed (crashed 3, timeout 1, invalid 1); "
         "most common reason (3 of 5): TraceError: the model cannot be traced: it fails"
     ]
@@ -85,9 +85,9 @@ def test_one_failed_job_among_others_counts(queue, run, capsys):
     submit(queue, 2, "mlp-00000001")
     submit(queue, 1, "mlp-00000002")
     assert run({"mlp-00000001": ["ok"], "mlp-00000002": ["crashed"]}) == 1
-    said = capsys.readouterr().err
-    assert "mlp-00000002: the only trial that ran failed (crashed 1); reason: ValueError: no luck with 3" in said
-    assert "error: mlp-00000001" not in said
+    error_text = capsys.readouterr().err
+    assert "mlp-00000002: the only trial that ran failed (crashed 1); reason: ValueError: no luck with 3" in error_text
+    assert "error: mlp-00000001" not in error_text
 
 
 def test_a_job_that_has_measured_something_before_is_no_failed_one(queue, run, capsys):
@@ -181,10 +181,10 @@ def test_submitting_a_model_that_always_fails_exits_with_1_and_says_why(tmp_path
     command = ["+arch=zoo", "n=2", "arch.space.model=always_failing:Net", "arch.space.inputs='float32[4]'",
                "cluster=inline", "device=simulated", f"data={tmp_path / 'data'}"]  # fmt: skip
     assert cli.run("submit", submit_module.entry, command) == 1
-    said = capsys.readouterr()
-    (line,) = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("error: ")]
     assert "all 2 trials that ran failed (invalid 2)" in line and "no luck at all" in line
-    assert "2 of 2 runs are in" in said.out
+    assert "2 of 2 runs are in" in printed.out
     with contextlib.closing(connect(tmp_path / "data")) as connection:
         assert connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall() == [("invalid", 2)]
     with Queue.open(tmp_path / "data" / "queue.sqlite") as queue:

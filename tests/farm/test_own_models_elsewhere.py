@@ -52,8 +52,8 @@ def data(tmp_path, monkeypatch):
 def run(name, module, data, capsys, *arguments):
     """Exit code, and both outputs in one line each."""
     code = cli.run(name, module.entry, [*arguments, f"data={json.dumps(str(data.root))}"])
-    said = capsys.readouterr()
-    return code, " ".join(said.out.split()), said.err
+    printed = capsys.readouterr()
+    return code, " ".join(printed.out.split()), printed.err
 
 
 @pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
@@ -61,10 +61,12 @@ def test_a_fit_takes_the_other_rows(data, capsys, trust):
     code, out, err = run("fit", fit_module, data, capsys, "target=memory", "estimator=lightgbm", *trust)
     assert code == 0, err
     assert "Traceback" not in err
-    said = rf"{ROWS} of 65 rows have no answer"  # it may run, and cannot be imported
+    expected_text = rf"{ROWS} of 65 rows have no answer"  # it may run, and cannot be imported
     if not trust:
-        said = rf"{ROWS} rows \(run own-000000, own-000001, own-000002, ...\) used only where their features are stored"
-    assert re.search(said, out) and MODULE in out, out
+        expected_text = (
+            rf"{ROWS} rows \(run own-000000, own-000001, own-000002, ...\) used only where their features are stored"
+        )
+    assert re.search(expected_text, out) and MODULE in out, out
 
 
 @pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
@@ -108,6 +110,6 @@ def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(data, tmp_
     zoo._read.cache_clear()
     code, out, err = run("estimate", estimate_module, data, capsys, "run=own-000000", "format=json")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in found["warnings"])
-    assert set(found["loops"].values()) == {"resident"} and found["loops"].keys() == found["answered_by"].keys()
+    answer = json.loads(out)
+    assert answer["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in answer["warnings"])
+    assert set(answer["loops"].values()) == {"resident"} and answer["loops"].keys() == answer["answered_by"].keys()

@@ -183,7 +183,7 @@ def test_a_torn_listing_is_written_anew(ran, queue, kind):
     listing = listing_file(ran, kind, one(ran, kind).name)
     listing.write_bytes(b"torn")
     report = repair(ran)
-    assert report.moved == {} and report.queued == {} and "written anew" in report.mended[0]
+    assert report.moved == {} and report.queued == {} and "rewritten" in report.mended[0]
     assert is_well(ran, queue)
 
 

@@ -29,8 +29,8 @@ def own_space(**values):
 
 @pytest.fixture
 def folder(tmp_path):
-    found = DataFolder.resolve(tmp_path / "a'; echo foo").create()
-    writer = RunWriter(found)
+    data_folder = DataFolder.resolve(tmp_path / "a'; echo foo").create()
+    writer = RunWriter(data_folder)
     for index, config in enumerate([json.dumps(PLAIN), json.dumps(OWN), "[" * 100_000, "no json"]):
         row = {
             "run_id": f"job-{index:06d}", "job_id": "job", "task_index": index, "attempt": 1, "family": "mlp",
@@ -38,17 +38,17 @@ def folder(tmp_path):
             "peak_memory_mib": 700.0,
         }  # fmt: skip
         writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}))
-    return found
+    return data_folder
 
 
 def test_choosing_leaves_rows_out_that_cannot_be_built_and_names_them(folder, capsys):
     known = known_runs(folder, DEVICE, source="simulated")
     assert [config.to_mapping() for config in known.configs] == [PLAIN]
     assert known.measured == {"0", "1", "2", "3"}
-    said = capsys.readouterr().err
+    error_text = capsys.readouterr().err
     for index in (1, 2, 3):
-        assert f"job-{index:06d}" in said
-    assert "no_such_package_of_mine:build comes from stored data" in said
+        assert f"job-{index:06d}" in error_text
+    assert "no_such_package_of_mine:build comes from stored data" in error_text
 
 
 def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_not(folder):

@@ -81,9 +81,11 @@ def test_only_uniform_leaves_the_low_discrepancy_sequence():
 
 
 def test_candidates_respect_limits():
-    found = candidates(MLP, "active", 0, 0, 30, Limits(max_parameters=50_000))
+    small_candidates = candidates(MLP, "active", 0, 0, 30, Limits(max_parameters=50_000))
     family = get_family("mlp")
-    assert all(sum(layer.parameters for layer in family.layers(config)) <= 50_000 for config in found.configs)
+    assert all(
+        sum(layer.parameters for layer in family.layers(config)) <= 50_000 for config in small_candidates.configs
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -226,8 +228,8 @@ def test_doubt_needs_rows_and_is_where_they_are_few():
     )
     known = known[(known[:, 0] < 0) | (np.arange(200) < 12)]
     labels = np.exp(2.0 * (known[:, 0] > 0) * known[:, 1])
-    found = doubts("memory", table, np.ones(400), known, np.ones(len(known)), labels)
-    assert found.score[table[:, 0] > 0.3].mean() > 2 * found.score[table[:, 0] < -0.3].mean()
+    doubt = doubts("memory", table, np.ones(400), known, np.ones(len(known)), labels)
+    assert doubt.score[table[:, 0] > 0.3].mean() > 2 * doubt.score[table[:, 0] < -0.3].mean()
     assert doubts("memory", table, np.ones(400), known[:19], np.ones(19), labels[:19]) is None
 
 
@@ -301,12 +303,12 @@ def test_the_summary_tells_bins_duplicates_hours_and_out_of_memory(pool):
     small = replace(A100, memory_mib=1_600.0)
     forecaster = replace(FORECASTER, device=small)
     choice = choose("coverage", pool, known, 30, forecaster)
-    told = summary(choice, known, forecaster.capacity_mib)
-    assert told.gpu_hours == pytest.approx(30 * 30.0 / 3600) and told.from_past == 1.0
-    assert told.measured == 20 and told.runs == 30 and sum(told.bins_gained.values()) > 0
-    assert 0 < told.out_of_memory < 30
-    assert "30 of 300 candidates" in told.lines()[0]
-    json.dumps(told.to_mapping())
+    plan_summary = summary(choice, known, forecaster.capacity_mib)
+    assert plan_summary.gpu_hours == pytest.approx(30 * 30.0 / 3600) and plan_summary.from_past == 1.0
+    assert plan_summary.measured == 20 and plan_summary.runs == 30 and sum(plan_summary.bins_gained.values()) > 0
+    assert 0 < plan_summary.out_of_memory < 30
+    assert "30 of 300 candidates" in plan_summary.lines()[0]
+    json.dumps(plan_summary.to_mapping())
     assert summary(choice, Known.nothing(), 1_600.0).from_past == 0.0
 
 
@@ -334,7 +336,7 @@ def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "expected_text"),
     [
         (lambda pool: candidates(MLP, "greedy", 0, 0, 5), "unknown policy 'greedy'; known: active"),
         (lambda pool: candidates(MLP, "active", 0, 0, 0), "count must be an integer >= 1"),
@@ -343,8 +345,8 @@ def test_what_the_warehouse_has_is_known_by_device_source_and_environment(tmp_pa
         (lambda pool: choose("active", pool, measured(pool.configs), 5, FORECASTER), "measured already"),
     ],
 )
-def test_mistakes_are_told(pool, call, said):
-    with pytest.raises(UsageError, match=said):
+def test_mistakes_are_told(pool, call, expected_text):
+    with pytest.raises(UsageError, match=expected_text):
         call(pool)
 
 

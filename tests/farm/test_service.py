@@ -43,11 +43,11 @@ def samples_of(collector):
 
     registry = CollectorRegistry()
     registry.register(collector)
-    found = {}
+    samples = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
-            found[(sample.name, *sorted(sample.labels.values()))] = sample.value
-    return found
+            samples[(sample.name, *sorted(sample.labels.values()))] = sample.value
+    return samples
 
 
 def a_run(**changes):
@@ -98,13 +98,13 @@ def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
     path = tmp_path / "farm.jsonl"
     with Events.open(LogSettings(file=str(path))) as events:
         assert dispatch(folder, queue, Service(events=events), {1: ["lost"], 2: ["killed"] * 3})
-    told = [(event["event"], event.get("task"), event.get("status")) for event in lines(path)]
-    assert told[0][0] == "device_started" and told[-1][0] == "device_left"
-    assert told.count(("retried", 1, None)) == 1 and told.count(("retried", 2, None)) == 2
-    assert sorted(ended for ended in told if ended[0] == "landed") == [
+    event_keys = [(event["event"], event.get("task"), event.get("status")) for event in lines(path)]
+    assert event_keys[0][0] == "device_started" and event_keys[-1][0] == "device_left"
+    assert event_keys.count(("retried", 1, None)) == 1 and event_keys.count(("retried", 2, None)) == 2
+    assert sorted(ended for ended in event_keys if ended[0] == "landed") == [
         ("landed", 0, "ok"), ("landed", 1, "ok"), ("landed", 2, "crashed")
     ]  # fmt: skip
-    assert sum(event == "handed_out" for event, _, _ in told) == 6
+    assert sum(event == "handed_out" for event, _, _ in event_keys) == 6
 
 
 @pytest.mark.parametrize(
@@ -158,13 +158,13 @@ def test_metrics_count_tasks_runs_and_workers(folder, queue):
     service.events.listen(service.metrics.on_event)
     submit(queue, 4)
     dispatch(folder, queue, service, {0: ["oom"], 1: ["lost"]})
-    found = samples_of(service.metrics)
-    assert found["gpufarm_tasks", "done"] == 4 and found["gpufarm_tasks", "queued"] == 0
-    assert found["gpufarm_runs_total", "mlp", "ok"] == 3 and found["gpufarm_runs_total", "mlp", "oom"] == 1
-    assert found["gpufarm_attempts_lost_total",] == 1
-    assert found["gpufarm_oldest_lease_seconds",] == 0
-    assert found["gpufarm_runs_per_second",] == 4 / 300
-    assert found["gpufarm_workers", "idle"] == 1
+    samples = samples_of(service.metrics)
+    assert samples["gpufarm_tasks", "done"] == 4 and samples["gpufarm_tasks", "queued"] == 0
+    assert samples["gpufarm_runs_total", "mlp", "ok"] == 3 and samples["gpufarm_runs_total", "mlp", "oom"] == 1
+    assert samples["gpufarm_attempts_lost_total",] == 1
+    assert samples["gpufarm_oldest_lease_seconds",] == 0
+    assert samples["gpufarm_runs_per_second",] == 4 / 300
+    assert samples["gpufarm_workers", "idle"] == 1
 
 
 def test_the_oldest_lease_ages_until_its_run_is_back(folder):
@@ -186,10 +186,10 @@ def test_a_gpus_last_sample_is_shown_in_base_units_and_a_missing_one_is_not_zero
     run = a_run(node="n1", device_name="A100", device_uuid="GPU-1")
     metrics.on_samples(run, pa.table({"memory_used_mib": [1.0, 2.0, None], "smact": [0.25, None, None]}))
     metrics.on_samples(dataclasses.replace(run, device_uuid="GPU-2"), pa.table({"smact": pa.nulls(2, pa.float64())}))
-    found = samples_of(metrics)
-    assert found["gpufarm_gpu_memory_used_bytes", "A100", "GPU-1", "measured", "n1"] == 2 * 2**20
-    assert found["gpufarm_gpu_sm_active_ratio", "A100", "GPU-1", "measured", "n1"] == 0.25
-    assert not [key for key in found if "GPU-2" in key or "drama" in key[0]]
+    samples = samples_of(metrics)
+    assert samples["gpufarm_gpu_memory_used_bytes", "A100", "GPU-1", "measured", "n1"] == 2 * 2**20
+    assert samples["gpufarm_gpu_sm_active_ratio", "A100", "GPU-1", "measured", "n1"] == 0.25
+    assert not [key for key in samples if "GPU-2" in key or "drama" in key[0]]
 
 
 def test_the_server_tells_metrics_and_health_and_the_last_turns_age(folder):
@@ -237,10 +237,10 @@ def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_
     first = json.loads(process.stdout.readline())
     assert first["event"] == "started"
     process.send_signal(signal.SIGTERM)
-    rest, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    rest, error_text = process.communicate(timeout=60)
+    assert process.returncode == 130, error_text
     assert [json.loads(line)["event"] for line in rest.splitlines()] == ["left"]
-    assert "metrics: http://127.0.0.1:" in said
+    assert "metrics: http://127.0.0.1:" in error_text
 
 
 def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):

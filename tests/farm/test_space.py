@@ -158,9 +158,11 @@ def test_every_family_refuses_a_batch_size_below_1_in_every_form(family):
 
 
 def test_every_value_beyond_the_limits_is_named_together():
-    said = limits_said("cnn", {"depth": -3, "batch_size": {"low": 0, "high": 8}, "kernel_size": {"low": 0, "high": 3}})
+    message = limits_said(
+        "cnn", {"depth": -3, "batch_size": {"low": 0, "high": 8}, "kernel_size": {"low": 0, "high": 3}}
+    )
     for name in ("depth", "batch_size", "kernel_size"):
-        assert f"arch.space.{name}: " in said
+        assert f"arch.space.{name}: " in message
 
 
 @pytest.mark.parametrize(

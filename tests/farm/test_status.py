@@ -102,7 +102,7 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
     assert " ".join(row) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
     (row,) = [line for line in out.splitlines() if "mlp-0badcafe" in line]
     assert "submitting 2,000/3,000" in row
-    assert "completed by the same command" in out
+    assert "The same command completes" in out
 
 
 def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
@@ -166,7 +166,7 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
     assert report["dispatcher"] is None
     assert [(job["state"], job["eta_s"]) for job in report["jobs"]] == [("stopped", None)]
     _, out, _ = call(status)
-    assert "`python -m farm.work` goes on" in out
+    assert "`python -m farm.work` continues" in out
 
 
 def test_a_folder_of_a_newer_schema_is_refused(call, folder, queue):
@@ -217,14 +217,14 @@ def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, 
         assert not queue.finish(task, "ok", now, doubt=doubt), "counted once"
     code, out, _ = call(status)
     assert code == 0 and "labels in doubt" in out
-    said = "suspect 2, untrusted 1, repeated 1 (power_cap 3, ecc_errors 1"
-    assert [said in line for line in out.splitlines() if "mlp-0" in line] == [True, False]
+    quality_line = "suspect 2, untrusted 1, repeated 1 (power_cap 3, ecc_errors 1"
+    assert [quality_line in line for line in out.splitlines() if "mlp-0" in line] == [True, False]
     _, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
     (job,) = json.loads(out)["jobs"]
     assert job["by_quality"] == {"suspect": 2, "untrusted": 1, "repeated": 1}
     assert job["quality_reasons"] == {"power_cap": 3, "ecc_errors": 1, "other_process": 1}
     _, out, _ = call(status, "job=mlp-00c0ffee")
-    assert f"labels in doubt: {said}, other_process 1)" in out
+    assert f"labels in doubt: {quality_line}, other_process 1)" in out
 
 
 def test_an_unknown_format_lists_the_known_ones(call, queue):

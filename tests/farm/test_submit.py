@@ -64,12 +64,12 @@ def test_a_larger_n_adds_the_difference(data, capsys):
 
 def test_simulated_rows_say_so_and_carry_their_labels(data):
     assert submit(data, "n=3") == 0
-    found = rows(
+    labelled_rows = rows(
         data,
         "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0, smact BETWEEN 0 AND 1, "
         "smocc BETWEEN 0 AND 1, drama BETWEEN 0 AND 1, window_s > 0, telemetry_rows > 0 FROM runs",
     )
-    assert found == [("simulated", "A100-SXM4-40GB", "ok", *[True] * 7)] * 3
+    assert labelled_rows == [("simulated", "A100-SXM4-40GB", "ok", *[True] * 7)] * 3
     assert rows(data, "SELECT count(*) FROM telemetry WHERE sensor != 'simulated'") == [(0,)]
     assert rows(
         data, "SELECT count(DISTINCT run_id) FROM telemetry t JOIN runs USING (run_id) WHERE t.phase = 'window'"
@@ -86,8 +86,10 @@ def test_a_share_of_a_card_plays_a_smaller_one_and_the_row_says_so(data):
     wide = ("arch.space.input_size=20000", "arch.space.linear_layers=2", "arch.space.topology=uniform", "n=2")
     assert submit(data, *wide, "device=simulated") == 0
     assert submit(data, *wide, "device=simulated", "device.memory_fraction=0.05") == 0
-    found = rows(data, "SELECT DISTINCT memory_fraction, status, oom_kind, device_memory_mib FROM runs ORDER BY ALL")
-    assert found == [(0.05, "oom", "device", 40_326.0), (None, "ok", None, 40_326.0)]
+    distinct_rows = rows(
+        data, "SELECT DISTINCT memory_fraction, status, oom_kind, device_memory_mib FROM runs ORDER BY ALL"
+    )
+    assert distinct_rows == [(0.05, "oom", "device", 40_326.0), (None, "ok", None, 40_326.0)]
 
 
 def test_all_of_the_card_is_the_same_job_as_no_share(data, capsys):
@@ -101,9 +103,9 @@ def test_every_sampled_trial_is_run_at_each_of_the_batch_sizes(data, capsys):
     assert submit(data, "n=4", "batch_sizes=[8,32]") == 0
     assert submit(data, "n=5", "batch_sizes=[8,32]") == 0
     assert "1 trials added (4 were queued before), 5 in all" in capsys.readouterr().out
-    found = rows(data, "SELECT batch_size, config->>'depth', config->>'input_size' FROM runs ORDER BY task_index")
-    assert [row[0] for row in found] == [8, 32, 8, 32, 8]
-    assert found[0][1:] == found[1][1:] and found[2][1:] == found[3][1:] and found[0][1:] != found[2][1:]
+    trials = rows(data, "SELECT batch_size, config->>'depth', config->>'input_size' FROM runs ORDER BY task_index")
+    assert [row[0] for row in trials] == [8, 32, 8, 32, 8]
+    assert trials[0][1:] == trials[1][1:] and trials[2][1:] == trials[3][1:] and trials[0][1:] != trials[2][1:]
     assert submit(data, "n=4") == 0
     assert rows(data, "SELECT count(DISTINCT job_id) FROM runs") == [(2,)], "the sizes are part of the job's identity"
 
@@ -279,9 +281,9 @@ BAD = {
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_is_one_line_exit_code_2_and_leaves_nothing(arguments, data, capsys):
     assert submit(data, *arguments.split()) == 2
-    said = capsys.readouterr()
-    assert BAD[arguments] in said.err
-    assert said.err.count("\n") == 1 and said.err.startswith("error: ")
+    printed = capsys.readouterr()
+    assert BAD[arguments] in printed.err
+    assert printed.err.count("\n") == 1 and printed.err.startswith("error: ")
     assert not data.exists(), "nothing half-written"
 
 

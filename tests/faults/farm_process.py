@@ -47,8 +47,8 @@ class Farm:
 
     def wait(self):
         """(exit code, everything it printed)."""
-        said, _ = self.process.communicate(timeout=600)
-        return self.process.returncode, said
+        output, _ = self.process.communicate(timeout=600)
+        return self.process.returncode, output
 
     def await_runs(self, count):
         """Wait until that many runs have landed."""
@@ -105,14 +105,14 @@ def _children(process):
         return []
 
 
-def await_(condition, what, seconds=300):
+def await_(condition, awaited, seconds=300):
     """Poll until `condition()` holds."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.05)):
         if result := condition():
             return result
         pause.wait(0.05)
-    raise AssertionError(f"never came: {what}")
+    raise AssertionError(f"never came: {awaited}")
 
 
 def landed(data):

@@ -52,10 +52,10 @@ class Attack:
     def go_on(self):
         """Start the dispatcher again if it has ended."""
         if self.farm.process.poll() is not None:
-            code, said = self.farm.wait()
+            code, output = self.farm.wait()
             self.endings.append(code)
-            assert code in ENDS or code < 0, f"seed {SEED}: exit code {code}: {said}"
-            assert "Traceback" not in said, f"seed {SEED}: {said}"
+            assert code in ENDS or code < 0, f"seed {SEED}: exit code {code}: {output}"
+            assert "Traceback" not in output, f"seed {SEED}: {output}"
             self.start()
 
     def processes(self):
@@ -159,14 +159,14 @@ def test_under_random_signals_every_task_has_one_run_and_nothing_is_left(tmp_pat
         attack.strike()
     attack.wake(everybody=True)
     for _ in range(20):  # a dispatcher that was asked to leave is started again
-        code, said = attack.farm.wait()
+        code, output = attack.farm.wait()
         attack.endings.append(code)
-        assert "Traceback" not in said, f"seed {SEED}, after {attack.sent}: {said}"
+        assert "Traceback" not in output, f"seed {SEED}, after {attack.sent}: {output}"
         if code == 0:
             break
         attack.start()
     print(f"{len(attack.sent)} signals: {', '.join(attack.sent)}; dispatchers ended with {attack.endings}")
-    assert code == 0, f"seed {SEED}: {said}"
+    assert code == 0, f"seed {SEED}: {output}"
     statuses = check_jobs(data, TASKS)
     assert set(statuses) <= {"ok", "crashed", "oom", "timeout"}, f"seed {SEED}: {statuses}"
     report = json.loads(answer(data, folder, "farm.status", "format=json"))

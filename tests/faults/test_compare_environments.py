@@ -25,7 +25,7 @@ SPACE = [
 @pytest.fixture
 def environments(tmp_path):
     """(the environment of this process, one with the next release of torch), on hostile paths."""
-    found = []
+    folders = []
     for name, site in (("this", ""), ("it's next; echo foo", NEXT_RELEASE)):
         root = tmp_path / name
         (root / "site").mkdir(parents=True)
@@ -38,8 +38,8 @@ def environments(tmp_path):
             f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
         )
         python.chmod(0o755)
-        found.append(root)
-    return found
+        folders.append(root)
+    return folders
 
 
 def compare(data, environments, *arguments):
@@ -55,19 +55,25 @@ def compare(data, environments, *arguments):
 
 def test_a_release_that_changes_an_operator_is_told_by_operator_and_again_runs_nothing(tmp_path, environments):
     data = tmp_path / "a'; echo foo"
-    found, _ = compare(data, environments, "n=3")
-    assert found["after"]["environment"]["torch_version"] == "9.9.9" != found["before"]["environment"]["torch_version"]
-    assert found["after"]["versions"]["torch_version"] == ["9.9.9"]
-    assert len(found["pairs"]) == 3 and found["alone"] == {"before": [], "after": []}
-    by_name = {change["name"]: change for change in found["operators"]["operators"] if change["configurations"]}
+    comparison, _ = compare(data, environments, "n=3")
+    assert (
+        comparison["after"]["environment"]["torch_version"]
+        == "9.9.9"
+        != comparison["before"]["environment"]["torch_version"]
+    )
+    assert comparison["after"]["versions"]["torch_version"] == ["9.9.9"]
+    assert len(comparison["pairs"]) == 3 and comparison["alone"] == {"before": [], "after": []}
+    by_name = {change["name"]: change for change in comparison["operators"]["operators"] if change["configurations"]}
     relu, clamp = by_name["aten::relu"], by_name["aten::clamp_min"]
     assert relu["before"]["calls"] > 0 == relu["after"]["calls"]
     assert clamp["after"]["calls"] == relu["before"]["calls"] and clamp["before"]["calls"] == 0
     assert relu["configurations"] == clamp["configurations"] == 3
     # Again: nothing is run, nothing is traced. More: the difference.
-    again, said = compare(data, environments, "n=3")
-    assert again == found and "0 trials added (3 were queued before)" in said and "starting workers" not in said
-    more, said = compare(data, environments, "n=4")
-    assert len(more["pairs"]) == 4 and "1 trials added (3 were queued before)" in said
+    again, output = compare(data, environments, "n=3")
+    assert (
+        again == comparison and "0 trials added (3 were queued before)" in output and "starting workers" not in output
+    )
+    more, output = compare(data, environments, "n=4")
+    assert len(more["pairs"]) == 4 and "1 trials added (3 were queued before)" in output
     folders = sorted(path.name for path in (data / "environments").iterdir())
     assert len(folders) == 2 and folders[1].startswith("torch-9.9.9-")

@@ -61,8 +61,8 @@ def outcome(root):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     root = tmp_path_factory.mktemp("undisturbed") / "data"
-    code, said = Farm(root, *GROW, "cluster=inline").wait()
-    assert code == 0, said
+    code, output = Farm(root, *GROW, "cluster=inline").wait()
+    assert code == 0, output
     return outcome(root)
 
 
@@ -73,8 +73,8 @@ def test_killed_at_every_line(tmp_path, undisturbed):
         await_(lambda farm=farm, count=count: lines(root) >= count or farm._ended(), f"line {count}")
         farm.process.kill()
         farm.wait()
-    code, said = Farm(root, *GROW, "cluster=inline").wait()
-    assert code == 0, said
+    code, output = Farm(root, *GROW, "cluster=inline").wait()
+    assert code == 0, output
     assert outcome(root) == undisturbed
 
 
@@ -93,20 +93,20 @@ def test_ctrl_c_in_the_middle_of_its_runs_under_ray_leaves_nothing_running(tmp_p
     farm = Farm(root, *GROW).remember()
     await_(lambda: landed(root) >= 20 or farm._ended(), "20 runs")
     farm.process.send_signal(signal.SIGINT)
-    code, said = farm.wait()
-    assert code == 130 and "is unfinished at its step run" in said and "Traceback" not in said
+    code, output = farm.wait()
+    assert code == 130 and "is unfinished at its step run" in output and "Traceback" not in output
     await_(lambda: not farm.processes(), "the end of its processes", 60)
     check_whole_night(root)
 
 
 def check_whole_night(root):
     """The same command once more ends the only cycle: all of its plan has run, once."""
-    code, said = Farm(root, *GROW).wait()
-    assert code == 0, said
-    found = outcome(root)
+    code, output = Farm(root, *GROW).wait()
+    assert code == 0, output
+    night = outcome(root)
     (cycle,) = Journal.open(DataFolder.resolve(root)).cycles()
     planned = sorted(
         config_hash(entry.config) for entry in read_plan(DataFolder.resolve(root), cycle.done("choose")["plan"])
     )
-    assert [row[0] for row in found["runs"]] == planned and len(planned) == 40
-    assert sum(found["jobs"]["canary"].values()) == 16 and found["snapshot"] == (56, 56)
+    assert [row[0] for row in night["runs"]] == planned and len(planned) == 40
+    assert sum(night["jobs"]["canary"].values()) == 16 and night["snapshot"] == (56, 56)

@@ -26,8 +26,8 @@ def finish(data, farm, *extra):
     """The job again, to its end; then nothing of any of it may be left running."""
     before = farm.processes() if farm.process.poll() is not None else []
     again = start(data, *extra)
-    code, said = again.wait()
-    assert code == 0, said
+    code, output = again.wait()
+    assert code == 0, output
     statuses = check_complete(data, TASKS)
     assert landed(str(data)) >= 1
     psutil.wait_procs(before, timeout=60)
@@ -42,8 +42,8 @@ def test_killed_trials_are_tried_again(data, cluster):
     for runs in (20, 60, 100):
         farm.await_runs(runs)
         kill(await_(farm.trials, "a running trial"))
-    code, said = farm.wait()
-    assert code == 0, said
+    code, output = farm.wait()
+    assert code == 0, output
     statuses = check_complete(data, TASKS)
     assert statuses == {"ok": TASKS}
     assert not farm.processes()
@@ -54,8 +54,8 @@ def test_killed_workers_are_restarted_and_their_tasks_repeated(data):
     for runs in (20, 80):
         farm.await_runs(runs)
         kill(await_(farm.actors, "an actor")[:1])
-    code, said = farm.wait()
-    assert code == 0, said
+    code, output = farm.wait()
+    assert code == 0, output
     assert check_complete(data, TASKS) == {"ok": TASKS}
     assert not farm.processes()
 
@@ -91,8 +91,8 @@ def test_everything_killed_at_once_loses_nothing(data):
     kill([*farm.processes(), psutil.Process(farm.process.pid)])
     farm.process.wait()
     again = Farm(data, *SUBMIT, f"n={TASKS}", "device=simulated").remember()
-    code, said = again.wait()
-    assert code == 0, said
+    code, output = again.wait()
+    assert code == 0, output
     statuses = check_complete(data, TASKS)
     assert sum(statuses.values()) == TASKS
     await_(lambda: not farm.processes() and not again.processes(), "the end of every process", seconds=60)
@@ -111,9 +111,9 @@ def test_ctrl_c_once_finishes_what_runs_and_the_same_command_goes_on(data):
     farm = start(data)
     farm.await_runs(30)
     farm.process.send_signal(signal.SIGINT)
-    code, said = farm.wait()
-    assert code == 130, said
-    assert "run the same command again to continue" in said
+    code, output = farm.wait()
+    assert code == 130, output
+    assert "run the same command again to continue" in output
     assert not farm.processes()
     assert finish(data, farm) == {"ok": TASKS}
 
@@ -123,8 +123,8 @@ def test_ctrl_c_twice_stops_at_once_and_nothing_is_lost(data):
     await_(farm.trials, "a running trial")
     farm.process.send_signal(signal.SIGINT)
     farm.process.send_signal(signal.SIGTERM)
-    code, said = farm.wait()
-    assert code == 130, said
+    code, output = farm.wait()
+    assert code == 130, output
     await_(lambda: not farm.processes(), "the end of every process", seconds=60)
 
 
@@ -132,9 +132,9 @@ def test_only_one_dispatcher_works_on_a_data_folder(data):
     farm = start(data)
     farm.await_runs(5)
     second = start(data)
-    code, said = second.wait()
+    code, output = second.wait()
     assert code == 0
-    assert f"process {farm.process.pid}" in said and "already works on" in said
-    code, said = farm.wait()
-    assert code == 0, said
+    assert f"process {farm.process.pid}" in output and "already works on" in output
+    code, output = farm.wait()
+    assert code == 0, output
     assert check_complete(data, TASKS) == {"ok": TASKS}

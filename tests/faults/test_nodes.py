@@ -63,9 +63,9 @@ def test_a_node_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_ends(
     await_(lambda: len(workers_seen(farm.data)) == 2, "runs of both nodes")
     raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
     kill([*raylet.children(recursive=True), raylet])
-    code, said = farm.wait()
-    assert code == 0, said
-    assert "left the cluster with 1 workers" in said, said
+    code, output = farm.wait()
+    assert code == 0, output
+    assert "left the cluster with 1 workers" in output, output
     assert check_complete(farm.data, TASKS) == {"ok": TASKS}
     await_(lambda: not farm.servers(), "the end of every trial server", seconds=60)
 
@@ -74,9 +74,9 @@ def test_a_node_that_joins_gets_work(tmp_path, cluster):
     farm = start(tmp_path)
     farm.await_runs(5)
     cluster.add_node(**NODE)
-    code, said = farm.wait()
-    assert code == 0, said
-    assert "joined; 1 workers start there" in said
+    code, output = farm.wait()
+    assert code == 0, output
+    assert "joined; 1 workers start there" in output
     assert len(workers_seen(farm.data)) == 2
     assert check_complete(farm.data, TASKS) == {"ok": TASKS}
 
@@ -85,9 +85,9 @@ def test_sigterm_leaves_the_cluster_as_it_was_and_the_same_command_goes_on(tmp_p
     farm = start(tmp_path)
     farm.await_runs(5)
     farm.process.send_signal(signal.SIGTERM)
-    code, said = farm.wait()
-    assert code == 130, said
+    code, output = farm.wait()
+    assert code == 130, output
     assert states(farm.data, "leased") == 0
-    code, said = start(tmp_path).wait()
-    assert code == 0, said
+    code, output = start(tmp_path).wait()
+    assert code == 0, output
     assert check_complete(farm.data, TASKS) == {"ok": TASKS}

@@ -39,10 +39,10 @@ def rows(data, sql):
 
 
 def check_ending(farm, words):
-    code, said = farm.wait()
-    assert code == EXIT_CLUSTER_LOST, said
-    assert "Traceback" not in said
-    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    code, output = farm.wait()
+    assert code == EXIT_CLUSTER_LOST, output
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert words in line and "run the same command again to continue" in line
     assert rows(
         farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased' OR (state = 'queued' AND attempt > 0)"
@@ -57,8 +57,8 @@ def test_one_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_goes_on(
     kill(head_of(farm, name))
     check_ending(farm, f"Ray's {name}")
     again = start(tmp_path)
-    code, said = again.wait()
-    assert code == 0, said
+    code, output = again.wait()
+    assert code == 0, output
     assert check_complete(again.data, TASKS) == {"ok": TASKS}
 
 

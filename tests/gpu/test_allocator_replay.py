@@ -103,13 +103,13 @@ def gpu():
         pytest.skip("no usable GPU: torch.cuda.is_available() is False")
 
 
-def record(path, what, conf, seed=0, fraction=1.0):
+def record(path, workload, conf, seed=0, fraction=1.0):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     if conf:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = conf  # every version from 2.4 on reads this name
     subprocess.run(
-        [sys.executable, "-c", RECORDER, str(path), what, str(seed), str(fraction)], env=environment, check=True
+        [sys.executable, "-c", RECORDER, str(path), workload, str(seed), str(fraction)], env=environment, check=True
     )
     return pickle.loads(path.read_bytes())
 

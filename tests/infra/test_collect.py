@@ -45,21 +45,21 @@ def settings(collect, tmp_path, **changes):
 
 @pytest.mark.slow
 def test_whole_cards_shares_of_them_and_pairs_are_measured_and_exported(collect, tmp_path):
-    said = []
-    assert collect.collect(settings(collect, tmp_path), said.append)
+    messages = []
+    assert collect.collect(settings(collect, tmp_path), messages.append)
     shares = query(tmp_path / "data", "SELECT memory_fraction, count(*) FROM runs GROUP BY ALL ORDER BY ALL")
     assert shares == [(0.25, 1), (0.5, 1), (None, 3)]
     assert len(find_parts(tmp_path / "out")) == 1 and (tmp_path / "out" / "README.md").exists()
-    assert said[-1] == "all trials are done"
-    assert collect.collect(settings(collect, tmp_path), said.append)
+    assert messages[-1] == "all trials are done"
+    assert collect.collect(settings(collect, tmp_path), messages.append)
     assert query(tmp_path / "data", "SELECT count(*) FROM runs") == [(5,)]
-    assert "0 runs added, 5 were there already" in said[-2]
+    assert "0 runs added, 5 were there already" in messages[-2]
 
 
 def test_when_the_time_is_up_it_leaves_and_goes_on_later(collect, tmp_path):
-    said = []
-    assert not collect.collect(settings(collect, tmp_path, minutes=0), said.append)
-    assert said == ["nothing has been measured yet; the same command goes on"]
+    messages = []
+    assert not collect.collect(settings(collect, tmp_path, minutes=0), messages.append)
+    assert messages == ["nothing has been measured yet; the same command goes on"]
 
 
 @pytest.mark.parametrize("family", family_names())

@@ -75,8 +75,8 @@ def test_check_writes_nothing_and_shows_what_has_changed(generate, tmp_path, mon
     monkeypatch.setattr(generate, "TARGET", page)
     monkeypatch.setattr(sys, "argv", ["generate_readme.py", "--check"])
     assert generate.main() == 1 and page.read_text() == before
-    said = capsys.readouterr().err
-    assert "make readme" in said and "-    old" in said and "+    new" in said
+    error_text = capsys.readouterr().err
+    assert "make readme" in error_text and "-    old" in error_text and "+    new" in error_text
     monkeypatch.setattr(sys, "argv", ["generate_readme.py"])
     assert generate.main() == 0
     monkeypatch.setattr(sys, "argv", ["generate_readme.py", "--check"])

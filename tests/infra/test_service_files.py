@@ -111,10 +111,10 @@ def test_a_night_is_one_growth_cycle_and_two_never_run_at_once(tmp_path):
 def metric_names(tmp_path):
     metrics = FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse())
     metrics.on_event({"event": "landed", "run": "r", "family": "cnn", "status": "ok", "wall_s": 1.0})
-    found = set()
+    names = set()
     for family in metrics.collect():
-        found |= {f"{family.name}_total" if family.type == "counter" else family.name}
-    return found
+        names |= {f"{family.name}_total" if family.type == "counter" else family.name}
+    return names
 
 
 def expressions():

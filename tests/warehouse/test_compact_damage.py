@@ -98,8 +98,8 @@ def test_a_torn_listing_is_read_off_its_merged_file_and_written_anew(folder, cap
     (listing,) = read_listings(folder, "runs")
     for torn in (b"", listing.file.read_bytes()[:-30], b"garbage" * 100):
         listing.file.write_bytes(torn)
-        (found,) = read_listings(folder, "runs")
-        assert (found.merged, set(found.hidden), found.checksum) == (
+        (read_listing,) = read_listings(folder, "runs")
+        assert (read_listing.merged, set(read_listing.hidden), read_listing.checksum) == (
             listing.merged, set(listing.hidden), listing.checksum
         )  # fmt: skip
         assert [path.name for path in counting_files(folder, "runs", "cnn")] == [only_merged(folder).name]

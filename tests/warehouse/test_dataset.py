@@ -162,8 +162,8 @@ def test_names_of_machines_users_and_folders_stay_at_home(filled, out):
 
 
 def test_scrubbing_leaves_figures_and_ratios_alone():
-    said = "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://box:9400/metrics and ~/x/y.log, 1.5e-3"
-    assert scrubbed(said) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
+    text = "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://box:9400/metrics and ~/x/y.log, 1.5e-3"
+    assert scrubbed(text) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
     assert scrubbed("no room in /home/someone or /Users/someone/") == "no room in NAME or NAME"
 
 
@@ -197,8 +197,8 @@ def test_only_what_gpus_measured_unless_asked_and_the_card_says_so(folder, out):
     assert "1 runs are measured on real GPUs" in (out / "README.md").read_text()
     assert exported(folder, out, source="simulated").added.total() == 1
     assert exported(folder, out, source="cpu").added.total() == 1
-    said = (out / "README.md").read_text()
-    assert "not measured" in said and "measured on CPUs" in said
+    text = (out / "README.md").read_text()
+    assert "not measured" in text and "measured on CPUs" in text
     assert any("simulated-NVIDIA-H100" in name for name in files(out))
 
 
@@ -220,12 +220,12 @@ def test_runs_that_lack_fields_are_exported_and_loaded(folder, out, tmp_path, st
 
 def test_the_card_tells_environment_statuses_and_units(filled, out):
     exported(filled, out)
-    said = (out / "README.md").read_text()
-    assert "| cnn | NVIDIA H100 80GB HBM3 | 5 | 1 | 0 | 0 | 0 | 6 |" in said
-    assert "2.13.0+cu130" in said and "2026-03-04 to 2026-03-05" in said
-    assert "| share of the card's memory allowed | 0.25 1, 1 6 |" in said
-    assert "| trials at several batch sizes | 2 |" in said
-    assert "| `power_w` | W |" in said
+    text = (out / "README.md").read_text()
+    assert "| cnn | NVIDIA H100 80GB HBM3 | 5 | 1 | 0 | 0 | 0 | 6 |" in text
+    assert "2.13.0+cu130" in text and "2026-03-04 to 2026-03-05" in text
+    assert "| share of the card's memory allowed | 0.25 1, 1 6 |" in text
+    assert "| trials at several batch sizes | 2 |" in text
+    assert "| `power_w` | W |" in text
 
 
 def test_too_large_a_data_set_is_refused_and_nothing_is_written(filled, out):
@@ -365,8 +365,8 @@ def test_the_commands_say_what_they_did_and_a_set_without_runs_is_told_in_one_li
     empty = tmp_path / "empty"
     empty.mkdir()
     assert cli.run("ingest", ingest_command.entry, ["source=dataset", f"path={empty}", data]) == 2
-    said = capsys.readouterr().err
-    assert "holds no runs yet: no GPU has measured anything" in said and said.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert "holds no runs yet: no GPU has measured anything" in error_text and error_text.count("\n") == 1
     assert cli.run("ingest", ingest_command.entry, ["source=gpumemnet", data]) == 2
     assert "missing path=" in capsys.readouterr().err
 

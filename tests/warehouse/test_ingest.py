@@ -77,9 +77,9 @@ def take(place):
 
 def rows(place, columns="*", where="true"):
     with contextlib.closing(warehouse.connect(place / "data")) as connection:
-        found = connection.execute(f"SELECT {columns} FROM runs WHERE {where} ORDER BY run_id")
-        names = [name for name, *_ in found.description]
-        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+        result = connection.execute(f"SELECT {columns} FROM runs WHERE {where} ORDER BY run_id")
+        names = [name for name, *_ in result.description]
+        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
 
 ROWS = [
@@ -111,9 +111,9 @@ def test_configs_are_complete_and_known_by_the_farms_own_hash(place, take):
     dense = measured(cnn_name("dense", 16, 64), 4, 3000)
     take(write(place / "some.csv", HEADER, [*ROWS, dense]))
     take(write(place / "timm.csv", TIMM, [("resnet10t", "resnet", 8, 2000, 1)]), "timm")
-    found = rows(place)
-    assert {row["family"] for row in found} == {"mlp", "cnn", "transformer", "timm"}
-    for row in found:
+    landed = rows(place)
+    assert {row["family"] for row in landed} == {"mlp", "cnn", "transformer", "timm"}
+    for row in landed:
         config = config_from_mapping(json.loads(row["config"]))
         assert config.to_mapping() == json.loads(row["config"])
         assert config_hash(config) == row["config_hash"] == mapping_hash(json.loads(row["config"]))
@@ -141,8 +141,8 @@ def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
     counts = [totals(cnn.layers(cnn.Config(**config, pool_interval=i))).parameters for i in (first, second)]
     table = [(name, 48, count, 4, 2000 + at) for at, count in enumerate([*counts, 1])]
     take(write(place / "dense.csv", OLD_HEADER, table))
-    found = rows(place, "json_extract(config, '$.pool_interval')::int AS interval, peak_memory_mib AS m")
-    assert {row["m"]: row["interval"] for row in found} == {2000: first, 2001: second, 2002: first}
+    landed = rows(place, "json_extract(config, '$.pool_interval')::int AS interval, peak_memory_mib AS m")
+    assert {row["m"]: row["interval"] for row in landed} == {2000: first, 2001: second, 2002: first}
     assert first != second
 
 
@@ -182,20 +182,28 @@ def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, 
         "never started: no memory": [1], "never started: depth 0": [2], "file name has no known first key": [4],
         "status EXPLODED": [5], "peak_memory_mib: 9e+30 MiB, on a device of 40,960 MiB": [6],
     }  # fmt: skip
-    found = rows(place, where="status = 'invalid'")
-    assert {row["error"] for row in found} == set(report.invalid)
-    assert {row["family"] for row in found} == {"mlp", "unknown"}
-    assert all(row["peak_memory_mib"] != -1 for row in found)
+    invalid_rows = rows(place, where="status = 'invalid'")
+    assert {row["error"] for row in invalid_rows} == set(report.invalid)
+    assert {row["family"] for row in invalid_rows} == {"mlp", "unknown"}
+    assert all(row["peak_memory_mib"] != -1 for row in invalid_rows)
 
 
 def test_rows_in_doubt_keep_their_status_and_say_why(place, take):
     table = [("net", "nets", 8 * 2**i, mib, 30_000.0) for i, mib in enumerate([12_000, 12_000, 35_000, 9_000])]
     (report,) = take(write(place / "timm.csv", TIMM, table), "timm").files
     assert report.statuses == {"ok": 3, "oom": 1} and report.in_doubt == 2
-    found = {row["batch_size"]: row for row in rows(place)}
-    assert found[8]["status"] == "ok" and found[8]["error_type"] == "doubt" and "tensors fill" in found[8]["error"]
-    assert found[64]["status"] == "oom" and found[64]["error_type"] is None
-    assert (found[8]["family"], found[8]["optimizer"], found[8]["device_memory_mib"]) == ("timm", "momentum", 40_960)
+    by_batch_size = {row["batch_size"]: row for row in rows(place)}
+    assert (
+        by_batch_size[8]["status"] == "ok"
+        and by_batch_size[8]["error_type"] == "doubt"
+        and "tensors fill" in by_batch_size[8]["error"]
+    )
+    assert by_batch_size[64]["status"] == "oom" and by_batch_size[64]["error_type"] is None
+    assert (by_batch_size[8]["family"], by_batch_size[8]["optimizer"], by_batch_size[8]["device_memory_mib"]) == (
+        "timm",
+        "momentum",
+        40_960,
+    )
 
 
 def test_a_folder_is_searched_below_and_other_files_are_named(place, take):
@@ -231,7 +239,7 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
     (report,) = take(path, "csv", **MAPPING).files
     assert report.statuses == {"ok": 1, "oom": 1, "invalid": 6}
     reasons = " | ".join(report.invalid)
-    for said in (
+    for expected_text in (
         "-3 MiB is no need",
         "90,000 MiB, on a device of 23,034 MiB",
         "smact must be in [0, 1], got 50",
@@ -239,7 +247,7 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
         "no figure",
         "unknown status 'meh'",
     ):
-        assert said in reasons
+        assert expected_text in reasons
     one, two = sorted(rows(place, where="status != 'invalid'"), key=lambda row: row["status"])
     assert (one["peak_memory_mib"], one["smact"], one["optimizer"], one["device_name"]) == (
         2100.5,
@@ -274,7 +282,7 @@ def test_cells_that_are_no_figures_are_invalid(place, take):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_text"),
     [
         (["source=hearsay"], "unknown source 'hearsay'; known: csv, dataset, gpumemnet, timm"),
         (["source=gpumemnet", "path=nowhere"], "path=nowhere: there is no such file or folder"),
@@ -292,14 +300,14 @@ def test_cells_that_are_no_figures_are_invalid(place, take):
          "no column Deep; the file has Filename"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, said):
+def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, expected_text):
     path = write(place / "some.csv", HEADER, ROWS)
     if not any(text.startswith("path=") for text in arguments):
         arguments = [*arguments, f"path={path}"]
     asked = [*arguments, f"data='{str(place / 'data').replace(chr(39), chr(92) + chr(39))}'"]
     assert run("ingest", command.entry, asked) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and not (place / "data").exists()
+    assert expected_text in error and error.count("\n") == 1 and not (place / "data").exists()
 
 
 def test_the_command_prints_what_became_of_each_file(place, capsys):
@@ -307,9 +315,9 @@ def test_the_command_prints_what_became_of_each_file(place, capsys):
     write(place / "odd.csv", ("x", "y"), [(1, 2)])
     settings = IngestSettings(source="gpumemnet", path=str(path.parent), data=str(place / "data"))
     command.print_report(ingest(settings))
-    said = capsys.readouterr().out
-    assert "already there" in said and "left out: odd.csv: unknown header" in said
-    assert "invalid: never started: no memory: 1 (some.csv:5)" in said
+    output = capsys.readouterr().out
+    assert "already there" in output and "left out: odd.csv: unknown header" in output
+    assert "invalid: never started: no memory: 1 (some.csv:5)" in output
 
 
 KILLED = """

@@ -48,9 +48,9 @@ def files(tmp_path):
 
 
 def test_different_columns_have_different_bytes_none_a_beginning_of_others(files):
-    found = {name: schema_bytes(path) for name, path in files.items()}
-    for one, other in itertools.permutations(found, 2):
-        assert not found[one].startswith(found[other]), (one, other)
+    bytes_by_name = {name: schema_bytes(path) for name, path in files.items()}
+    for one, other in itertools.permutations(bytes_by_name, 2):
+        assert not bytes_by_name[one].startswith(bytes_by_name[other]), (one, other)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

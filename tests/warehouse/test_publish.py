@@ -63,13 +63,13 @@ def settings(folder, out, **changes):
     return PublishSettings(**{"out": str(out), "data": str(folder.root), "licence": "CC-BY-4.0", **changes})
 
 
-def rows(out, table, what="*"):
+def rows(out, table, columns="*"):
     with duckdb.connect() as connection:
         files = [str(path) for path in sorted((out / table).glob("*.parquet"))]
         assert files
         connection.read_parquet(files).create_view("published")
-        found = connection.sql(f"SELECT {what} FROM published ORDER BY ALL").to_arrow_table().to_pylist()
-        return [tuple(row.values()) for row in found]
+        published_rows = connection.sql(f"SELECT {columns} FROM published ORDER BY ALL").to_arrow_table().to_pylist()
+        return [tuple(row.values()) for row in published_rows]
 
 
 def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(filled, tmp_path):
@@ -163,9 +163,9 @@ def test_a_licence_must_be_given_and_what_is_missing_is_said(filled, tmp_path, m
     assert run("publish", entry, [f"out='{out}'"]) == 2
     assert "licence=... is missing" in capsys.readouterr().err and not out.exists()
     assert run("publish", entry, [f"out='{out}'", "licence=CC-BY-4.0", "creators=[Ada Lovelace]"]) == 0
-    said = capsys.readouterr().out
-    assert "205 telemetry, 7 runs, 1 jobs" in said
-    assert "not given, and so not in the card or croissant.json: citation, url, version" in said
+    output = capsys.readouterr().out
+    assert "205 telemetry, 7 runs, 1 jobs" in output
+    assert "not given, and so not in the card or croissant.json: citation, url, version" in output
     assert run("publish", entry, [f"out='{out}'", "licence=x", "sources=[mesured]", "hz=0", "published=soon"]) == 2
     error = capsys.readouterr().err
     for part in ("is there already", "unknown source 'mesured'", "hz must be", "published must be a day"):

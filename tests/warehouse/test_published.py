@@ -42,31 +42,36 @@ def cnn(depth=3, arch="reverse_pyramid"):
 
 
 def test_a_key_that_stands_twice_and_values_with_underscores_are_told_apart():
-    found = parse_filename(mlp())
-    assert found["activation"] == "leaky_relu" and found["topology"] == "bottleneck"
-    assert found["dropout"] == 0.25 and found["batch_norm"] is True and found["softmax"] is True
+    parsed = parse_filename(mlp())
+    assert parsed["activation"] == "leaky_relu" and parsed["topology"] == "bottleneck"
+    assert parsed["dropout"] == 0.25 and parsed["batch_norm"] is True and parsed["softmax"] is True
     assert parse_filename(mlp(switch="False"))["dropout"] == 0
-    found = parse_filename(cnn())
-    assert found["topology"] == "reverse_pyramid" and found["activation"] == "silu" and found["dropout"] == 0
-    assert (found["channels"], found["classes"], found["image_size"], found["batch_size"]) == (3, 7, 32, 4)
+    parsed = parse_filename(cnn())
+    assert parsed["topology"] == "reverse_pyramid" and parsed["activation"] == "silu" and parsed["dropout"] == 0
+    assert (parsed["channels"], parsed["classes"], parsed["image_size"], parsed["batch_size"]) == (3, 7, 32, 4)
 
 
 def test_the_first_half_of_the_mlps_is_plain_relu_without_softmax():
-    found = parse_filename("input:9_output:3_depth:1_arch:uniform_batch:2.out")
-    assert (found["activation"], found["dropout"], found["batch_norm"], found["softmax"]) == ("relu", 0, False, False)
+    parsed = parse_filename("input:9_output:3_depth:1_arch:uniform_batch:2.out")
+    assert (parsed["activation"], parsed["dropout"], parsed["batch_norm"], parsed["softmax"]) == (
+        "relu",
+        0,
+        False,
+        False,
+    )
 
 
 def test_a_transformers_input_size_is_its_vocabulary():
-    found = parse_filename(
+    parsed = parse_filename(
         "num_classes:5_embedding_size:64_num_layers:2_num_heads:4_ff_hidden_size:90_dropout_rate:0.5_seq_length:16_"
         "input_size:1000_num_samples:77_batch_size:8.out"
     )
-    assert (found["vocabulary_size"], found["sequence_length"], found["feed_forward"]) == (1000, 16, 90)
-    assert (found["batch_size"], found["heads"], found["depth"], found["dropout"]) == (8, 4, 2, 0.5)
+    assert (parsed["vocabulary_size"], parsed["sequence_length"], parsed["feed_forward"]) == (1000, 16, 90)
+    assert (parsed["batch_size"], parsed["heads"], parsed["depth"], parsed["dropout"]) == (8, 4, 2, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected_text"),
     [
         ("model.out", "no known first key"),
         ("input:9_output:3_arch:uniform_batch:2.out", "lacks depth"),
@@ -74,8 +79,8 @@ def test_a_transformers_input_size_is_its_vocabulary():
         ("input:many_output:3_depth:1_arch:uniform_batch:2.out", "many"),
     ],
 )
-def test_a_name_that_cannot_be_read_says_why(name, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_name_that_cannot_be_read_says_why(name, expected_text):
+    with pytest.raises(ValueError, match=expected_text):
         parse_filename(name)
 
 
@@ -173,9 +178,9 @@ def test_a_folder_gives_its_known_files_and_names_the_others(tmp_path):
     write(tmp_path / "b.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)])
     write(tmp_path / "a.csv", TIMM, [("net", "nets", 8, 2000, 100)])
     write(tmp_path / "c.csv", ("x", "y"), [(1, 2)])
-    found = read_published(tmp_path)
-    assert [(f.path.stem, f.form) for f in found.files] == [("a", "timm"), ("b", "gpumemnet")]
-    assert [path.name for path in found.others] == ["c.csv"]
+    published = read_published(tmp_path)
+    assert [(f.path.stem, f.form) for f in published.files] == [("a", "timm"), ("b", "gpumemnet")]
+    assert [path.name for path in published.others] == ["c.csv"]
     assert [f.path.stem for f in read_published(tmp_path, ["b"]).files] == ["b"]
 
 

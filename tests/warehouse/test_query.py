@@ -196,7 +196,7 @@ def test_equals_signs_and_quotes_in_sql_are_no_overrides(query, filled):
 
 
 @pytest.mark.parametrize(
-    ("sql", "said"),
+    ("sql", "expected_text"),
     [
         ("SELECT peak_memory FROM runs", "peak_memory_mib"),
         ("SELECT * FROM run", "error: unknown table 'run'; known: attempts, jobs, runs, stale, telemetry\n"),
@@ -210,10 +210,10 @@ def test_equals_signs_and_quotes_in_sql_are_no_overrides(query, filled):
         ("SET threads = 1", "read-only"),
     ],
 )
-def test_wrong_sql_is_one_message_that_keeps_duckdbs_suggestion(query, sql, said):
+def test_wrong_sql_is_one_message_that_keeps_duckdbs_suggestion(query, sql, expected_text):
     code, out, err = query(sql)
     assert (code, out) == (2, "")
-    assert err.startswith("error: ") and said in err and "Traceback" not in err
+    assert err.startswith("error: ") and expected_text in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("sql", ["DESCRIBE runs", "SHOW TABLES", "SUMMARIZE runs", "EXPLAIN SELECT 1", "FROM runs"])

@@ -61,7 +61,7 @@ def test_a_snapshot_shows_what_the_views_showed_whatever_compaction_does_later(f
     before = everything(folder)
     taken = take_snapshot(folder, "before")
     assert everything(folder, "before") == before
-    assert dict(taken.rows) == {view: len(found) for view, found in before.items()}
+    assert dict(taken.rows) == {view: len(view_rows) for view, view_rows in before.items()}
     fill(folder, range(100, 110))
     compact(folder, now_s=NOW_S + 2 * DAY_S, settings=EAGER)
     assert compact(folder, now_s=NOW_S + 4 * DAY_S, settings=EAGER).deleted_files
@@ -136,10 +136,10 @@ def test_content_that_changed_under_its_old_time_is_found_by_verify(folder, caps
 def test_a_damaged_manifest_is_named(folder):
     path = take_snapshot(folder, "s").folder.root / MANIFEST
     whole = json.loads(path.read_text())
-    for text, said in (("{", "damaged"), ("[" * 100_000, "damaged"), ('{"format": "x"}', "damaged"),
+    for text, expected_text in (("{", "damaged"), ("[" * 100_000, "damaged"), ('{"format": "x"}', "damaged"),
                        (json.dumps(whole | {"schema_version": 999}), "update the code")):  # fmt: skip
         path.write_text(text)
-        with pytest.raises(EnvironmentProblem, match=said):
+        with pytest.raises(EnvironmentProblem, match=expected_text):
             warehouse.connect(folder, snapshot="s")
 
 
@@ -177,16 +177,16 @@ def test_a_kill_leaves_no_snapshot_and_the_next_one_cleans_up(folder):
 
 def test_a_snapshot_waits_for_a_compaction(folder):
     fill(folder, [0])
-    told = []
+    messages = []
     with contextlib.ExitStack() as compaction:
         compaction.enter_context(compaction_lock(folder))
 
         def tell(text):
-            told.append(text)
+            messages.append(text)
             compaction.close()
 
         assert take_snapshot(folder, tell=tell).rows["runs"] == 1
-    assert told == ["waiting for a compaction that is at work on this folder"]
+    assert messages == ["waiting for a compaction that is at work on this folder"]
 
 
 def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch):
@@ -207,8 +207,10 @@ def test_the_command_takes_and_lists(folder, monkeypatch, capsys):
     assert "no snapshots yet" in capsys.readouterr().out
     assert run("snapshot", entry, ["name=2026-11-20"]) == 0
     assert run("snapshot", entry, ["list=true"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == said[1] and said[0].startswith("2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 jobs, 0 stale; ")
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == output[1] and output[0].startswith(
+        "2026-11-20: 3 runs, 3 attempts, 9 telemetry, 0 jobs, 0 stale; "
+    )
     assert run("snapshot", entry, ["name=x", "verify=all"]) == 2
     assert run("snapshot", entry, ["verify=x"]) == 2
     assert Path(folder.snapshots / "2026-11-20").is_dir()
@@ -227,19 +229,22 @@ def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys)
     fill(folder, [6], family="mlp", status="oom", peak_memory_mib=None)
     (folder.partition("runs", "cnn") / "J-000003.parquet").unlink()
     take_snapshot(folder, "b")
-    found = diff(folder, "a", "b")
-    assert [(count.family, count.status, count.runs) for count in found.added] == [("cnn", "ok", 2), ("mlp", "oom", 1)]
-    assert [count.runs for count in found.removed] == [1]
-    assert [count.runs for count in found.changed] == [1] and dict(found.changed_columns) == {"optimizer": 1}
-    memory, smact = found.shifts
+    difference = diff(folder, "a", "b")
+    assert [(count.family, count.status, count.runs) for count in difference.added] == [
+        ("cnn", "ok", 2),
+        ("mlp", "oom", 1),
+    ]
+    assert [count.runs for count in difference.removed] == [1]
+    assert [count.runs for count in difference.changed] == [1] and dict(difference.changed_columns) == {"optimizer": 1}
+    memory, smact = difference.shifts
     # run 4 and the changed run 0 have a median of 1.5 MiB, the four runs before too; 0.45 against 0.5
     assert (memory.label, memory.configurations, memory.median_shift, memory.beyond) == ("peak_memory_mib", 1, 0.0, 0)
     assert (smact.label, round(smact.median_shift, 6), smact.examples) == ("smact", -0.05, ("c0ffee",))
-    assert found.schema == () and found.rows_after["telemetry"] == 18
-    assert json.loads(found.as_json())["rows_before"]["runs"] == 4
+    assert difference.schema == () and difference.rows_after["telemetry"] == 18
+    assert json.loads(difference.as_json())["rows_before"]["runs"] == 4
     assert run("diff", diff_entry, named_arguments(["a", "b"])) == 0
-    said = capsys.readouterr().out
-    assert "runs: 4 -> 6 (+2)" in said and "changed in: optimizer (1 runs)" in said and "-0.050" in said
+    output = capsys.readouterr().out
+    assert "runs: 4 -> 6 (+2)" in output and "changed in: optimizer (1 runs)" in output and "-0.050" in output
     assert run("diff", diff_entry, ["before=b"]) == 0
     assert "runs added: 0" in capsys.readouterr().out
     for bad in (["before=c"], ["before=a", "format=x"], ["before=a", "tolerance=-1"], []):
@@ -297,8 +302,12 @@ WRONG = {
 def test_what_cannot_be_is_found_and_kept(folder, rule):
     fill(folder, [0], config_hash="x")
     fill(folder, [1], **WRONG[rule])
-    (found,) = [finding for finding in check(folder) if finding.rule == rule]
-    assert found.count == 1 and found.severity in SEVERITIES and ("J" in found.examples[0] or "x" in found.examples[0])
+    (broken_rule,) = [finding for finding in check(folder) if finding.rule == rule]
+    assert (
+        broken_rule.count == 1
+        and broken_rule.severity in SEVERITIES
+        and ("J" in broken_rule.examples[0] or "x" in broken_rule.examples[0])
+    )
     assert len(rows(folder)) == 2
 
 
@@ -307,12 +316,12 @@ def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
     path = folder.partition("runs", "cnn") / "J-000000.parquet"
     table = pq.ParquetFile(path).read()
     pq.write_table(table.append_column("colour", [["red"]]), path)
-    (found,) = check(folder)
-    assert (found.rule, found.severity, found.count) == ("schema.unknown_column", "warning", 1)
-    assert found.examples == ("runs/family=cnn/J-000000.parquet: colour",)
+    (only_finding,) = check(folder)
+    assert (only_finding.rule, only_finding.severity, only_finding.count) == ("schema.unknown_column", "warning", 1)
+    assert only_finding.examples == ("runs/family=cnn/J-000000.parquet: colour",)
     path.write_bytes(b"torn")
-    (found,) = check(folder)
-    assert found.rule == "schema.unreadable_file" and "J-000000.parquet" in found.line()
+    (only_finding,) = check(folder)
+    assert only_finding.rule == "schema.unreadable_file" and "J-000000.parquet" in only_finding.line()
 
 
 def test_rows_that_no_writer_would_land_are_found(folder):
@@ -328,13 +337,13 @@ def test_rows_that_no_writer_would_land_are_found(folder):
     telemetry.append(telemetry[1])
     pq.write_table(pa.Table.from_pylist(telemetry, schema=TELEMETRY_SCHEMA),
                    folder.partition("telemetry", "cnn") / "J-000002.parquet")  # fmt: skip
-    found = {finding.rule: finding for finding in check(folder)}
-    assert set(found) == {
+    by_rule = {finding.rule: finding for finding in check(folder)}
+    assert set(by_rule) == {
         "schema.status", "range.smact", "duplicate.run_id", "duplicate.task", "range.telemetry.smact",
         "range.telemetry.power_w", "schema.telemetry.phase", "duplicate.sample", "telemetry.no_run",
     }  # fmt: skip
-    assert found["duplicate.run_id"].examples == ("J-000001 3 times",)
-    assert found["telemetry.no_run"].examples == ("lost: 1 samples",)
+    assert by_rule["duplicate.run_id"].examples == ("J-000001 3 times",)
+    assert by_rule["telemetry.no_run"].examples == ("lost: 1 samples",)
     assert [finding.severity for finding in check(folder)][-1] == "warning"
 
 
@@ -353,6 +362,6 @@ def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothi
     (root / MANIFEST).write_text(json.dumps(manifest))
     read = []
     monkeypatch.setattr("warehouse.snapshot.sha256_of", lambda file: read.append(file) or "0" * 64)
-    (told,) = [line for line in find_snapshot(folder, "s").problems() if path in line and "SHA" not in line]
-    assert "is no plain file of the snapshot" in told
+    (problem,) = [line for line in find_snapshot(folder, "s").problems() if path in line and "SHA" not in line]
+    assert "is no plain file of the snapshot" in problem
     assert not [file for file in read if "secret" in str(file) or "passwd" in str(file) or "pipe" in str(file)]

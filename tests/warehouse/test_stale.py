@@ -25,11 +25,11 @@ AT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 
 def mark(index, label="smact", **changes):
-    found = {
+    mark_columns = {
         "run_id": f"J-{index:06d}", "label": label, "operators": ("convolution",), "device_name": "A100",
         "source": "measured", "environment": NEW | {"allocator_settings": None}, "shift": 0.1, "said": "+0.100",
     }  # fmt: skip
-    return Mark(**(found | changes))
+    return Mark(**(mark_columns | changes))
 
 
 def land(folder, index, environment, day, **changes):
@@ -100,9 +100,9 @@ def test_a_snapshot_keeps_the_marks_of_its_day(folder):
     write_marks(folder, "d", [mark(0, "smocc")], marked_at=AT)
     assert shown(folder, "s") == before and len(shown(folder)) == 3
     assert find_snapshot(folder, "s").problems() == []
-    found = diff(folder, "s")
-    assert (found.rows_before["stale"], found.rows_after["stale"]) == (1, 3) and not found.schema
-    assert not found.added and not found.changed
+    difference = diff(folder, "s")
+    assert (difference.rows_before["stale"], difference.rows_after["stale"]) == (1, 3) and not difference.schema
+    assert not difference.added and not difference.changed
 
 
 def without_marks(folder):

@@ -78,8 +78,8 @@ class RecordedNvml:
         for index, answers in enumerate(self.answers):
             if answers["nvmlDeviceGetUUID"] == uuid:
                 return index
-            for place, found in enumerate(self.slices[index]):
-                if found is not None and found["nvmlDeviceGetUUID"] == uuid:
+            for place, slice_uuid in enumerate(self.slices[index]):
+                if slice_uuid is not None and slice_uuid["nvmlDeviceGetUUID"] == uuid:
                     return index, place
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 

@@ -117,9 +117,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, case):
-    said = tmp_path / "said"
-    said.write_bytes(BROKEN[case])
-    result = ends_well(worker, hostile("says_file", said))
+    reports_file = tmp_path / "said"
+    reports_file.write_bytes(BROKEN[case])
+    result = ends_well(worker, hostile("says_file", reports_file))
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "BrokenReport", False)
     assert result.run.error.isprintable()
 

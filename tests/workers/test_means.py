@@ -63,15 +63,15 @@ def test_sample_on_the_windows_last_instant_is_its_mean():
 
 def test_an_average_stands_for_the_interval_that_it_names_and_for_no_more():
     samples = [Sample(50, {"smact": 1.0}, since_ns=40), Sample(90, {"smact": 0.0}, since_ns=80)]
-    found = window_mean(samples, "smact", 40, 100)
-    assert found.mean == pytest.approx(0.5)
-    assert (found.coverage, found.largest_gap_s) == (pytest.approx(20 / 60), pytest.approx(30e-9))
+    mean = window_mean(samples, "smact", 40, 100)
+    assert mean.mean == pytest.approx(0.5)
+    assert (mean.coverage, mean.largest_gap_s) == (pytest.approx(20 / 60), pytest.approx(30e-9))
 
 
 def test_intervals_that_overlap_are_counted_once():
     samples = [Sample(50, {"smact": 1.0}, since_ns=0), Sample(60, {"smact": 0.0}, since_ns=10)]
-    found = window_mean(samples, "smact", 0, 60)
-    assert found.mean == pytest.approx(50 / 60) and found.coverage == 1.0
+    mean = window_mean(samples, "smact", 0, 60)
+    assert mean.mean == pytest.approx(50 / 60) and mean.coverage == 1.0
 
 
 def test_a_repeated_reading_weighs_nothing_and_the_next_one_stands_for_its_time():
@@ -81,8 +81,8 @@ def test_a_repeated_reading_weighs_nothing_and_the_next_one_stands_for_its_time(
         Sample(30, {"smact": 1.0}, quality="repeated"),
         Sample(40, {"smact": 0.0}),
     ]
-    found = window_mean(samples, "smact", 0, 40)
-    assert (found.mean, found.readings, found.coverage) == (pytest.approx(0.25), 2, 1.0)
+    mean = window_mean(samples, "smact", 0, 40)
+    assert (mean.mean, mean.readings, mean.coverage) == (pytest.approx(0.25), 2, 1.0)
 
 
 def test_a_reading_that_failed_leaves_its_time_to_the_next_one():
@@ -93,16 +93,16 @@ def test_a_reading_that_failed_leaves_its_time_to_the_next_one():
 def test_a_spoiled_reading_is_left_out_for_its_metrics_only_and_its_time_is_not_covered():
     stalled = Sample(20, {"smact": 0.0, "power_w": 300.0}, "suspect", ("power_cap", "profiling_zero"))
     samples = [Sample(10, {"smact": 1.0, "power_w": 200.0}), stalled, Sample(30, {"smact": 0.8, "power_w": 200.0})]
-    found = window_mean(samples, "smact", 0, 30, SPOILS)
-    assert (found.mean, found.coverage) == (pytest.approx(0.9), pytest.approx(2 / 3))
+    mean = window_mean(samples, "smact", 0, 30, SPOILS)
+    assert (mean.mean, mean.coverage) == (pytest.approx(0.9), pytest.approx(2 / 3))
     assert time_weighted_mean(samples, "power_w", 0, 30, SPOILS) == pytest.approx(700 / 3)
 
 
 def test_a_reading_after_a_gap_stands_for_a_few_usual_intervals_only():
     samples = samples_of(*((t, 1.0) for t in range(10, 110, 10)), (1000, 0.0))
-    found = window_mean(samples, "smact", 0, 1000)
-    assert found.mean == pytest.approx(100 / (100 + REACH * 10))
-    assert found.largest_gap_s == pytest.approx((900 - REACH * 10) / 1e9)
+    mean = window_mean(samples, "smact", 0, 1000)
+    assert mean.mean == pytest.approx(100 / (100 + REACH * 10))
+    assert mean.largest_gap_s == pytest.approx((900 - REACH * 10) / 1e9)
 
 
 def test_a_reading_around_a_short_window_counts_if_the_window_is_most_of_its_time():
@@ -177,13 +177,13 @@ def test_the_mean_is_the_integral_over_the_instants_that_readings_stand_for(draw
         for t, value, quality, since in drawn
     ]  # fmt: skip
     end = start + length
-    found = window_mean(samples, "smact", start, end, SPOILS)
+    measured = window_mean(samples, "smact", start, end, SPOILS)
     mean, covered = brute_force(samples, start, end)
-    assert found.coverage == pytest.approx(covered / length)
+    assert measured.coverage == pytest.approx(covered / length)
     if mean == "last":
-        assert found.mean in (0.0, 0.25, 1.0)
+        assert measured.mean in (0.0, 0.25, 1.0)
     else:
-        assert found.mean == (None if mean is None else pytest.approx(mean))
+        assert measured.mean == (None if mean is None else pytest.approx(mean))
 
 
 @settings(max_examples=50, deadline=None)
@@ -191,6 +191,6 @@ def test_the_mean_is_the_integral_over_the_instants_that_readings_stand_for(draw
 def test_a_window_on_the_readings_grid_gives_their_plain_mean(values, cut):
     samples = samples_of(*((100 * (i + 1), value) for i, value in enumerate(values)))
     cut = min(cut, len(values) - 1)
-    found = window_mean(samples, "smact", 100 * cut, 100 * len(values))
-    assert found.mean == pytest.approx(sum(values[cut:]) / len(values[cut:]), abs=1e-12)
-    assert found.coverage == 1.0 and found.outside == 0.0
+    mean = window_mean(samples, "smact", 100 * cut, 100 * len(values))
+    assert mean.mean == pytest.approx(sum(values[cut:]) / len(values[cut:]), abs=1e-12)
+    assert mean.coverage == 1.0 and mean.outside == 0.0

@@ -33,16 +33,16 @@ def profiled(sensor, t_ns, length_ns, smact=0.8, **changes):
 
 def telemetry(until_s=13, dcgm=True):
     """A quiet run with every source: NVML, GPM and DCGM at 10 Hz, the allocator as the trial reports it."""
-    found = []
+    samples = []
     for tick in range(1, until_s * 10):
         t_ns = tick * PERIOD_NS
-        found.append(nvml(t_ns))
-        found.append(profiled("gpm", t_ns, PERIOD_NS))
+        samples.append(nvml(t_ns))
+        samples.append(profiled("gpm", t_ns, PERIOD_NS))
         if dcgm:
-            found.append(profiled("dcgm", t_ns - S // 20, PERIOD_NS, gpu_util=1.0, power_w=301.0))
-        found.append(("torch", Sample(t_ns, {"reserved_mib": 5_500.0, "allocated_mib": 5_000.0})))
-        found.append(("process", Sample(t_ns, {"rss_mib": 2_000.0})))
-    return found
+            samples.append(profiled("dcgm", t_ns - S // 20, PERIOD_NS, gpu_util=1.0, power_w=301.0))
+        samples.append(("torch", Sample(t_ns, {"reserved_mib": 5_500.0, "allocated_mib": 5_000.0})))
+        samples.append(("process", Sample(t_ns, {"rss_mib": 2_000.0})))
+    return samples
 
 
 def changed(samples, sensor, change, when=lambda s: True):
@@ -316,8 +316,8 @@ def test_readings_of_a_recorded_gpu_are_judged():
         samples += [("nvml", sample) for sample in sensor.sample()]
         recorded.advance()
     sensor.close()
-    found = course(samples, warmup_ns=0, window_ns=S, window_end_ns=5 * S, period_s=1.0, values={})
-    columns, marked = label_run(found)
+    judged = course(samples, warmup_ns=0, window_ns=S, window_end_ns=5 * S, period_s=1.0, values={})
+    columns, marked = label_run(judged)
     assert columns["quality"] == "untrusted"
     assert {"other_process", "ecc_errors", "power_cap"} == set(columns["quality_reasons"])
     assert columns["peak_memory_mib"] == pytest.approx(9123659776 / 2**20)

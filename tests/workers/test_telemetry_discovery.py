@@ -19,14 +19,14 @@ def usable(nvml=None, **environment) -> list[int]:
 
 def test_display_adapter_among_the_a100_is_no_worker():
     nvml = RecordedNvml()
-    found = discover_gpus(nvml, {})
-    assert [gpu.index for gpu in found.usable] == [0, 1, 2, 4]
-    assert [gpu.name for gpu in found.gpus][3] == "NVIDIA DGX Display"
-    assert "display adapter next to NVIDIA A100-SXM4-40GB" in found.gpus[3].excluded_reason
-    assert found.gpus[3].mig is None  # NVML does not say
-    assert found.driver_version == "550.54.15"
-    assert found.reason is None
-    first = found.gpus[0]
+    discovery = discover_gpus(nvml, {})
+    assert [gpu.index for gpu in discovery.usable] == [0, 1, 2, 4]
+    assert [gpu.name for gpu in discovery.gpus][3] == "NVIDIA DGX Display"
+    assert "display adapter next to NVIDIA A100-SXM4-40GB" in discovery.gpus[3].excluded_reason
+    assert discovery.gpus[3].mig is None  # NVML does not say
+    assert discovery.driver_version == "550.54.15"
+    assert discovery.reason is None
+    first = discovery.gpus[0]
     assert (first.uuid, first.memory_mib, first.compute_capability) == (A100_UUID, 40960.0, (8, 0))
     assert first.mig is False and first.display_active is False
     assert nvml.initialised == 0
@@ -35,9 +35,9 @@ def test_display_adapter_among_the_a100_is_no_worker():
 def test_gpu_that_drives_a_display_is_no_worker_whatever_its_model():
     nvml = RecordedNvml()
     nvml.answers[1]["nvmlDeviceGetDisplayActive"] = 1
-    found = discover_gpus(nvml, {})
-    assert "drives a display" in found.gpus[1].excluded_reason
-    assert [gpu.index for gpu in found.usable] == [0, 2, 4]
+    discovery = discover_gpus(nvml, {})
+    assert "drives a display" in discovery.gpus[1].excluded_reason
+    assert [gpu.index for gpu in discovery.usable] == [0, 2, 4]
 
 
 def test_only_gpu_of_a_machine_that_drives_its_display_is_used_when_named_by_its_whole_uuid():
@@ -53,23 +53,23 @@ def test_only_gpu_of_a_machine_that_drives_its_display_is_used_when_named_by_its
 def test_gpu_whose_compute_mode_is_prohibited_is_no_worker():
     nvml = RecordedNvml()
     nvml.answers[0]["nvmlDeviceGetComputeMode"] = 2
-    found = discover_gpus(nvml, {})
-    assert "nvidia-smi -i 0 -c DEFAULT" in found.gpus[0].excluded_reason
+    discovery = discover_gpus(nvml, {})
+    assert "nvidia-smi -i 0 -c DEFAULT" in discovery.gpus[0].excluded_reason
     nvml.answers[0]["nvmlDeviceGetComputeMode"] = 3  # one process at a time: so does the farm
     assert usable(nvml) == [0, 1, 2, 4]
 
 
 def test_mig_slices_are_workers_where_cuda_visible_devices_names_them():
     nvml = RecordedNvml(MIG_SESSION)
-    found = discover_gpus(nvml, {"CUDA_VISIBLE_DEVICES": f"{SMALL_SLICE_UUID},{SLICE_UUID}"})
-    assert [(gpu.index, gpu.uuid, gpu.mig_profile, gpu.name) for gpu in found.usable] == [
+    discovery = discover_gpus(nvml, {"CUDA_VISIBLE_DEVICES": f"{SMALL_SLICE_UUID},{SLICE_UUID}"})
+    assert [(gpu.index, gpu.uuid, gpu.mig_profile, gpu.name) for gpu in discovery.usable] == [
         (0, SLICE_UUID, "3g.20gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),  # as NVML's name says
         (0, SMALL_SLICE_UUID, "1g.5gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"),  # from its attributes
     ]
-    assert [gpu.memory_mib for gpu in found.usable] == [19968, 4864]
-    assert [gpu.mig for gpu in found.gpus] == [True, True, True, False]
-    assert "name slices in CUDA_VISIBLE_DEVICES" in found.gpus[0].excluded_reason
-    assert found.gpus[3].excluded_reason == "left out by CUDA_VISIBLE_DEVICES"
+    assert [gpu.memory_mib for gpu in discovery.usable] == [19968, 4864]
+    assert [gpu.mig for gpu in discovery.gpus] == [True, True, True, False]
+    assert "name slices in CUDA_VISIBLE_DEVICES" in discovery.gpus[0].excluded_reason
+    assert discovery.gpus[3].excluded_reason == "left out by CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_mig_slices_are_workers_where_cuda_visible_devices_names_them():
     ],
 )
 def test_a_slice_is_named_by_its_uuid(visible, expected):
-    found = discover_gpus(RecordedNvml(MIG_SESSION), {"CUDA_VISIBLE_DEVICES": visible})
-    assert [gpu.uuid for gpu in found.usable] == expected
+    discovery = discover_gpus(RecordedNvml(MIG_SESSION), {"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.uuid for gpu in discovery.usable] == expected
 
 
 def test_slices_that_nobody_named_are_listed_with_how_to_use_them():
-    found = discover_gpus(RecordedNvml(MIG_SESSION), {})
-    assert [gpu.index for gpu in found.usable] == [1]
-    assert f"CUDA_VISIBLE_DEVICES={SLICE_UUID}" in found.gpus[1].excluded_reason
+    discovery = discover_gpus(RecordedNvml(MIG_SESSION), {})
+    assert [gpu.index for gpu in discovery.usable] == [1]
+    assert f"CUDA_VISIBLE_DEVICES={SLICE_UUID}" in discovery.gpus[1].excluded_reason
 
 
 def test_multi_process_service_is_recognised_by_its_living_daemon(tmp_path):
@@ -112,9 +112,9 @@ def test_multi_process_server_is_recognised_on_the_gpu_that_it_holds(tmp_path):
     with subprocess.Popen([program, "60"]) as server:
         nvml = RecordedNvml(pids={"server": server.pid})
         nvml.answers[1]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": "server", "usedGpuMemory": 31457280}]
-        found = discover_gpus(nvml, {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
+        discovery = discover_gpus(nvml, {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
         server.kill()
-    assert [gpu.mps for gpu in found.gpus] == [False, True, False, False, False]
+    assert [gpu.mps for gpu in discovery.gpus] == [False, True, False, False, False]
 
 
 def test_other_compute_model_of_like_size_is_a_worker():
@@ -152,18 +152,18 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(environment, expected):
 
 
 def test_no_usable_gpu_says_why_for_each():
-    found = discover_gpus(RecordedNvml(), {"CUDA_VISIBLE_DEVICES": ""})
-    assert found.usable == () and len(found.gpus) == 5
-    assert found.reason.count("left out by CUDA_VISIBLE_DEVICES") == 4
-    assert "GPU 3 (NVIDIA DGX Display): a display adapter" in found.reason
+    discovery = discover_gpus(RecordedNvml(), {"CUDA_VISIBLE_DEVICES": ""})
+    assert discovery.usable == () and len(discovery.gpus) == 5
+    assert discovery.reason.count("left out by CUDA_VISIBLE_DEVICES") == 4
+    assert "GPU 3 (NVIDIA DGX Display): a display adapter" in discovery.reason
 
 
 def test_lost_gpu_does_not_hide_the_others():
     nvml = RecordedNvml()
     nvml.answers[0]["nvmlDeviceGetUUID"] = {"error": 15}
-    found = discover_gpus(nvml, {})
-    assert [gpu.index for gpu in found.usable] == [1, 2, 4]
-    assert "GPU is lost" in found.gpus[0].excluded_reason
+    discovery = discover_gpus(nvml, {})
+    assert [gpu.index for gpu in discovery.usable] == [1, 2, 4]
+    assert "GPU is lost" in discovery.gpus[0].excluded_reason
 
 
 def test_machine_without_a_driver_has_no_gpus_and_a_reason():
@@ -171,9 +171,9 @@ def test_machine_without_a_driver_has_no_gpus_and_a_reason():
         def nvmlInit(self):
             raise self.NVMLError(9)
 
-    found = discover_gpus(NoDriver(), {})
-    assert found.gpus == () and found.driver_version is None
-    assert "Driver Not Loaded" in found.reason
+    discovery = discover_gpus(NoDriver(), {})
+    assert discovery.gpus == () and discovery.driver_version is None
+    assert "Driver Not Loaded" in discovery.reason
 
 
 VERSION_PY = """from typing import Optional

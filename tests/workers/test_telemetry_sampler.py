@@ -336,7 +336,7 @@ def test_a_driver_that_hangs_when_it_is_opened_is_missing_and_asked_once(wedged,
     monkeypatch.setattr("workers.telemetry.sampler.SENSORS", {"nvml": f"{__name__}:Scripted"})
     settings = TelemetrySettings(sources=("nvml",))
     assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml does not answer within 0.2 s"})
-    assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml has not come back from an earlier call"})
+    assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml has not returned from an earlier call"})
     assert calls == [A100_UUID]
     wedged.set()
     assert late.was_closed.wait(10), "what comes too late is closed"

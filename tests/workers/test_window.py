@@ -41,8 +41,8 @@ class Script:
     def warm_up(self, window=ADAPTIVE, **settings):
         return warm_up(self.step, self.memory, window, **settings)
 
-    def window(self, window=ADAPTIVE, told=lambda: True):
-        return measure_window(self.step, self.memory, told, window, self.now_ns)
+    def window(self, window=ADAPTIVE, steady=lambda: True):
+        return measure_window(self.step, self.memory, steady, window, self.now_ns)
 
 
 def test_a_long_first_step_is_warm_up_and_no_more():
@@ -98,10 +98,10 @@ def test_a_steady_window_lasts_min_seconds():
 def test_a_window_waits_for_the_word_of_the_worker():
     script = Script([10])
     asked = []
-    window = script.window(told=lambda: asked.append(script.now_ns) or script.now_ns >= 3e9)
+    window = script.window(steady=lambda: asked.append(script.now_ns) or script.now_ns >= 3e9)
     assert (window.ended, window.end_ns) == ("steady", pytest.approx(3e9, abs=60e6))
     assert min(b - a for a, b in itertools.pairwise(asked)) >= 10e6, "asking costs a system call"
-    assert Script([10]).window(told=lambda: False).ended == "max_seconds"
+    assert Script([10]).window(steady=lambda: False).ended == "max_seconds"
 
 
 def test_a_new_peak_of_memory_prolongs_the_window():
@@ -125,7 +125,7 @@ def test_long_steps_stay_inside_max_seconds():
 
 def test_a_fixed_window_lasts_its_seconds_whatever_is_steady():
     fixed = WindowSettings(kind="fixed", seconds=2.0)
-    window = Script([10]).window(fixed, told=lambda: pytest.fail("asked"))
+    window = Script([10]).window(fixed, steady=lambda: pytest.fail("asked"))
     assert (window.ended, len(window.step_times_ms)) == ("fixed", 200)
     window = Script([900]).window(WindowSettings(kind="fixed", seconds=0.05, min_steps=3))
     assert len(window.step_times_ms) == 3
@@ -173,7 +173,7 @@ class Link:
         self.events.append((event, values))
         self.order.append(event)
 
-    def told(self, word):
+    def received(self, word):
         return word == "steady"
 
     def wait_for_go(self):

@@ -21,16 +21,16 @@ _TABLE = {
 
 
 def make_device(choice: DeviceChoice) -> Device:
-    """The backend that `choice` names; `auto` must have been resolved by `choose_device`."""
+    """Return the backend that `choice` names; `choose_device` must have resolved `auto` before."""
     module, _, name = _TABLE[choice.backend].partition(":")
     device: Device = getattr(importlib.import_module(module), name)(choice)
     return device
 
 
 def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:
-    """Resolve `auto`: (`cuda` where there is a usable GPU, else `simulated`, and one line that says so and why).
+    """Resolve `auto` to `cuda` if there is a usable GPU, else to `simulated`; return it with one line that says why.
 
-    Raises `EnvironmentProblem` when the backend that was asked for cannot be used here.
+    Raises `EnvironmentProblem` if the requested backend cannot be used here.
     """
     if choice.backend != "auto":
         try:

@@ -1,4 +1,4 @@
-"""The device Protocol: what a backend offers to the worker that uses it and to the trial that is measured on it.
+"""The device Protocol: the interface between a device backend, its worker and the trial that is measured on it.
 
 Start reading at `Device`. Torch-free; a backend imports torch only inside `measure`, which runs in the trial's child.
 """
@@ -20,30 +20,30 @@ BACKENDS = ("auto", "cuda", "cpu", "simulated")
 
 
 class Link(Protocol):
-    """A trial's end of its line to the worker; `workers.trial.TrialLink` is the real one."""
+    """A trial's connection to its worker; `workers.trial.TrialLink` implements it."""
 
     ahead: bool  # the trial is made ready while another one runs, so it must not touch the device before the go
 
     def report(self, event: str, **values: Any) -> None:
-        """Tell the worker of an event (see `workers.trial`)."""
+        """Send an event to the worker (see `workers.trial`)."""
         ...
 
-    def told(self, word: str) -> bool:
-        """Whether the worker has said this word yet; never waits."""
+    def received(self, word: str) -> bool:
+        """Return whether the worker has sent this word; never waits."""
         ...
 
     def wait_for_go(self) -> bool:
-        """Wait until it is this trial's turn. False, at once, for a trial that was not made ready ahead."""
+        """Wait until it is this trial's turn. Return False at once if the trial was not prepared ahead."""
         ...
 
 
 class DeviceUnavailable(RuntimeError):
-    """This backend cannot be used here; the message says why."""
+    """The backend cannot be used here; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceChoice:
-    """The `device` key of a command: which backend, how many workers, and the device description to model.
+    """The `device` key of a command: backend, number of workers, and description of the device to model.
 
     `spec` holds the fields of `featurize.device_spec.DeviceSpec`; only `simulated` needs it (`auto` may).
     `memory_limit_mib` is for `cpu`: the host memory that one trial may take. `memory_fraction` is for GPUs: a trial's
@@ -71,7 +71,7 @@ class DeviceChoice:
         object.__setattr__(self, "memory_fraction", None if fraction == 1 else float(fraction))
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields; without `memory_fraction` where there is none, so that jobs from before it keep their ids."""
+        """Return the fields, without a `memory_fraction` of None, so that ids of older jobs stay the same."""
         values = dataclasses.asdict(self)
         if self.memory_fraction is None:
             del values["memory_fraction"]
@@ -94,7 +94,7 @@ class Slot:
 
 @runtime_checkable
 class Device(Protocol):
-    """A backend. `slots` and `environment` are for the worker; `measure` runs in the trial's child process."""
+    """A device backend. The worker calls `slots` and `environment`; `measure` runs in the trial's child process."""
 
     backend: str
     source: str  # warehouse.schema.SOURCES: what its rows say of themselves
@@ -102,11 +102,11 @@ class Device(Protocol):
     prepares: bool  # whether the next trial's process can be made ready on the host without touching what is measured
 
     def slots(self) -> tuple[Slot, ...]:
-        """The places this machine has. Raises `DeviceUnavailable` with the reason when there is none."""
+        """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if there are none."""
         ...
 
     def environment(self, slot: Slot) -> dict[str, str]:
-        """Environment variables for the trial server of this slot: what pins it to its device."""
+        """Return the environment variables that pin this slot's trial server to its device."""
         ...
 
     def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:

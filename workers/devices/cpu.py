@@ -1,4 +1,4 @@
-"""The CPU as a device: trials really train on it, and the process is what is measured. Start reading at `CpuDevice`."""
+"""The CPU as a device: trials train on it, and their process is measured. Start reading at `CpuDevice`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CpuDevice:
 
 
 def limit_memory(limit_mib: float | None) -> None:
-    """Cap this process's private memory (RLIMIT_DATA, Linux): too much raises instead of waking the OOM killer."""
+    """Limit this process's private memory (RLIMIT_DATA, Linux), so that an excess raises before the OOM killer acts."""
     if limit_mib is None:
         return
     import resource
@@ -78,7 +78,7 @@ def _cpu_name() -> str:
 
 
 class CpuMeter:
-    """The process's resident set; nothing to wait for, operators on the CPU are synchronous."""
+    """Reads the process's resident set. Operators on the CPU are synchronous, so there is nothing to wait for."""
 
     def __init__(self) -> None:
         import psutil
@@ -92,14 +92,14 @@ class CpuMeter:
         pass
 
     def memory(self) -> dict[str, float]:
-        """The resident set in MiB stands for what a GPU allocator would have reserved; peaks are the kernel's own."""
+        """Return the resident set in MiB, in place of a GPU allocator's reserved memory; the kernel gives the peak."""
         rss_mib = self._process.memory_info().rss / 2**20
         self._peak_mib = max(self._peak_mib, rss_mib, _peak_resident_mib())
         return {"reserved_mib": rss_mib, "peak_memory_mib": self._peak_mib}
 
 
 def _peak_resident_mib() -> float:
-    """VmHWM: the kernel's own high-water mark, which sees the peaks between two readings."""
+    """Return VmHWM, the kernel's own high-water mark, in MiB; it includes peaks between two readings."""
     try:
         with open("/proc/self/status") as lines:
             for line in lines:

@@ -1,4 +1,4 @@
-"""A real NVIDIA GPU: trials train on it, NVML and DCGM watch it. Start reading at `CudaDevice`."""
+"""A real NVIDIA GPU: trials train on it, NVML and DCGM measure it. Start reading at `CudaDevice`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CudaDevice:
-    """GPUs by UUID, without the display's; one trial at a time on each."""
+    """GPUs by UUID, without display adapters; one trial at a time on each."""
 
     backend = "cuda"
     source = "measured"
@@ -25,14 +25,14 @@ class CudaDevice:
         self.choice = choice
 
     def slots(self) -> tuple[Slot, ...]:
-        """Every usable GPU, at most `count`. Raises `DeviceUnavailable`: no driver, no GPU, no torch with CUDA."""
+        """Return the usable GPUs, at most `count`. Raises `DeviceUnavailable` without driver, GPU or CUDA build."""
         from workers.devices.discovery import discover_gpus, torch_cuda_build
 
-        found = discover_gpus()
-        usable = [gpu for gpu in found.gpus if gpu.excluded_reason is None][: self.choice.count]
+        discovery = discover_gpus()
+        usable = [gpu for gpu in discovery.gpus if gpu.excluded_reason is None][: self.choice.count]
         if not usable:
-            excluded = "; ".join(f"{gpu.name}: {gpu.excluded_reason}" for gpu in found.gpus)
-            raise DeviceUnavailable(found.reason or excluded or "NVML sees no GPU")
+            excluded = "; ".join(f"{gpu.name}: {gpu.excluded_reason}" for gpu in discovery.gpus)
+            raise DeviceUnavailable(discovery.reason or excluded or "NVML sees no GPU")
         if torch_cuda_build() is None:
             raise DeviceUnavailable("the installed torch is a CPU build; the README says how to get the CUDA build")
         return tuple(
@@ -41,7 +41,7 @@ class CudaDevice:
                 device_name=gpu.name,
                 device_uuid=gpu.uuid,
                 device_memory_mib=gpu.memory_mib,
-                driver_version=found.driver_version,
+                driver_version=discovery.driver_version,
                 memory_fraction=self.choice.memory_fraction,
                 mig_profile=gpu.mig_profile,
                 mps=gpu.mps,
@@ -50,7 +50,7 @@ class CudaDevice:
         )
 
     def environment(self, slot: Slot) -> dict[str, str]:
-        """By UUID: indices differ between NVML (PCI bus order) and CUDA (fastest first)."""
+        """Return the variables that select the GPU by UUID; NVML (PCI bus order) and CUDA (fastest first) differ."""
         return {"CUDA_VISIBLE_DEVICES": slot.device_uuid or "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def measure(self, config: TrialConfig, slot: Slot, settings: TrialSettings, seed: int, link: Link) -> None:
@@ -88,7 +88,7 @@ class CudaMeter:
         self._cuda.synchronize(self.device)
 
     def memory(self) -> dict[str, float]:
-        """allocated_mib, reserved_mib now, and their peaks since the process started."""
+        """Return allocated_mib and reserved_mib now, and their peaks since the process started."""
         stats = self._cuda.memory_stats_as_nested_dict(self.device)  # `memory_stats` would flatten and sort all of it
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return {

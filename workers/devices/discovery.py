@@ -1,6 +1,6 @@
-"""Which GPUs this machine has, and which of them may be workers; through NVML, without torch and without a context.
+"""Finds this machine's GPUs and which of them can be workers, through NVML, without torch or a CUDA context.
 
-Start reading at `discover_gpus`; `cuda_visible_devices` is how the user's choice is read.
+Start reading at `discover_gpus`; `cuda_visible_devices` reads the user's choice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.telemetry.nvml import Nvml, as_text, initialise, open_nvml
 
 _BYTES_PER_MIB = 1024**2
 _MUCH_SMALLER = 0.25  # of the main model's memory: a display adapter next to compute GPUs, not another compute GPU
-_MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service unless CUDA_MPS_PIPE_DIRECTORY says
+_MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service, without CUDA_MPS_PIPE_DIRECTORY
 _PROFILE = re.compile(r"\bMIG\s+(\S+)")
 
 
@@ -46,7 +46,7 @@ class GpuInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """What NVML sees. `reason` says why there is no GPU to use; None when there is one."""
+    """GPUs that NVML lists. `reason` says why none is usable; None if one is."""
 
     gpus: tuple[GpuInfo, ...] = ()
     driver_version: str | None = None
@@ -59,14 +59,14 @@ class Discovery:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What decides about a GPU besides `GpuInfo`."""
+    """Facts beside `GpuInfo` that decide whether a GPU can be a worker."""
 
     display_mode: bool
-    prohibited: bool  # its compute mode lets nobody compute
+    prohibited: bool  # by its compute mode
 
 
 def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
-    """Every GPU of this machine and its MIG slices, each with the reason if it must not be a worker.
+    """Return every GPU of this machine and its MIG slices, with the reason for each that cannot be a worker.
 
     Never raises for missing hardware. Excluded: a GPU that drives a display (unless CUDA_VISIBLE_DEVICES names its
     whole UUID), a much smaller model than the machine's main one (a DGX Station's display GPU sits between the A100s in
@@ -84,16 +84,16 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
     try:
         driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
         service = _mps_service(environment)
-        found: list[GpuInfo] = []
+        gpu_infos: list[GpuInfo] = []
         facts: dict[int, _Facts] = {}
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 gpu = _describe(nvml, index, handle, service)
             except nvml.NVMLError as error:  # a lost GPU must not hide the others
-                found.append(_unreadable(index, error))
+                gpu_infos.append(_unreadable(index, error))
                 continue
-            found += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
+            gpu_infos += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
             facts[index] = _Facts(
                 display_mode=bool(_ask(nvml, nvml.nvmlDeviceGetDisplayMode, handle)),
                 prohibited=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED,
@@ -102,7 +102,7 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
         return Discovery(reason=f"NVML: {error}")
     finally:
         _ask(nvml, nvml.nvmlShutdown)
-    gpus = _exclude(found, facts, environment)
+    gpus = _exclude(gpu_infos, facts, environment)
     return Discovery(
         gpus=gpus,
         driver_version=None if driver is None else as_text(driver),
@@ -111,13 +111,13 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
 
 
 def torch_cuda_build() -> str | None:
-    """The CUDA version that the installed torch was built with, read from its `version.py` without importing torch.
+    """Return the CUDA version that the installed torch was built with, read from `version.py` without importing torch.
 
     None: no torch, or a build without CUDA.
     """
     text = _torch_version_text()
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) if text else None
-    return found.group(1) if found else None
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) if text else None
+    return match.group(1) if match else None
 
 
 def _torch_version_text() -> str | None:
@@ -131,7 +131,7 @@ def _torch_version_text() -> str | None:
 
 
 def _ask(nvml: Nvml, query: Any, *arguments: Any) -> Any:
-    """The answer, or None where NVML has none."""
+    """Return NVML's answer, or None if it has none."""
     try:
         return query(*arguments)
     except nvml.NVMLError:
@@ -156,8 +156,8 @@ def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo
 
 
 def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
-    """The MIG devices of a GPU in MIG mode; of one that NVML does not describe, what it does say."""
-    found = []
+    """Return the MIG devices of a GPU in MIG mode, with the facts that NVML gives."""
+    slices = []
     for place in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         device = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
         uuid = None if device is None else _ask(nvml, nvml.nvmlDeviceGetUUID, device)
@@ -170,7 +170,7 @@ def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
         ids = [
             _ask(nvml, ask, device) for ask in (nvml.nvmlDeviceGetGpuInstanceId, nvml.nvmlDeviceGetComputeInstanceId)
         ]
-        found.append(
+        slices.append(
             replace(
                 gpu,
                 uuid=as_text(uuid),
@@ -181,13 +181,13 @@ def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
                 mps=gpu.mps or _mps_server(nvml, device),
             )
         )
-    return found
+    return slices
 
 
 def _profile(name: str, attributes: Any) -> str | None:
-    """`1g.5gb`, as NVML ends a slice's name with it, or from its share of the GPU's slices and its memory."""
-    if found := _PROFILE.search(name):
-        return found[1]
+    """Return the profile (`1g.5gb`) at the end of a slice's name, or derive it from its share of slices and memory."""
+    if match := _PROFILE.search(name):
+        return match[1]
     if attributes is None:
         return None
     whole, part = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
@@ -196,17 +196,17 @@ def _profile(name: str, attributes: Any) -> str | None:
 
 
 def _mps_service(environment: Mapping[str, str]) -> bool:
-    """Whether a multi-process service listens where CUDA programs started with `environment` look for one."""
+    """Return whether a multi-process service listens where CUDA programs started with `environment` look for one."""
     pipes = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_PIPES)
     try:
         pid = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
-    except (OSError, ValueError):  # the pipes outlive a service that was killed, its pid says whether it lives
+    except (OSError, ValueError):  # the pipes outlive a killed service; its pid shows whether it lives
         return False
     return Path(f"/proc/{pid}").exists()
 
 
 def _mps_server(nvml: Nvml, handle: Any) -> bool:
-    """Whether a multi-process server holds this GPU, whoever's."""
+    """Return whether any user's multi-process server holds this GPU."""
     import psutil
 
     for process in _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
@@ -245,7 +245,7 @@ def _exclude(
 
 
 def _main_model(gpus: Sequence[GpuInfo]) -> tuple[str, float] | None:
-    """(name, memory of one in MiB) of the model that has most memory in all."""
+    """Return (name, memory of one GPU in MiB) of the model with most memory in total."""
     memory_mib: dict[str, list[float]] = defaultdict(list)
     for gpu in gpus:
         if gpu.memory_mib is not None and not _is_slice(gpu):
@@ -296,7 +296,7 @@ def _entries(environment: Mapping[str, str]) -> list[str]:
 
 
 def cuda_visible_devices(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> set[str] | None:
-    """UUIDs of what CUDA_VISIBLE_DEVICES lets through; None where it is not set.
+    """Return the UUIDs that CUDA_VISIBLE_DEVICES selects; None if it is not set.
 
     As CUDA reads it: entries are indices or (beginnings of) UUIDs, of GPUs or MIG slices, and the first one that names
     nothing ends the list. CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, while NVML counts by PCI

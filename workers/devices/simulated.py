@@ -1,4 +1,4 @@
-"""A GPU that is not here: the same trial path, one training step traced and modelled, in virtual time.
+"""A simulated GPU: the same trial path, with one training step traced and modelled in virtual time.
 
 Start reading at `SimulatedDevice.measure`. Rows say so: `source` is `simulated`, the UUID begins with `SIM-`.
 """
@@ -14,7 +14,7 @@ _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by defaul
 
 
 class SimulatedDevice:
-    """`count` (default 4) devices of the described model. Nothing of what is simulated is ever allocated."""
+    """`count` (default 4) devices of the described model. Simulated memory is never allocated."""
 
     backend = "simulated"
     source = "simulated"
@@ -90,7 +90,7 @@ class SimulatedDevice:
         )
 
     def _report_samples(self, step, warmup_s: float, window_s: float, link: Link) -> None:
-        """What a sampler would read every 100 ms of virtual time: the model knows means, so every sample is one."""
+        """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean."""
         steady = {
             "memory_used_mib": step.peak_memory_mib,
             "process_memory_mib": step.peak_memory_mib,
@@ -109,7 +109,7 @@ class SimulatedDevice:
 
 
 def _limited(trace, spec, config, fraction: float | None):
-    """The replay in an allocator that may take `fraction` of the device, as on the real one; None: without a limit."""
+    """Replay in an allocator that may take `fraction` of the device, as on a real one; None: no limit."""
     if fraction is None:
         return None
     from featurize.allocator_settings import AllocatorSettings
@@ -124,4 +124,4 @@ def _share(slot: Slot) -> str:
 
 
 class SimulatedOutOfMemoryError(RuntimeError):
-    """The modelled step does not fit the modelled device: the run is an `oom`, as on the real one."""
+    """The modelled step does not fit the modelled device, so the run is an `oom`, as on a real one."""

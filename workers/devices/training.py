@@ -26,7 +26,7 @@ _HOST_PARAMETERS = 50_000_000
 
 
 class Meter(Protocol):
-    """What differs between devices: waiting for the device, and reading its allocator."""
+    """The part that differs between devices: waiting for the device, and reading its allocator."""
 
     device: torch.device
 
@@ -99,7 +99,7 @@ def measure_training(
     reporter.flush()
     start_ns = time.monotonic_ns()
     link.report("window", t_ns=start_ns)
-    window = measure_window(run_step, memory, lambda: link.told("steady"), settings.window, start_ns)
+    window = measure_window(run_step, memory, lambda: link.received("steady"), settings.window, start_ns)
     reporter.flush()
     step_time_ms = statistics.median(window.step_times_ms)
     half_widths = {} if window.half_width_ms is None else {"step_time_ms": window.half_width_ms}

@@ -1,4 +1,4 @@
-"""When a training loop is warm, and when its measured window may end: by its step times, its memory, the worker's word.
+"""Decides when warm-up is over and when the window ends, by step times, memory and the worker's message.
 
 Start reading at `measure_window`; `warm_up` comes before it. Torch-free: steps come in as a function that runs one.
 """
@@ -31,12 +31,12 @@ _OPTIMIZER_STEPS = 32  # a loss scale of 2**16 is 1 after 16 overflows; then the
 
 _BATCH_MS = 50.0  # step times are looked at in batches, each so long
 _MIN_BATCHES = 4
-_OUTLIER_BATCHES = 7  # with fewer a slow stretch can't be told from a slow step
+_OUTLIER_BATCHES = 7  # with fewer, a slow stretch cannot be distinguished from a slow step
 _ASK_NS = 10_000_000
 
 
 class MemoryWatch:
-    """Reads an allocator seldom enough to disturb nothing, and knows when it last grew.
+    """Reads an allocator rarely enough not to disturb the steps, and tracks when it last grew.
 
     `read` gives `reserved_mib` and, where the device has them, `peak_reserved_mib` or `peak_memory_mib`.
     """
@@ -50,13 +50,13 @@ class MemoryWatch:
         self.values: dict[str, float] = {}  # as last read
 
     def step(self, t_ns: int) -> None:
-        """A step ended. Reads after each of the first five steps, then at most every 50 ms."""
+        """Record the end of a step. Reads memory after each of the first five steps, then at most every 50 ms."""
         self._steps += 1
         if self._steps <= _FIRST_STEPS or t_ns - self._read_ns >= _MEMORY_PERIOD_NS:
             self.look(t_ns)
 
     def look(self, t_ns: int) -> None:
-        """Read now."""
+        """Read memory now."""
         self._read_ns = t_ns
         self.values = self._read()
         reserved_mib = self.values["reserved_mib"]
@@ -67,13 +67,13 @@ class MemoryWatch:
             self._peak_mib, self._peak_step = peak_mib, self._steps
 
     def unchanged(self, steps: int, t_ns: int) -> bool:
-        """Whether reserved memory has not grown for `steps` steps, or for a second and at least one step."""
+        """Return whether reserved memory has not grown for `steps` steps, or for a second and at least one step."""
         since = self._steps - self._grew_step
         return since >= steps or (since >= 1 and t_ns - self._grew_ns >= _LONG_NS)
 
     @property
     def steps_since_peak(self) -> int:
-        """Steps, warm-up's included, since a new peak was seen."""
+        """Return the number of steps, including warm-up, since the last new peak."""
         return self._steps - self._peak_step
 
 
@@ -129,13 +129,13 @@ def _no_trend(times_ms: list[float], ends_ns: list[int], memory: MemoryWatch) ->
 
 
 def _deviation(values: list[float], middle: float) -> float:
-    """The standard deviation, from the median distance to the middle: outliers do not count."""
+    """Return the standard deviation, estimated from the median absolute deviation, which ignores outliers."""
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredWindow:
-    """What a window gave. `half_width_ms`: of the typical step time, 95 %; None: too few steps to tell."""
+    """Result of a window. `half_width_ms`: of the typical step time's 95 % interval; None: too few steps."""
 
     step_times_ms: list[float]
     end_ns: int
@@ -190,7 +190,7 @@ class StepPace:
     """The confidence interval of the typical step time, from the medians of batches of 50 ms (single longer steps).
 
     A window's label is the median of its steps, so that a pause of the machine does not count; batches are clipped to
-    5 deviations of their median for the same reason. Costs nothing to speak of at thousands of steps a second.
+    5 deviations of their median for the same reason. The cost is negligible at thousands of steps a second.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class StepPace:
         self._verdict = False
 
     def add(self, step_ms: float) -> None:
-        """A step ended."""
+        """Record the end of a step."""
         self._open_ms.append(step_ms)
         self._open_total_ms += step_ms
         if self._open_total_ms >= _BATCH_MS:
@@ -210,7 +210,7 @@ class StepPace:
             self._open_total_ms = 0.0
 
     def steady(self, tolerance: float) -> bool:
-        """Whether the half-width is at most `tolerance` times the step time; judged anew as batches come in."""
+        """Return whether the half-width is at most `tolerance` times the step time, over the batches so far."""
         batches = self._batches_ms
         due = self._judged + 1 if self._verdict else 1.05 * self._judged + 1
         if len(batches) >= max(_MIN_BATCHES, due):
@@ -219,7 +219,7 @@ class StepPace:
         return self._verdict
 
     def half_width_ms(self) -> float:
-        """Of the 95 % confidence interval; infinite before the second batch."""
+        """Return the half-width of the 95 % confidence interval in ms; infinite before the second batch."""
         values = self._batches_ms
         if len(values) >= _OUTLIER_BATCHES:
             middle = statistics.median(values)

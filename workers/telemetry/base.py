@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 
 class SensorUnavailable(RuntimeError):
-    """This sensor gives nothing here; the message says why and, where there is one, the mend."""
+    """The sensor cannot be used here; the message has the reason and, where there is one, the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class WatchTarget:
-    """What is to be watched: the device by UUID (None: no GPU) and the trial's root process."""
+    """Target of the sensors: the device by UUID (None: no GPU) and the trial's root process."""
 
     device_uuid: str | None
     pid: int
@@ -46,14 +46,14 @@ class WatchTarget:
 class Sensor(Protocol):
     """A source of samples. Used from one thread at a time; `watch` is called before a trial's first `sample`.
 
-    Sensors inherit from it, and so have the defaults.
+    Sensors inherit from it, which gives them the defaults.
     """
 
     name: str  # nvml | gpm | dcgm | process
     metrics: tuple[str, ...]
     period_s: float  # the fastest useful period; the sampler never asks more often
     slow: bool = False  # whether a reading may wait for a network: the sampler gives it a thread of its own
-    lag_s: float = 0.0  # how old its readings are when they can be had
+    lag_s: float = 0.0  # age of its readings when they become available
     dropped: Mapping[str, str] = MappingProxyType({})  # metric -> why this device does not give it
 
     def watch(self, target: WatchTarget) -> None:
@@ -61,7 +61,7 @@ class Sensor(Protocol):
         ...
 
     def sample(self) -> list[Sample]:
-        """The readings since the last call, oldest first; usually one, none when nothing new is there."""
+        """Return the readings since the last call, oldest first: usually one, none if there is nothing new."""
         ...
 
     def close(self) -> None: ...

@@ -33,7 +33,7 @@ _OLD_SLICE = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/(\d+)/\d+")
 
 
 class ScrapeFailed(SensorUnavailable):
-    """No page was had; `reason` is the word for it in `Sample.reasons`."""
+    """The scrape failed; `reason` is its word in `Sample.reasons`."""
 
     def __init__(self, message: str, reason: str = "exporter_error") -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class DcgmSensor(Sensor):
     ) -> None:
         """`nvml` looks up MIG slices; None: the real one.
 
-        Raises `UsageError` for a URL that cannot be meant, `SensorUnavailable` where no exporter answers.
+        Raises `UsageError` for an invalid URL, `SensorUnavailable` if no exporter answers.
         """
         self._url = checked_url(url)
         self.lag_s = lag_s
@@ -95,7 +95,7 @@ class DcgmSensor(Sensor):
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> DcgmSensor:
-        """As `make_sensors` builds it: checks at once that the exporter knows the device."""
+        """Build the sensor for `make_sensors`; checks at once that the exporter knows the device."""
         if device_uuid is None:
             checked_url(settings.dcgm_url)
             raise SensorUnavailable("this worker has no GPU")
@@ -105,7 +105,7 @@ class DcgmSensor(Sensor):
 
     @property
     def interval_s(self) -> float | None:
-        """How often the exporter renews its values, in seconds; None before two changes were seen."""
+        """Return the exporter's renewal interval in seconds; None before two changes were seen."""
         return self._interval_ns() / 1e9 if self._gaps_ns else None
 
     def watch(self, target: WatchTarget) -> None:
@@ -190,7 +190,7 @@ class DcgmSensor(Sensor):
         return bool(profiled) and values.get("gpu_util", 0) >= _BUSY and not any(profiled)
 
     def _find(self, uuid: str) -> PageReader:
-        """What to look for on a page: the exporter names a slice by its GPU's UUID and the GPU instance."""
+        """Return the page reader of a device; the exporter names a slice by its GPU's UUID and GPU instance."""
         if not uuid.startswith("MIG-"):
             return PageReader(uuid)
         if old := _OLD_SLICE.fullmatch(uuid):
@@ -201,16 +201,16 @@ class DcgmSensor(Sensor):
         else:
             initialise(nvml)
         try:
-            found = find_gpu(nvml, uuid)
-            refuse_shared(found, uuid)
-            return PageReader(as_text(nvml.nvmlDeviceGetUUID(found.gpu)), found.instance_id)
+            handles = find_gpu(nvml, uuid)
+            refuse_shared(handles, uuid)
+            return PageReader(as_text(nvml.nvmlDeviceGetUUID(handles.gpu)), handles.instance_id)
         except nvml.NVMLError as error:
             raise SensorUnavailable(f"NVML does not say which GPU {uuid} is part of: {error}") from error
         finally:
             nvml.nvmlShutdown()
 
     def _read(self, reader: PageReader) -> dict[str, float]:
-        """Our fields, as the exporter prints them. Raises `SensorUnavailable`."""
+        """Return our fields as the exporter prints them. Raises `SensorUnavailable`."""
         fields = reader.read(self._scrape())
         if not fields and reader.sliced:
             raise SensorUnavailable(
@@ -228,16 +228,16 @@ class DcgmSensor(Sensor):
         return fields
 
     def _scrape(self) -> str:
-        """The page, over a connection that is kept. Raises `ScrapeFailed`."""
+        """Return the page, over a kept-alive connection. Raises `ScrapeFailed`."""
         kept = self._connection.sock is not None
         try:
             try:
-                status, said, body = self._get()
+                status, reason, body = self._get()
             except (http.client.RemoteDisconnected, ConnectionError):
                 self._connection.close()
                 if not kept:  # only a kept connection may have been closed meanwhile
                     raise
-                status, said, body = self._get()
+                status, reason, body = self._get()
         except TimeoutError as error:
             self._connection.close()
             message = f"the dcgm-exporter at {self._url} does not answer within {_TIMEOUT_S:g} s"
@@ -250,11 +250,11 @@ class DcgmSensor(Sensor):
                 f"{self._url} answers with more than {_PAGE_LIMIT_BYTES // 2**20} MiB: no page of metrics"
             )
         if status != 200:
-            raise ScrapeFailed(f"{self._url} answers {status} {said}")
+            raise ScrapeFailed(f"{self._url} answers {status} {reason}")
         return body.decode("utf-8", "replace")
 
     def _get(self) -> tuple[int, str, bytes]:
-        """(status, its words, body)."""
+        """Return (status, reason phrase, body)."""
         parts = urllib.parse.urlsplit(self._url)
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._connection.request("GET", path, headers={"Accept": "text/plain"})
@@ -279,7 +279,7 @@ def _connection(url: str) -> http.client.HTTPConnection:
 
 
 class _TimedResponse(http.client.HTTPResponse):
-    """An answer whose head and body must be there in time together: a timeout of the socket is for each byte anew."""
+    """A response whose head and body together must arrive in time; a socket timeout restarts with each byte."""
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
@@ -308,7 +308,7 @@ class _TimedReader(io.RawIOBase):
 
 
 def checked_url(url: str) -> str:
-    """`url` as it is. Raises `UsageError` when it can't be one."""
+    """Return `url` unchanged. Raises `UsageError` if it is no URL of an exporter."""
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,4 +1,4 @@
-"""Reads a page of NVIDIA's dcgm-exporter: which fields we know, and how to find one GPU's among all of a node's.
+"""Reads a page of NVIDIA's dcgm-exporter: the known fields, and one GPU's lines among all of a node.
 
 Start reading at `PageReader`; `FIELDS` maps the exporter's fields to columns of `telemetry`.
 """
@@ -107,7 +107,7 @@ class PageReader:
         self._heads: dict[str, object] = {}  # a line up to its number -> our field, or one of the marks above
 
     def read(self, page: str) -> dict[str, float]:
-        """Our fields as the exporter prints them, by today's names. Torn and foreign lines say nothing."""
+        """Return our fields as the exporter prints them, by today's names. Torn and foreign lines are skipped."""
         fields: dict[str, float] = {}
         self.seen = self.sliced = False
         at = 0
@@ -154,19 +154,19 @@ class PageReader:
 
 
 def _labels(text: str) -> dict[str, str] | None:
-    """Labels by name in small letters; None for what are no labels."""
-    found, at = {}, 0
+    """Return the labels by lower-case name; None if the text holds no labels."""
+    labels, at = {}, 0
     while at < len(text):
         match = _LABEL.match(text, at)
         if match is None:
             return None
-        found[match[1].lower()] = match[2]
+        labels[match[1].lower()] = match[2]
         at = match.end()
-    return found
+    return labels
 
 
 def _number(text: str) -> float | None:
-    """The number after the labels; a time stamp may follow it."""
+    """Return the number after the labels; a time stamp may follow it."""
     try:
         value = float(text.split()[0])
     except (ValueError, IndexError):

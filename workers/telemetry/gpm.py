@@ -67,7 +67,7 @@ class GpmSensor(Sensor):
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> GpmSensor:
-        """As `make_sensors` builds it: checks at once that the device has GPM."""
+        """Build the sensor for `make_sensors`; checks at once that the device has GPM."""
         sensor = cls()
         try:
             sensor._supported(device_uuid)
@@ -77,16 +77,16 @@ class GpmSensor(Sensor):
         return sensor
 
     def _supported(self, uuid: str | None) -> GpuHandles:
-        found = find_gpu(self._nvml, uuid)
+        handles = find_gpu(self._nvml, uuid)
         try:
-            supported = self._nvml.nvmlGpmQueryDeviceSupport(found.gpu).isSupportedDevice
+            supported = self._nvml.nvmlGpmQueryDeviceSupport(handles.gpu).isSupportedDevice
         except self._nvml.NVMLError as error:  # drivers before GPM do not know the call
             raise SensorUnavailable(f"GPM needs Hopper or later and a driver that knows it: {error}") from error
         if not supported:
-            name = self._nvml.nvmlDeviceGetName(found.gpu)
+            name = self._nvml.nvmlDeviceGetName(handles.gpu)
             raise SensorUnavailable(f"GPM needs Hopper or later, this is {name}; use dcgm for SM activity here")
-        refuse_shared(found, uuid)
-        return found
+        refuse_shared(handles, uuid)
+        return handles
 
     def watch(self, target: WatchTarget) -> None:
         if self._nvml is None:
@@ -139,12 +139,12 @@ class GpmSensor(Sensor):
 
     def _take(self) -> None:
         """Fill the newer buffer."""
-        if (found := self._found) is None:
+        if (handles := self._found) is None:
             raise SensorUnavailable("the gpm sensor watches nothing")
-        if found.instance_id is None:
-            self._nvml.nvmlGpmSampleGet(found.gpu, self._newer)
+        if handles.instance_id is None:
+            self._nvml.nvmlGpmSampleGet(handles.gpu, self._newer)
         else:
-            self._nvml.nvmlGpmMigSampleGet(found.gpu, found.instance_id, self._newer)
+            self._nvml.nvmlGpmMigSampleGet(handles.gpu, handles.instance_id, self._newer)
 
     def _values(self) -> dict[str, float]:
         question = self._question

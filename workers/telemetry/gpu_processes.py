@@ -1,4 +1,4 @@
-"""Whose the processes on a GPU are: the trial's own, the farm's, or others that spoil what is measured.
+"""Attributes the processes on a GPU to the trial, to the farm, or to others that disturb the measurement.
 
 Start reading at `GpuProcesses.share`.
 """
@@ -21,7 +21,7 @@ NO_HOST_PIDS = (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a GPU's processes divide. None: it cannot be told; `reason` says why others cannot be counted."""
+    """Division of a GPU's processes. None: unknown; `reason` says why others cannot be counted."""
 
     own_bytes: int | None
     own_seen: bool
@@ -31,7 +31,7 @@ class Share:
 
 
 class GpuProcesses:
-    """Sorts the pids that NVML lists for one trial's GPU. What a pid is, is asked once while it stays listed.
+    """Sorts the pids that NVML lists for one trial's GPU. Each pid is looked up once while it stays listed.
 
     NVML reports the pids of the driver's machine. Inside a pid namespace of one's own (a container) and in a virtual
     machine that reaches its host's driver they mean nothing, or, worse, somebody else: so others are counted only once
@@ -47,7 +47,7 @@ class GpuProcesses:
         self._kinds: dict[int, str] = {}
 
     def share(self, listed: Mapping[int, int | None]) -> Share:
-        """`listed`: pid -> bytes of device memory charged to it (None: the driver does not say)."""
+        """Divide the processes. `listed`: pid -> bytes of device memory charged to it (None: not reported)."""
         kinds = {pid: self._kinds.get(pid) or self._kind(pid) for pid in listed}
         self._kinds = {pid: kind for pid, kind in kinds.items() if kind != "unknown"}
         by_kind: dict[str, list[int | None]] = {}
@@ -79,13 +79,13 @@ class GpuProcesses:
         return "service" if name.startswith(_MPS_SERVICES) else "other"
 
     def ignore(self, pids: Iterable[int]) -> None:
-        """From now on these processes, and those below them, are the farm's own: neither the trial's nor others."""
+        """Treat these processes and their descendants as the farm's from now on: neither the trial's nor others."""
         self.known_pids = frozenset(pids)
         self._kinds = {}
 
 
 def in_initial_pid_namespace() -> bool:
-    """Whether this process sees the pids that the driver reports."""
+    """Return whether this process sees the pids that the driver reports."""
     try:
         return os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
     except OSError:  # no /proc: not Linux, where there are no such namespaces
@@ -93,7 +93,7 @@ def in_initial_pid_namespace() -> bool:
 
 
 def belongs_to(pid: int, root: int) -> bool:
-    """Whether `pid` is `root`, of its session, or below it in the process tree."""
+    """Return whether `pid` is `root`, in its session, or its descendant."""
     if pid == root:
         return True
     try:
@@ -110,7 +110,7 @@ def belongs_to(pid: int, root: int) -> bool:
 
 
 def _name(pid: int) -> str | None:
-    """The program's name; None for a pid that is not there."""
+    """Return the program's name; None if there is no such process."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Means of a window from readings that average intervals: what each reading stands for, and how well they cover it.
+"""Means over a window from readings that are averages of intervals, and how well the readings cover the window.
 
 Start reading at `window_mean`.
 """
@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from workers.telemetry.base import Sample
 
-# A reading that does not say where its interval begins stands for the time since the one before it, but for no more
-# than this many usual intervals: across a longer gap nobody knows.
+# A reading without the start of its interval stands for the time since the one before it, but for no more than this
+# many usual intervals: longer gaps are unknown.
 REACH = 5
 
 # NVML's own averages, which DCGM passes on: a reading may tell of as much time before it (utilization of 1/6 to 1 s,
@@ -25,7 +25,7 @@ Spoils = Mapping[str, Collection[str]]  # reason of a sample -> the metrics that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowMean:
-    """A metric over a window, from one sensor. `mean` is None where nothing was read that speaks of the window."""
+    """A metric over a window, from one sensor. `mean` is None if no reading covers the window."""
 
     mean: float | None = None
     coverage: float = 0.0  # share of the window's time that readings stand for
@@ -108,8 +108,9 @@ def window_mean(
 
 
 def spoken_from_ns(metric: str, window_ns: int, warmup_ns: int | None) -> int:
-    """When readings of a metric begin to tell of the window: at its start, or later where warm-up, over which the GPU
-    is as busy as in the window, was shorter than the metric's look back."""
+    """Return when readings of a metric begin to describe the window: at its start or later.
+
+    It is later if warm-up, in which the GPU is as busy as in the window, was shorter than the metric's look back."""
     if warmup_ns is None:
         return window_ns
     return max(window_ns, warmup_ns + LOOKBACK_NS.get(metric, 0))
@@ -128,7 +129,7 @@ def share(samples: Iterable[Sample], reason: str, metric: str, start_ns: int, en
 def _intervals(
     samples: Iterable[Sample], metric: str, start_ns: int, spoils: Spoils
 ) -> list[tuple[int, int, float, bool]]:
-    """(since, until, value, whether it names `since` itself) of each usable reading, by time; no two overlap."""
+    """Return (since, until, value, whether it names `since`) of each usable reading, by time, without overlap."""
     readings = [sample for sample in samples if sample.quality != "repeated" and metric in sample.values]
     readings.sort(key=_time)
     reach_ns = REACH * usual_interval_ns([sample.t_ns for sample in readings])

@@ -78,7 +78,7 @@ class Nvml(Protocol):
 
 
 def open_nvml() -> Nvml:
-    """`pynvml`, initialised; each success is to be paired with `nvmlShutdown`. Raises `SensorUnavailable`."""
+    """Return `pynvml`, initialised; pair each success with `nvmlShutdown`. Raises `SensorUnavailable`."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -91,7 +91,7 @@ def open_nvml() -> Nvml:
 
 
 def initialise(nvml: Nvml) -> None:
-    """`nvmlInit`, its failure told as `SensorUnavailable`. NVML counts initialisations, so nesting is fine."""
+    """Call `nvmlInit`. Raises `SensorUnavailable` if it fails. NVML counts initialisations, so calls may nest."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -104,13 +104,13 @@ def _said(error: Exception) -> str:
 
 
 def as_text(value: str | bytes) -> str:
-    """Older pynvml releases return names as bytes."""
+    """Return a name as text; older pynvml releases return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 @dataclass(frozen=True)
 class GpuHandles:
-    """What a UUID names: `device` is the GPU or MIG slice itself, `gpu` the whole GPU that it is, or is part of."""
+    """NVML handles of a UUID: `device` is the GPU or MIG slice itself, `gpu` the whole GPU that it is or belongs to."""
 
     device: Any
     gpu: Any
@@ -119,7 +119,7 @@ class GpuHandles:
 
 
 def find_gpu(nvml: Nvml, uuid: str | None) -> GpuHandles:
-    """NVML's handles of the GPU or MIG slice with this UUID. Raises `SensorUnavailable`."""
+    """Return NVML's handles of the GPU or MIG slice with this UUID. Raises `SensorUnavailable`."""
     if uuid is None:
         raise SensorUnavailable("this worker has no GPU")
     try:
@@ -134,14 +134,14 @@ def find_gpu(nvml: Nvml, uuid: str | None) -> GpuHandles:
         raise SensorUnavailable(f"NVML knows no GPU with UUID {uuid}: {error}") from error
 
 
-def refuse_shared(found: GpuHandles, uuid: str | None) -> None:
-    """Raises `SensorUnavailable` for a slice whose GPU instance, which profiling counts, others compute on too."""
-    if found.shares_instance:
+def refuse_shared(handles: GpuHandles, uuid: str | None) -> None:
+    """Raise `SensorUnavailable` for a slice that shares its GPU instance, since profiling counts per instance."""
+    if handles.shares_instance:
         raise SensorUnavailable(f"profiling is per MIG GPU instance, which {uuid} shares with other compute instances")
 
 
 def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> list[Sample]:
-    """The device memory in use now, one sample or none: what a trial's is the growth of where NVML does not list it."""
+    """Return one sample of the device memory in use, or none: the base of growth if NVML lists no trial process."""
     try:
         used = nvml.nvmlDeviceGetMemoryInfo(find_gpu(nvml, uuid).device).used
     except (SensorUnavailable, nvml.NVMLError):  # the sensor says why
@@ -150,7 +150,7 @@ def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] =
 
 
 def ratio(value: float, full: float = 100.0) -> float | None:
-    """`value / full` in [0, 1]; None for what is no share. Rounding may lift a reading a little above full."""
+    """Return `value / full` in [0, 1], None if it is no share. Rounding may lift a reading slightly above full."""
     share = value / full
     if not math.isfinite(share) or share < 0 or share > 1.05:
         return None
@@ -207,7 +207,7 @@ class NvmlSensor(Sensor):
 
     @classmethod
     def create(cls, settings: Any, device_uuid: str | None) -> NvmlSensor:
-        """As `make_sensors` builds it: checks at once that the device is there."""
+        """Build the sensor for `make_sensors`; checks at once that the device exists."""
         sensor = cls()
         try:
             find_gpu(sensor._nvml, device_uuid)
@@ -223,13 +223,13 @@ class NvmlSensor(Sensor):
         return self._opened
 
     def ignore(self, pids: Iterable[int]) -> None:
-        """Do not count these processes, nor those below them, as others; for this trial and those watched later."""
+        """Do not count these processes and their descendants as others, for this trial and later ones."""
         self._known_pids = frozenset(pids)
         self._processes.ignore(self._known_pids)
 
     def watch(self, target: WatchTarget) -> None:
-        found = find_gpu(self._nvml, target.device_uuid)
-        self._device, self._gpu = found.device, found.gpu
+        handles = find_gpu(self._nvml, target.device_uuid)
+        self._device, self._gpu = handles.device, handles.gpu
         self._processes = GpuProcesses(target.pid, self._known_pids)
         self._graphics = {}
         self._slow_due_ns = 0
@@ -242,7 +242,7 @@ class NvmlSensor(Sensor):
             "energy_j": self._energy,
             "pcie_tx_mib_s": self._pcie_rates,
         }
-        if found.instance_id is None:
+        if handles.instance_id is None:
             self._readers |= of_whole_gpu
         else:
             for metric in of_whole_gpu:
@@ -271,7 +271,7 @@ class NvmlSensor(Sensor):
         return [Sample(t_ns, values) if values else Sample(t_ns, {}, "unavailable", ("nvml_error",))]
 
     def _judge(self, metric: str, error: Exception) -> None:
-        """What can never work is dropped, a lost device ends the sensor, anything else may pass by the next time."""
+        """Drop a query that can never work, end the sensor for a lost device, and ignore any other error."""
         code = getattr(error, "value", None)  # pynvml's version-mismatch error carries none
         if code in GONE:
             raise SensorUnavailable(_said(error)) from error
@@ -280,7 +280,7 @@ class NvmlSensor(Sensor):
             self._drop(metric, str(error) if code is None else _NEVER[code])
 
     def _drop(self, metric: str, reason: str) -> None:
-        """Say once why `metric`, and what comes of the same query, is not given."""
+        """Record once why `metric`, and the others of the same query, are not given."""
         together = {
             "gpu_util": ("memory_util",),
             "pcie_tx_mib_s": ("pcie_rx_mib_s",),
@@ -330,7 +330,7 @@ class NvmlSensor(Sensor):
         return values
 
     def _optional(self, list_processes: Callable[[Any], list[Any]]) -> dict[int, int | None]:
-        """A list that some devices and drivers lack: without it, what the list of compute processes says must do."""
+        """Return a list that some devices and drivers lack; without it, the compute processes must suffice."""
         try:
             return _charges(list_processes(self._device))
         except self._nvml.NVMLError as error:
@@ -370,17 +370,17 @@ class NvmlSensor(Sensor):
         return {"ecc_uncorrected": nvml.nvmlDeviceGetTotalEccErrors(self._gpu, uncorrected, volatile)}
 
     def _pcie_rates(self) -> dict[str, float]:
-        """MiB/s since the reading before, from counters that may wrap: a count that fell says nothing."""
+        """Return MiB/s since the previous reading, from counters that may wrap; a smaller count is skipped."""
         nvml, now_ns = self._nvml, self._clock_ns()
         if self._pcie is not None and now_ns - self._pcie[0] < _MIN_RATE_INTERVAL_NS:
             return {}
         fields = [nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES]
-        found = nvml.nvmlDeviceGetFieldValues(self._device, fields)
-        for field in found:
+        counters = nvml.nvmlDeviceGetFieldValues(self._device, fields)
+        for field in counters:
             if field.nvmlReturn != 0:
                 raise nvml.NVMLError(field.nvmlReturn)
         narrow = nvml.NVML_VALUE_TYPE_UNSIGNED_INT
-        counts = tuple(f.value.uiVal if f.valueType == narrow else f.value.ullVal for f in found)
+        counts = tuple(f.value.uiVal if f.valueType == narrow else f.value.ullVal for f in counters)
         before, self._pcie = self._pcie, (now_ns, counts)
         if before is None:
             return {}
@@ -393,5 +393,5 @@ class NvmlSensor(Sensor):
 
 
 def _charges(listed: Iterable[Any]) -> dict[int, int | None]:
-    """pid -> bytes; None where the driver does not say (WDDM, some containers)."""
+    """Return bytes by pid; None where the driver does not report them (WDDM, some containers)."""
     return {process.pid: process.usedGpuMemory for process in listed}

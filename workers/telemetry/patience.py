@@ -1,4 +1,4 @@
-"""Calls into drivers and networks that may never come back: waited for so long, and then left alone.
+"""Calls drivers and networks with a timeout, since such calls may never return.
 
 Start reading at `call_within`.
 """
@@ -61,13 +61,13 @@ class _Call:
 
 
 def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Return what `function` returns, or raise what it raises; `SensorUnavailable` after `timeout_s` seconds.
+    """Return or raise the result of `function`. Raises `SensorUnavailable` after `timeout_s` seconds.
 
-    Nothing can end a call that hangs in a driver: its thread stays, and until it is gone other calls of the same name
-    fail at once, so that there is never more than one. What comes back too late is closed, if it can be.
+    A call that hangs in a driver cannot be ended: its thread stays, and until it returns other calls of the same name
+    fail at once, so that there is never more than one. A late result is closed, if it can be.
     """
     if (earlier := _hanging.get(name)) is not None and earlier.busy and earlier.process == os.getpid():
-        raise SensorUnavailable(f"{name} has not come back from an earlier call")
+        raise SensorUnavailable(f"{name} has not returned from an earlier call")
     caller = _idle.pop() if _idle else _Caller()
     if caller.process != os.getpid():
         caller = _Caller()

@@ -101,7 +101,7 @@ class ProcessSensor(Sensor):
         return [Sample(t_ns, values)]
 
     def _used_since(self, cpu_s: dict[tuple[int, float], float]) -> float:
-        """CPU seconds since the last reading.
+        """Return the CPU seconds since the last reading.
 
         A child that ended moves its time to the parent that reaped it, so the tree's sum is what counts; a child that
         nobody of the tree reaped takes its time along, and then only the processes that are left count.
@@ -112,7 +112,7 @@ class ProcessSensor(Sensor):
         return sum(max(0.0, now - self._cpu_s.get(key, 0.0)) for key, now in cpu_s.items())
 
     def _read(self, tree: ProcessTree) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
-        """(CPU seconds by process, resident bytes by process id)."""
+        """Return the CPU seconds by process and the resident bytes by process id."""
         cpu_s, resident = {}, {}
         for process in tree.processes():
             try:

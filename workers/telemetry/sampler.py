@@ -39,7 +39,7 @@ _READ_ON_S = 1.0  # at most, for a source that lags
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
-    """Which sources to use and how often. Raises `UsageError` naming the key."""
+    """Telemetry sources and their period. Raises `UsageError` naming the key."""
 
     sources: tuple[str, ...] = SOURCES
     period_s: float = 0.1
@@ -65,7 +65,7 @@ class TelemetrySettings:
 
 
 def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[tuple[Sensor, ...], dict[str, str]]:
-    """(the sensors that work here, source -> why it does not). Raises `UsageError` for a broken setting."""
+    """Return the sensors that work here, and the reason for each source that does not. Raises `UsageError`."""
     sensors: list[Sensor] = []
     missing: dict[str, str] = {}
     for source in dict.fromkeys(settings.sources):
@@ -104,7 +104,7 @@ class TelemetrySampler:
         self.missing: dict[str, str] = {}
 
     def start(self, target: WatchTarget) -> None:
-        """Point every sensor at the trial and begin. Sensors that cannot watch it are in `missing`."""
+        """Point every sensor at the trial and start sampling. Sensors that cannot watch it are in `missing`."""
         assert not self._threads and not self._stopped, "a sampler serves one trial"
         for sensor in self._sensors:
             try:
@@ -123,7 +123,7 @@ class TelemetrySampler:
             thread.start()
 
     def stop(self, until_ns: int | None = None) -> list[tuple[str, Sample]]:
-        """Every reading as (sensor name, sample), by time, after `wind_up`. A second call gives nothing."""
+        """Stop and return every reading as (sensor name, sample), by time. A second call returns none."""
         if self._stopped:
             return []
         self._stopped = True
@@ -142,7 +142,7 @@ class TelemetrySampler:
         return sorted(taken, key=lambda pair: pair[1].t_ns)
 
     def wind_up(self, until_ns: int | None = None) -> None:
-        """Read each sensor of the common thread a last time: call it while the trial still holds its memory.
+        """Read each sensor of the common thread a last time. Call it while the trial still holds its memory.
 
         A source that lags (`lag_s`) is read on in its own thread until it has spoken of `until_ns`, the window's end,
         for its lag and two of its intervals and never more than a second; not at all where it cannot be done by then.
@@ -159,17 +159,17 @@ class TelemetrySampler:
 
     @property
     def sensor_names(self) -> tuple[str, ...]:
-        """The sensors that watch the trial."""
+        """Return the names of the sensors that watch the trial."""
         return tuple(sensor.name for sensor in self._watching)
 
     def new_samples(self) -> list[tuple[str, Sample]]:
-        """What was read since the last call, as (sensor name, sample); `stop` gives it again. From any thread."""
+        """Return the readings since the last call, as (sensor name, sample); `stop` repeats them. From any thread."""
         with self._lock:
             new, self._told = self._samples[self._told :], len(self._samples)
         return new
 
     def _run(self, group: list[Sensor]) -> None:
-        """The sampling loop of one thread. Leaves a last round after `stop`, except to sensors that may wait long."""
+        """Run the sampling loop of one thread, with a last round after `stop` except for sensors that may block."""
         due = {id(sensor): 0.0 for sensor in group}
         active = list(group)
         while active and not self._stopping.is_set():
@@ -192,7 +192,7 @@ class TelemetrySampler:
                 self._take(sensor)
 
     def _read_on(self, sensor: Sensor) -> None:
-        """Read a source that lags until it has spoken of the window's end."""
+        """Read a lagging source until its readings cover the window's end."""
         stopped_ns = time.monotonic_ns()
         while (last := self._last.get(sensor.name)) is not None and self._until_ns is not None:
             if last.since_ns is None:  # how often the source renews its values is not known yet
@@ -210,9 +210,9 @@ class TelemetrySampler:
                 return
 
     def _take(self, sensor: Sensor) -> bool:
-        """Read one sensor; False when it is to be left out from now on."""
+        """Read one sensor; return False if it must be left out from now on."""
         try:
-            found = sensor.sample()
+            samples = sensor.sample()
         except SensorUnavailable as reason:
             self.missing[sensor.name] = str(reason)
             return False
@@ -220,17 +220,17 @@ class TelemetrySampler:
             _log.exception("telemetry sensor %s failed", sensor.name)
             self.missing[sensor.name] = f"failed with {type(error).__name__}: {error}"
             return False
-        if found:
-            found = [_numbers_only(sample) for sample in found]
+        if samples:
+            samples = [_numbers_only(sample) for sample in samples]
             with self._lock:
-                self._samples += [(sensor.name, sample) for sample in found]
-            if readings := [sample for sample in found if sample.quality in ("measured", "suspect")]:
+                self._samples += [(sensor.name, sample) for sample in samples]
+            if readings := [sample for sample in samples if sample.quality in ("measured", "suspect")]:
                 self._last[sensor.name] = readings[-1]
         return True
 
 
 def _numbers_only(sample: Sample) -> Sample:
-    """The sample without what is no finite number: a mean of it would be none either."""
+    """Return the sample without values that are no finite numbers, which would spoil a mean."""
     if all(map(math.isfinite, sample.values.values())):
         return sample
     return dataclasses.replace(
@@ -246,7 +246,7 @@ def to_table(
     window_ns: int | None,
     window_end_ns: int | None,
 ) -> pa.Table:
-    """Rows of `telemetry` (warehouse.schema.TELEMETRY_SCHEMA), by time; metrics that were not measured are NULL.
+    """Return rows of `telemetry` (warehouse.schema.TELEMETRY_SCHEMA), by time; metrics not measured are NULL.
 
     All times are of `time.monotonic_ns`: the run's start, the warm-up's, the window's start and end. None: the trial
     never came that far, so that the phase before it lasts to the end.

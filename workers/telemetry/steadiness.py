@@ -1,4 +1,4 @@
-"""When the figures that are sampled of a running trial are steady: their confidence intervals, as readings come in.
+"""Decides when a running trial's sampled figures are steady, by their confidence intervals as readings arrive.
 
 Start reading at `TargetFollower`; `mean_half_width` is the statistics. Torch-free; no clock of its own.
 """
@@ -46,12 +46,12 @@ _STUDENT = (
 
 
 def student_t(freedom: int) -> float:
-    """The factor of a 95 % confidence interval with so many degrees of freedom; off by less than 0.3 %."""
+    """Return Student's t for a 95 % confidence interval with these degrees of freedom, within 0.3 %."""
     return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.5 / freedom
 
 
 def mean_half_width(sums: Sequence[float], lengths: Sequence[float]) -> float:
-    """Half-width of the 95 % confidence interval of `sum(sums) / sum(lengths)`, the mean over blocks of a series.
+    """Return the half-width of the 95 % confidence interval of `sum(sums) / sum(lengths)`, the mean over blocks.
 
     Batch means (Law, Simulation Modeling and Analysis, chapter 9) with blocks of unequal length as a ratio estimator.
     Blocks that resemble their neighbours, as those of a drifting series do, hold less than they seem: a positive
@@ -73,7 +73,7 @@ def mean_half_width(sums: Sequence[float], lengths: Sequence[float]) -> float:
 
 
 def parts(count: int) -> list[tuple[int, int]]:
-    """(first, end) indices that cut `count` values in a row into at most 12 groups of about equal size."""
+    """Return (first, end) indices that divide `count` consecutive values into at most 12 about equal groups."""
     groups = min(count, _MAX_BLOCKS)
     return list(pairwise(round(index * count / groups) for index in range(groups + 1))) if groups else []
 
@@ -96,7 +96,7 @@ class _Series:
 
     @property
     def interval_ns(self) -> int | None:
-        """What the source has shown to be the time between its readings; None before two of them."""
+        """Return the observed time between the source's readings in ns; None before two readings."""
         return int(statistics.median(self.gaps_ns)) if self.gaps_ns else None
 
     def add(self, end_ns: int, start_ns: int | None, value: float) -> None:
@@ -140,7 +140,7 @@ class _Series:
             self.add(*reading)
 
     def cut(self, steps: Sequence[int]) -> None:
-        """Take the step ends that readings cover by now as places where a block may end."""
+        """Add the step ends that readings cover by now as possible ends of blocks."""
         if len(self.knots) < 2:
             return
         while self.next_step < len(steps) and steps[self.next_step] <= self.knots[-1][0]:
@@ -156,7 +156,7 @@ class _Series:
         return t_ns, before + (after - before) * share, min(share, 1 - share)
 
     def blocks(self) -> tuple[list[float], list[float]]:
-        """(integrals, lengths in s) of at most 12 about equal blocks, each two sampling periods long or a step.
+        """Return (integrals, lengths in s) of at most 12 about equal blocks, each two sampling periods or a step long.
 
         Where there is a choice a block ends close to a reading's end: inside of a reading the integral is a guess.
         More blocks would narrow Student's t by little, and longer ones make less of these guesses.
@@ -222,7 +222,7 @@ class TargetFollower:
         self._window_ns: int | None = None
 
     def begin(self, window_ns: int, warmup_ns: int | None = None) -> None:
-        """The window began; readings from before it may have been added, and so may later ones.
+        """Record the begin of the window; readings may have been added before.
 
         `warmup_ns`: when the first step did, so that averages which look back past it are left out.
         """
@@ -232,7 +232,7 @@ class TargetFollower:
             series.begin(spoken_from_ns(metric, window_ns, warmup_ns))
 
     def add(self, samples: Iterable[tuple[str, Sample]]) -> None:
-        """New readings as (sensor name, sample), each sensor's in the order of time."""
+        """Add new readings as (sensor name, sample), each sensor's in order of time."""
         for sensor, sample in samples:
             if sample.quality in ("repeated", "unavailable"):
                 continue
@@ -243,28 +243,28 @@ class TargetFollower:
                     series.add(sample.t_ns, sample.since_ns, value)
 
     def mark_step(self, t_ns: int) -> None:
-        """A training step ended at `t_ns`; not every step's end has to be told."""
+        """Record that a training step ended at `t_ns`; steps may be left out."""
         if not self._steps or t_ns > self._steps[-1]:
             self._steps.append(t_ns)
 
     def steady(self, now_ns: int) -> bool:
-        """Whether nothing is to be waited for: the interval of every target that is given is inside its tolerance."""
+        """Return whether the interval of every target that has readings is inside its tolerance."""
         if self._window_ns is None:
             return False
         return all(self._target_steady(target, now_ns) for target in self._targets)
 
     def half_widths(self) -> dict[str, float]:
-        """target -> half-width of the 95 % confidence interval of its mean, in its own unit; no key: not known."""
-        return {target: found[1] for target in self._targets if (found := self._interval(target))}
+        """Return the half-width of each target's 95 % confidence interval, in its own unit; unknown ones are absent."""
+        return {target: interval[1] for target in self._targets if (interval := self._interval(target))}
 
     def means(self) -> dict[str, float]:
-        """target -> the mean that its half-width is about."""
-        return {target: found[0] for target in self._targets if (found := self._interval(target))}
+        """Return the mean of each target to which its half-width belongs."""
+        return {target: interval[0] for target in self._targets if (interval := self._interval(target))}
 
     def _series_of(self, target: str) -> _Series | None:
-        """The first source of the target that has given readings of the window."""
-        found = (self._series[source] for source in self._targets[target])
-        return next((series for series in found if len(series.knots) >= 2), None)
+        """Return the target's first source that has readings of the window, or None."""
+        sources = (self._series[source] for source in self._targets[target])
+        return next((series for series in sources if len(series.knots) >= 2), None)
 
     def _target_steady(self, target: str, now_ns: int) -> bool:
         waiting = [self._series[source] for source in self._targets[target]]
@@ -276,10 +276,10 @@ class TargetFollower:
             return False  # its first reading may still come
         if series not in waiting:
             return True  # the source ended: what it gave is what there will be
-        found = self._interval(target)
-        if found is None:
+        interval = self._interval(target)
+        if interval is None:
             return False
-        mean, half_width, blocks = found
+        mean, half_width, blocks = interval
         return half_width <= self._tolerance(target, mean) * (1.0 if blocks >= _SURE_BLOCKS else 0.5)
 
     def _tolerance(self, target: str, mean: float) -> float:
@@ -296,7 +296,7 @@ class TargetFollower:
         return now_ns - max(series.last_ns or 0, self._window_ns or 0) <= patience_ns
 
     def _interval(self, target: str) -> tuple[float, float, int] | None:
-        """(mean, half-width, blocks) of a target; None while it has too few blocks."""
+        """Return (mean, half-width, blocks) of a target; None while it has too few blocks."""
         series = self._series_of(target)
         if series is None or self._window_ns is None:
             return None
