@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from farm.sampling import sample
 from farm.space import parse_space
 from featurize import vision
@@ -213,7 +213,7 @@ def test_other_refusals_and_what_is_none(nets):
 def test_a_missing_library_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
     for model, how in (("transformers:GPT2Model", "transformers"), ("timm:create_model", "--no-deps timm")):
-        with pytest.raises(UsageError, match=f"pip install {how}$"):
+        with pytest.raises(EnvironmentProblem, match=f"pip install {how}$"):
             zoo.build(config(model))
     zoo._kind.cache_clear()
     assert zoo.kind(config("transformers:GPT2Model")) == "zoo/transformers.GPT2Model"
