@@ -41,7 +41,8 @@ def entry(cfg: DictConfig) -> int:
 
     `UsageError`, behind the report, where `data=` names what is no data folder.
     """
-    from farm.settings import device_choice, values_of
+    from conf.overrides import plain_values
+    from farm.settings import device_choice
 
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
@@ -49,7 +50,7 @@ def entry(cfg: DictConfig) -> int:
         raise UsageError(f"repair must be true or false, got {cfg.repair!r}")
     if cfg.repair:
         return _repair(cfg.data, cfg.format)
-    choice = device_choice(values_of(cfg.device))
+    choice = device_choice(plain_values(cfg.device))
     report = examine(cfg.data, choice, cfg.telemetry.dcgm_url)
     if cfg.format == "json":
         print(json.dumps(report, indent=2))

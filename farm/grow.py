@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import CommandError, UsageError
+from conf.overrides import plain_values
 from conf.plain_text import error_line
 from farm.growth.cycle import Left, NightWork, message_of
 from farm.growth.machine import environment_now, machine_of
@@ -25,7 +26,6 @@ from farm.model_check import require_models
 from farm.monitoring.service import Service, service_settings
 from farm.outcomes import EXIT_ALL_FAILED
 from farm.queue_copy import queue_to_read
-from farm.settings import values_of
 from warehouse.folder import DataFolder
 from warehouse.lock_file import open_lock
 from workers.devices import DeviceChoice
@@ -41,7 +41,7 @@ _CELLS_SHOWN = 6  # of each dimension, by a dry run
 
 def entry(cfg: DictConfig) -> int:
     """Run a cycle, go on with one that is open, or only say what would run."""
-    values = values_of(cfg)
+    values = plain_values(cfg)
     if "arch" in values:  # as farm.submit has it
         raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
     settings = GrowSettings.from_values(values)

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.own_packages import SAFE_PATH, working_folder
+from conf.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.plain_text import error_line
-from conf.ray_session import own_session_environment, putting_last
+from conf.ray_session import own_session_environment
 from farm.executors import Completion
 from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
@@ -117,7 +117,7 @@ class PinnedWorker:
 
 def _actor_class() -> type:
     """Return the class of the actors: one that is sent by value, and mends the path before any import of ours."""
-    put_last = putting_last(working_folder())
+    put_last = searching_last(working_folder())
 
     class RayWorker:
         def __init__(self, *arguments: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
+from conf.overrides import plain_values
 from farm.ray_executor import ClusterSettings
 from farm.sampling import POLICIES, Limits, checked_batch_sizes
 from farm.space import Space, space_of_mapping
@@ -62,7 +63,7 @@ class SubmitSettings:
         """Raises `UsageError` naming the key."""
         if "arch" not in cfg:
             raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
-        values = values_of(cfg)
+        values = plain_values(cfg)
         space = space_of_mapping(values["arch"])
         require_within_limits(space)
         return cls(
@@ -92,15 +93,6 @@ class SubmitSettings:
             "limits": self.limits.to_mapping(),
             "settings": {"device": self.device.to_mapping(), "trial": self.trial.to_mapping(), **pairs},
         }
-
-
-def values_of(cfg: DictConfig) -> dict[str, Any]:
-    """Return a command's composed config as plain values."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
 
 
 def device_choice(values: dict[str, Any]) -> DeviceChoice:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
 from conf.cli import command
+from conf.overrides import plain_values
 from farm.jobs import Job, Queue, job_id_for
 from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
 from farm.model_check import require_models
@@ -19,7 +20,7 @@ from farm.monitoring.service import Service, service_settings
 from farm.queue_copy import queue_to_read
 from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.sampling import sample_range
-from farm.settings import SubmitSettings, values_of
+from farm.settings import SubmitSettings
 from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json
@@ -44,7 +45,7 @@ def entry(cfg: DictConfig) -> int:
     require_models([settings.space])
     if not settings.detach:
         settings.cluster.check_address()
-    log, metrics = service_settings(values_of(cfg))
+    log, metrics = service_settings(plain_values(cfg))
     folder = DataFolder.resolve(settings.data)
     if settings.n > ASK_ABOVE:
         examples = _configs(settings, 0, EXAMPLES)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
+from conf.overrides import plain_values
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
 from farm.jobs import Job, Queue
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
@@ -22,7 +23,6 @@ from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_executor import ClusterSettings
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from farm.settings import values_of
 from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
 
@@ -34,7 +34,7 @@ _LOOK_AGAIN_S = 2.0
 
 def entry(cfg: DictConfig) -> int:
     """Work off the whole queue; 130 when interrupted, 1 where every trial of a job failed."""
-    values = values_of(cfg)
+    values = plain_values(cfg)
     if not isinstance(values["wait"], bool):
         raise UsageError(f"wait must be true or false, got {values['wait']!r}")
     trust = parse_trust(values["trust"])

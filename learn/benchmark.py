@@ -224,10 +224,10 @@ def _counted(
 
 def entry(cfg) -> int:
     """The command: settings in, tables out, and the files that are asked for."""
-    from learn.commands.plain_settings import plain_settings
+    from conf.overrides import plain_values
     from learn.evaluation.benchmark_view import BenchmarkProgress, print_benchmark, write_json
 
-    settings = BenchmarkSettings(**plain_settings(cfg))
+    settings = BenchmarkSettings(**plain_values(cfg))
     with BenchmarkProgress(f"benchmark of {settings.target}") as progress:
         done = benchmark(settings, progress=progress.update)
     print_benchmark(done, by=settings.by, worst=settings.worst)

@@ -344,9 +344,9 @@ def entry(cfg) -> int:
     from rich.progress import TimeRemainingColumn
 
     from conf.bars import start_bar
-    from learn.commands.plain_settings import plain_settings
+    from conf.overrides import plain_values
 
-    values = plain_settings(cfg)
+    values = plain_values(cfg)
     values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
     settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
+from conf.overrides import plain_values
 from featurize.own_code import config_of_user, parse_trust
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.plain_settings import plain_settings
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.model_names import load_factory
 from learn.estimation.past_run import known_to, load_run
@@ -36,7 +36,7 @@ def entry(cfg: DictConfig) -> int:
     from learn.cases import name_of
     from learn.estimation.estimate_view import print_json, print_table
 
-    values = plain_settings(cfg)
+    values = plain_values(cfg)
     values |= {key: str(values[key]) for key in PATHS if values[key] is not None}  # a file may be called 5
     given = [key for key in ("model", "config", "run", "configs") if values[key] is not None]
     if len(given) != 1:

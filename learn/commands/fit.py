@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
-from learn.commands.plain_settings import plain_settings
+from conf.overrides import plain_values
 from learn.fitting import FitSettings, fit
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def entry(cfg: DictConfig) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    settings = FitSettings(**plain_settings(cfg))
+    settings = FitSettings(**plain_values(cfg))
     screen = Console()
     with StepBar(settings.target) as bar:
         done = fit(settings, progress=bar.update)
