@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
 from conf.cli import EXIT_INTERRUPTED, command
@@ -14,16 +13,12 @@ from farm.comparison.view import as_json, lines
 from farm.comparison.write import write_comparison
 from warehouse.folder import DataFolder
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
-
-def entry(cfg: DictConfig) -> int:
-    """Compare what `cfg` names: a table or JSON, and a page.
+def entry(settings: CompareSettings) -> int:
+    """Compare two sides: a table or JSON, and a page.
 
     Returns 1 where no configuration has figures on both sides, 130 when interrupted.
     """
-    settings = CompareSettings.from_config(cfg)
     if settings.report is not None:  # found writable before anything runs
         checked_report(settings.report, key="report", like="compare.html", data=[DataFolder.resolve().root])
     # What a run says on its way is for people; with format=json standard output is the result's.

@@ -222,12 +222,10 @@ def _counted(
     return tuple(figures), scored
 
 
-def entry(cfg) -> int:
+def entry(settings: BenchmarkSettings) -> int:
     """The command: settings in, tables out, and the files that are asked for."""
-    from conf.overrides import plain_values
     from learn.evaluation.benchmark_view import BenchmarkProgress, print_benchmark, write_json
 
-    settings = BenchmarkSettings(**plain_values(cfg))
     with BenchmarkProgress(f"benchmark of {settings.target}") as progress:
         done = benchmark(settings, progress=progress.update)
     print_benchmark(done, by=settings.by, worst=settings.worst)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf import own_packages
-from conf.commands import COMMANDS, summary
-from conf.keys import description
+from conf.commands import COMMANDS, description, summary
 from gpufarm.__main__ import main
 from infra.generate_docs import command_modules
 
