@@ -1,4 +1,4 @@
-"""The keys of `conf/benchmark.yaml`, checked together before anything is read.
+"""The settings of a benchmark, checked together before anything is read.
 
 Start reading at `BenchmarkSettings`.
 """
