@@ -42,13 +42,14 @@ class ConfigGroup:
     added: bool
 
 
-def key(default: Any = MISSING, help: str = "", kind: str = "") -> Any:
+def key(default: Any = MISSING, help: str = "", kind: str | None = "") -> Any:
     """Return a dataclass field that is a key of a command.
 
     Args:
         default: The value where none is given; left out, the key is required.
         help: Meaning, for `--help`.
         kind: Narrows the annotation, as `int >= 1` or `new path`; where it holds a `|`, it is the whole kind.
+            None leaves the value to the class's own checks, which report it together with all else.
     """
     return dataclasses.field(default=default, metadata={_HELP: help, _KIND: kind})
 
@@ -86,7 +87,7 @@ class Key:
     name: str  # dotted
     default: Any
     help: str
-    kind: str  # as `int >= 1 | null`; empty for a group
+    kind: str  # as `int >= 1 | null`; empty for a group, and for what the class checks
     group: ConfigGroup | None = None
 
 
@@ -105,7 +106,8 @@ def _own_keys(settings: type) -> Iterator[Key]:
         elif chosen := field.metadata.get(_GROUP):
             yield Key(field.name, chosen.default, field.metadata[_HELP], "", chosen)
         elif _HELP in field.metadata:
-            kind = declared_kind(hints[field.name], field.metadata[_KIND])
+            narrower = field.metadata[_KIND]
+            kind = "" if narrower is None else declared_kind(hints[field.name], narrower)
             yield Key(field.name, field.default, field.metadata[_HELP], kind)
 
 
@@ -134,7 +136,7 @@ def _is_mapping(annotation: Any) -> bool:
 
 def kinds_of(settings: type) -> dict[str, Kind]:
     """Return what each key may hold, groups aside."""
-    return {one.name: Kind.parse(one.kind) for one in keys_of(settings) if one.group is None}
+    return {one.name: Kind.parse(one.kind) for one in keys_of(settings) if one.kind}
 
 
 def groups_of(settings: type) -> dict[str, ConfigGroup]:
@@ -160,7 +162,8 @@ def schema(settings: type) -> type:
             fields.append((field.name, Any, None))
             defaults += [] if chosen.added else [{field.name: chosen.default}]
         elif _HELP in field.metadata:
-            annotation = Any if "|" in field.metadata[_KIND] else _for_omegaconf(hints[field.name])
+            narrower = field.metadata[_KIND]
+            annotation = Any if narrower is None or "|" in narrower else _for_omegaconf(hints[field.name])
             fields.append((field.name, annotation, _default(field.default)))
     if groups_of(settings):
         fields.append(("defaults", list[Any], _default(["_self_", *defaults])))

@@ -71,9 +71,9 @@ class BuildSettings:
         "fit on the runs of datasets/ as well, where it has any; false: not; or the folder of a data set",
         "bool | path",
     )
-    distil: int = key(3360, "configurations that the fast path is distilled on")
-    seed: int = key(0, "of splits, fits and the choice of configurations")
-    workers: int | None = key(None, "processes of Ray; default the number of CPUs; 0 works in this process")
+    distil: int = key(3360, "configurations that the fast path is distilled on", None)
+    seed: int = key(0, "of splits, fits and the choice of configurations", None)
+    workers: int | None = key(None, "processes of Ray; default the number of CPUs; 0 works in this process", None)
 
     def __post_init__(self) -> None:
         problems = []
