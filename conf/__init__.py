@@ -1,4 +1,4 @@
-"""Hydra configuration files (`pkg://conf`), one YAML per command and one folder per config group.
+"""Command lines: settings classes (`conf.settings`), and Hydra's files (`pkg://conf`), one folder per config group.
 
-Start reading at `submit.yaml`; `conf.cli` turns any of these files into a command line.
+Start reading at `conf.commands`; `conf.cli` turns a settings class into a command line.
 """

@@ -1,4 +1,4 @@
-"""KEY=VALUE arguments and exit codes of developers' commands, which have no YAML file of their own.
+"""KEY=VALUE arguments and exit codes of developers' commands, which have no settings class of their own.
 
 Start reading at `keyed_values`; what users call goes through `conf.cli`.
 """

@@ -1,6 +1,6 @@
-"""Turns a YAML file of this package into a command line: overrides in, a composed config out, one-line errors.
+"""Turns a settings class into a command line: overrides in, an object of the class out, one-line errors.
 
-Start reading at `command`; `conf.overrides` reads the arguments, `conf.keys` the YAML files. Hydra's own decorator is
+Start reading at `command`; `conf.overrides` reads the arguments, `conf.keys` the keys. Hydra's own decorator is
 not used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the
 first mistake; Hydra's compose API underneath is the same.
 """
@@ -14,14 +14,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from conf.commands import COMMANDS
+from conf.commands import COMMANDS, description, settings_class
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
 from conf.extras import advice_for
-from conf.keys import command_options, description, documented_keys, group_options, groups, meaning
-from conf.overrides import Override, check_readable, load_config, parsed
+from conf.keys import command_options, documented_choice, documented_keys, group_options, groups, meaning
+from conf.overrides import Override, check_readable, load_config, parsed, plain_values
 from conf.plain_text import bounded, one_line, printable
+from conf.settings import built
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -40,7 +41,7 @@ _ENVIRONMENT_ERRNOS = {
 }  # fmt: skip
 
 
-Entry: TypeAlias = "Callable[[DictConfig], int | None]"
+Entry: TypeAlias = "Callable[[Any], int | None]"  # takes an object of the command's settings class
 Rewrite = Callable[[Sequence[str]], list[str]]
 
 
@@ -50,7 +51,7 @@ def command(
     positional: str | None = None,
     rewrite: Rewrite | None = None,
 ) -> NoReturn:
-    """Run `entry(cfg)` with `conf/NAME.yaml` and the process's arguments, then exit with its return value.
+    """Run `entry(settings)` with the settings that the process's arguments give, then exit with its return value.
 
     `positional` names the key of the one argument that is no override, the one with white space. Values of text keys
     are taken as they stand, with their commas and brackets.
@@ -92,7 +93,7 @@ def run(
             print(OmegaConf.to_yaml(cfg), end="")
             return 0
         _require(name, cfg)
-        return entry(cfg) or 0
+        return entry(_typed(name, cfg)) or 0
     except CommandError as error:
         print_error(error)
         return EXIT_USAGE
@@ -236,14 +237,18 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
     return True, arguments[:at] + arguments[at + 2 :]
 
 
+def _typed(name: str, cfg: DictConfig) -> Any:
+    """Return the composed config as an object of the command's settings class."""
+    return built(settings_class(name), plain_values(cfg))
+
+
 def _require(name: str, cfg: DictConfig) -> None:
     """Raise `UsageError` that names every missing required key with its help text."""
     from omegaconf import OmegaConf
 
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
-        texts = {key: meaning(text) for key, _default, text in documented_keys(name)}
-        parts = [f"{key}=... ({texts[key]})" if texts.get(key) else f"{key}=..." for key in missing]
+        parts = [f"{key}=... ({text})" if (text := meaning(name, key)) else f"{key}=..." for key in missing]
         raise UsageError(f"missing {'; '.join(parts)}")
 
 
@@ -256,7 +261,7 @@ def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def help_text(name: str) -> str:
-    """Return the `--help` of a command from its YAML file: description, keys with defaults, groups with choices."""
+    """Return the `--help` of a command from its settings class: description, keys and defaults, choices."""
     described = []
     for line in description(name):
         for group in groups():  # {arch} in a description stands for the choices there are
@@ -270,7 +275,7 @@ def help_text(name: str) -> str:
         rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
         if default in group_options(key):
             rows += [
-                (f"  {key}.{inner}={value}", comment) for inner, value, comment in documented_keys(f"{key}/{default}")
+                (f"  {key}.{inner}={value}", comment) for inner, value, comment in documented_choice(name, key, default)
             ]
     width = min(38, max(len(left) for left, _ in rows))
     lines = [f"  {left:<{width}}  {text}".rstrip() for left, text in rows]

@@ -1,4 +1,4 @@
-"""Keys of a command, read from its YAML file: names, defaults, help texts, kinds, and groups with their choices.
+"""Keys of a command: names, defaults, help texts and kinds, from its settings class and the files of its groups.
 
 Start reading at `documented_keys`. Nothing is composed here, and neither Hydra nor OmegaConf is imported.
 """
@@ -6,18 +6,18 @@ Start reading at `documented_keys`. Nothing is composed here, and neither Hydra 
 from __future__ import annotations
 
 import importlib.resources
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
+from conf.commands import settings_class
+from conf.settings import Key, groups_of, keys_of, kinds_of, written
 from conf.values import Kind
 
-SPACES = "arch"  # the group of search spaces
 _DESCRIPTIONS_ONLY = {("estimate", "device")}  # (command, group): no choices with a backend that runs trials
-_KIND = re.compile(r"\[([^\]]+)\](?: |$)")  # at the start of a key's comment
-_OFFERED = re.compile(r"\{(\w+)\}")
 
 
+@cache
 def groups() -> tuple[str, ...]:
     """Return the config groups: the folders of this package that hold YAML files."""
     root = importlib.resources.files("conf")
@@ -37,55 +37,43 @@ def command_options(name: str, group: str) -> tuple[str, ...]:
     options = group_options(group)
     if (name, group) not in _DESCRIPTIONS_ONLY:
         return options
-    return tuple(
-        option for option in options if not any(key == "backend" for key, *_ in documented_keys(f"{group}/{option}"))
-    )
+    return tuple(option for option in options if "backend" not in choice_values(group, option))
 
 
 def offered_groups(name: str) -> tuple[str, ...]:
-    """Return the groups that a command takes with `+GROUP=CHOICE`: those whose choices its description lists."""
-    return tuple(group for group in _OFFERED.findall("\n".join(description(name))) if group in groups())
+    """Return the groups that a command takes with `+GROUP=CHOICE`."""
+    return tuple(group for group, one in groups_of(settings_class(name)).items() if one.added)
 
 
 def chosen_by_default(name: str) -> dict[str, str]:
-    """Return the groups of a command's defaults list with their default choice (`null`: none)."""
-    return {key: default for key, default, _text in documented_keys(name) if key in groups()}
+    """Return the groups that a command takes with `GROUP=CHOICE`, with their default choice (`null`: none)."""
+    return {group: one.default or "null" for group, one in groups_of(settings_class(name)).items() if not one.added}
 
 
-@cache
-def description(name: str) -> tuple[str, ...]:
-    """Return the comment lines at the top of `conf/NAME.yaml`."""
-    lines = []
-    for line in _yaml_text(name).splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" "))
-    return tuple(lines)
-
-
-@cache
 def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
-    """Return (dotted key, default as written, trailing comment) of each key of `conf/NAME.yaml`."""
-    rows: list[tuple[str, str, str]] = []
-    path: list[str] = []
-    for line in _yaml_text(name).splitlines():
-        body, _, comment = line.partition(" # ")
-        stripped = body.strip()
-        if not stripped or stripped.startswith("#"):
-            continue
-        depth = (len(body) - len(body.lstrip())) // 2
-        if stripped.startswith("- ") or ":" not in stripped:
-            if path[:1] == ["defaults"] and ":" in stripped:
-                key, _, default = stripped[2:].partition(":")
-                rows.append((key.strip(), default.strip(), comment.strip()))
-            continue
-        key, _, default = stripped.partition(":")
-        path = [*path[:depth], key.strip().strip('"')]  # quoted where YAML would read it as true or false
-        if path == ["defaults"]:
-            continue
-        rows.append((".".join(path), default.strip(), comment.strip()))
-    parents = {key.rpartition(".")[0] for key, _, _ in rows}
-    return tuple(row for row in rows if row[1] or row[0] not in parents)
+    """Return (dotted key, default as written, help text with the kind) of each key of a command."""
+    return tuple(
+        (one.name, one.group.default or "null" if one.group else written(one.default), text_of(one))
+        for one in keys_of(settings_class(name))
+        if one.group is None or not one.group.added
+    )
+
+
+def text_of(key: Key) -> str:
+    """Return a key's help text, which begins with its kind."""
+    return f"[{key.kind}] {key.help}".strip() if key.kind else key.help
+
+
+def documented_choice(name: str, group: str, choice: str) -> tuple[tuple[str, str, str], ...]:
+    """Return the same of each key of a group's choice, as a command takes it."""
+    described = groups_of(settings_class(name))[group].schema
+    texts = {one.name: text_of(one) for one in keys_of(described)} if described else {}
+    return tuple((key, written(value), texts.get(key, "")) for key, value in choice_values(group, choice).items())
+
+
+def meaning(name: str, key: str) -> str:
+    """Return a key's help text without its kind."""
+    return next((one.help for one in keys_of(settings_class(name)) if one.name == key), "")
 
 
 def known_keys(name: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
@@ -94,32 +82,36 @@ def known_keys(name: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
     keys += [group for group in chosen if group not in keys]
     for group, choice in chosen.items():
         if choice in group_options(group):
-            keys += [f"{group}.{key}" for key, _default, _text in documented_keys(f"{group}/{choice}")]
+            keys += [f"{group}.{key}" for key in choice_values(group, choice)]
     return tuple(keys)
-
-
-def meaning(text: str) -> str:
-    """Return a key's help text without its kind."""
-    return _KIND.sub("", text, count=1) if _KIND.match(text) else text
 
 
 def kinds(name: str, chosen: Mapping[str, str]) -> dict[str, Kind]:
     """Return the kind of each key that declares one.
 
-    Other keys are checked where they are parsed, as are the keys of search spaces, whose comments have lists of values
-    in brackets.
+    Keys of search spaces and of device descriptions are checked where they are parsed.
     """
-    declared = _own_kinds(name)
-    for group, choice in chosen.items():
-        if group != SPACES and choice in group_options(group):
-            declared |= {f"{group}.{key}": kind for key, kind in _own_kinds(f"{group}/{choice}").items()}
+    settings = settings_class(name)
+    declared = dict(kinds_of(settings))
+    for group, one in groups_of(settings).items():
+        if one.schema is not None and chosen.get(group) in group_options(group):
+            there = choice_values(group, chosen[group])
+            declared |= {f"{group}.{key}": kind for key, kind in kinds_of(one.schema).items() if key in there}
     return declared
 
 
-def _own_kinds(name: str) -> dict[str, Kind]:
-    matches = ((key, _KIND.match(text)) for key, _default, text in documented_keys(name))
-    return {key: Kind.parse(match[1]) for key, match in matches if match}
+@cache
+def choice_values(group: str, choice: str) -> Mapping[str, Any]:
+    """Return the values of `conf/GROUP/CHOICE.yaml` by dotted key."""
+    import yaml
+
+    text = (importlib.resources.files("conf") / group / f"{choice}.yaml").read_text(encoding="utf-8")
+    return dict(_flat(yaml.safe_load(text)))
 
 
-def _yaml_text(name: str) -> str:
-    return (importlib.resources.files("conf") / f"{name}.yaml").read_text(encoding="utf-8")
+def _flat(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "low" not in value:  # a range of a search space is one value
+            yield from _flat(value, f"{parent}{key}.")
+        else:
+            yield f"{parent}{key}", value

@@ -1,6 +1,6 @@
 """Command-line arguments as values of a composed config; all mistakes are reported together.
 
-Start reading at `load_config`. Keys and choices are checked against the YAML files before Hydra sees anything, since
+Start reading at `load_config`. Keys and choices are checked against the settings class before Hydra sees anything, as
 its own grammar knows more (packages, deletions, sweeps, its own settings) than these commands have.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from conf.commands import settings_class
 from conf.device_names import resolve_device
 from conf.errors import UsageError, shown, unknown_name
 from conf.keys import (
@@ -25,6 +26,7 @@ from conf.keys import (
     offered_groups,
 )
 from conf.plain_text import first_line
+from conf.settings import Settings, built, schema
 from conf.space_overrides import replacing
 from conf.values import Kind, problems_of
 
@@ -99,7 +101,7 @@ def _unreadable(argument: str) -> str | None:
 
 
 def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
-    """Compose `conf/NAME.yaml` with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
+    """Compose a command's settings with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
 
     Of a key that is given twice the last value counts, so that a script's own arguments can be overridden. The values
     of keys whose kind is text are taken as they stand. Required keys may be missing
@@ -127,7 +129,11 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
         raise UsageError("; ".join(problems))
     # Hydra takes no null for a group, and of these the default is null anyway.
     no_choices = [group for group, choice in chosen.items() if choice == "null"]
-    cfg = _composed(name, [override for override in overrides if override.key not in (*texts, *no_choices)])
+    composed = _composed(
+        name, [override for override in overrides if override.key not in (*texts, *no_choices)], declared
+    )
+    absent = [group for group in offered_groups(name) if group not in chosen]
+    cfg = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in absent])
     for key, written in texts.items():
         OmegaConf.update(cfg, key, literal(written))
     if problems := problems_of(plain_values(cfg), declared):
@@ -208,13 +214,15 @@ def _stands_as_typed(override: Override, kind: Kind | None) -> bool:
     return override.verbatim or (kind is not None and kind.stands_as_typed(override.written))
 
 
-def _composed(name: str, overrides: Sequence[Override]) -> DictConfig:
+def _composed(name: str, overrides: Sequence[Override], declared: Mapping[str, Kind]) -> DictConfig:
     from hydra import compose, initialize_config_module
+    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    if problems := list(_unparsed(overrides)):
+    if problems := list(_unfit(overrides, declared)):
         raise UsageError("; ".join(problems))
+    ConfigStore.instance().store(name=name, node=schema(settings_class(name)))
     with initialize_config_module(config_module="conf", version_base="1.3"):
         try:
             return compose(name, overrides=replacing([override.text() for override in overrides]))
@@ -230,8 +238,8 @@ def _composed(name: str, overrides: Sequence[Override]) -> DictConfig:
             raise UsageError("; ".join(problems) or first_line(error)) from error
 
 
-def _unparsed(overrides: Sequence[Override]) -> Iterator[str]:
-    """Yield the problems of each value by itself."""
+def _unfit(overrides: Sequence[Override], declared: Mapping[str, Kind]) -> Iterator[str]:
+    """Yield the problems of each value by itself: before composing, which would make 5 of `'5'` and true of 2."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -244,6 +252,21 @@ def _unparsed(overrides: Sequence[Override]) -> Iterator[str]:
             continue
         if parsed_override.is_sweep_override():
             yield f"{override.key} takes one value, not several to choose from: {shown(override.text())}"
+        elif "${" not in override.written and override.key not in groups():
+            yield from problems_of(_nested(override.key, parsed_override.value()), declared)
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    *parents, last = key.split(".")
+    values = {last: value}
+    for name in reversed(parents):
+        values = {name: values}
+    return values
+
+
+def load_settings(settings: type[Settings], name: str, arguments: Sequence[str]) -> Settings:
+    """Return what a command's `entry` is given for these arguments, as an object of its settings class."""
+    return built(settings, plain_values(load_config(name, arguments)))
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:

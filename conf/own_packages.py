@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,6 +52,38 @@ def working_folder() -> str | None:
     return None if _is_same(here, ROOT) else here
 
 
+def search_working_folder() -> None:
+    """Let imports find modules of the working folder, last of all unless it is on the path already."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return
+    if "" not in sys.path and here not in sys.path:
+        searching_last(here)()
+
+
+def searching_last(folder: str | None) -> Callable[[], None]:
+    """Return a function that has its process search the folder last, after this project; None changes nothing.
+
+    Ray puts the driver's working folder first on a worker's path, where a `workers.py` of the user's would hide our
+    package. A function that a function defines is sent by value, so a worker can call this one before any import of
+    ours.
+    """
+    root = str(ROOT)  # named too: an editable install's own finder is asked only after the whole path
+
+    def search_last() -> None:
+        import os
+        import sys
+
+        if folder is None:
+            return
+        last = os.path.realpath(folder)
+        others = [path for path in sys.path if path and os.path.realpath(path) != last]
+        sys.path[:] = [*others, *(() if root in others else (root,)), folder]
+
+    return search_last
+
+
 def put_working_folder_last() -> None:
     """Search the working folder after everything else, in this process and in those that it starts.
 
@@ -62,16 +94,10 @@ def put_working_folder_last() -> None:
         return
     os.environ[SAFE_PATH] = "1"  # of the child processes
     sys.path[:] = [path for path in sys.path if path]
-    # Before the working folder: an editable install's own finder is asked only after every folder of the path.
-    if str(ROOT) not in sys.path:
-        at = next((place for place, path in enumerate(sys.path) if _is_same(path, here)), len(sys.path))
-        sys.path.insert(at, str(ROOT))
-    if not shadowing_files():
-        if here not in sys.path:
-            sys.path.append(here)
-        return
-    sys.path[:] = [*(path for path in sys.path if not _is_same(path, here)), here]
-    if "PYTHONPATH" in os.environ:
+    is_hiding = bool(shadowing_files())
+    if is_hiding or here not in sys.path:
+        searching_last(here)()
+    if is_hiding and "PYTHONPATH" in os.environ:
         paths = os.environ["PYTHONPATH"].split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path and not _is_same(path, here))
 

@@ -1,4 +1,4 @@
-"""Kinds of keys: what a key may hold, as YAML files declare it in brackets at the start of a key's comment.
+"""Kinds of keys: what a key may hold, as `conf.settings` derives it from a field, and `--help` shows it in brackets.
 
 Start reading at `Kind.parse`; `conf.overrides` holds every composed value against its kind.
 
@@ -102,7 +102,7 @@ class Kind:
 
     @classmethod
     def parse(cls, declared: str) -> Kind:
-        """Read a kind as a YAML file declares it, as `int >= 1 | null`. Raises `ValueError`."""
+        """Read a kind as text, as `int >= 1 | null`. Raises `ValueError`."""
         numbers: list[_Number] = []
         plain: set[str] = set()
         for alternative in (part.strip() for part in declared.split("|")):

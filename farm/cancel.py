@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from conf.cli import command
+from conf.settings import data_key, key
 from farm.jobs import Queue
 from farm.status import existing_queue
 from warehouse.folder import DataFolder
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+
+@dataclass(frozen=True, kw_only=True)
+class CancelSettings:
+    """Which job to cancel.
+
+      python -m farm.cancel job=cnn-3f2a9c1b
+
+    Submitting the same job again puts the cancelled tasks back.
+    """
+
+    job: str = key(help="the job, as `python -m farm.status` names it")
+    data: str | None = data_key()
 
 
-def entry(cfg: DictConfig) -> None:
+def entry(settings: CancelSettings) -> None:
     """Cancel the job and print the result. Raises `UsageError` for an unknown job."""
-    job_id = str(cfg.job)
-    with Queue.open(existing_queue(DataFolder.resolve(cfg.data), job_id)) as queue:
+    job_id = settings.job
+    with Queue.open(existing_queue(DataFolder.resolve(settings.data), job_id)) as queue:
         cancelled = queue.cancel(job_id, time.time())
         counts = queue.counts(job_id)
     parts = [f"{cancelled:,} waiting tasks cancelled" if cancelled else "no task was waiting"]

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
 from conf.cli import EXIT_INTERRUPTED, command
+from conf.outputs import checked_report
 from farm.comparison.run import CompareSettings, Interrupted, run_comparison
 from farm.comparison.view import as_json, lines
-from farm.comparison.write import checked_report, write_comparison
+from farm.comparison.write import write_comparison
 from warehouse.folder import DataFolder
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
-
-def entry(cfg: DictConfig) -> int:
-    """Compare what `cfg` names: a table or JSON, and a page.
+def entry(settings: CompareSettings) -> int:
+    """Compare two sides: a table or JSON, and a page.
 
     Returns 1 where no configuration has figures on both sides, 130 when interrupted.
     """
-    settings = CompareSettings.from_config(cfg)
-    checked_report(settings.report)
+    if settings.report is not None:  # found writable before anything runs
+        checked_report(settings.report, key="report", like="compare.html", data=[DataFolder.resolve().root])
     # Progress messages are for people; with format=json standard output holds the result only.
     with contextlib.redirect_stdout(sys.stderr) if settings.format == "json" else contextlib.nullcontext():
         try:

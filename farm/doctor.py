@@ -12,21 +12,20 @@ import platform
 import re
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.cli import command
-from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
+from conf.errors import CommandError, EnvironmentProblem, unknown_name
+from conf.settings import data_key, group, key, section
+from farm.settings import DeviceKeys, device_choice
 from warehouse.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
 from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.sampler import SENSORS, TelemetrySettings, make_sensors
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
 
 FORMATS = ("table", "json")
 _BYTES_PER_MIB = 1024**2
@@ -36,27 +35,51 @@ _SLOW_EXPORTER_S = 0.5  # a window of 1 s holds no reading of such a one, or har
 _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file every 100 ms"
 
 
-def entry(cfg: DictConfig) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings:
+    """What to examine.
+
+    usage: python -m farm.doctor [KEY=VALUE ...]
+
+      python -m farm.doctor                    what is here, what is missing, and why
+      python -m farm.doctor format=json        the same for programs
+      python -m farm.doctor data=/mnt/farm telemetry.dcgm_url=http://localhost:9400/metrics
+      python -m farm.doctor data=/mnt/farm repair=true      repair the data folder
+
+    It changes nothing and uses no GPU, and reports what is missing. It exits with 2, after the report, where data=
+    is not a data folder. With repair=true nothing but the data folder is looked at: damaged files are moved to
+    damaged/ with the reason beside each, never deleted, and tasks whose runs exist in no other file are queued
+    again. Not beside a dispatcher or a compaction. Exits with 1 where something is left that it cannot repair (a
+    snapshot, an artifact, the queue's file).
+    """
+
+    device: DeviceChoice = group(
+        "auto", "the device to judge; a device description means: simulate it", device_choice, DeviceKeys
+    )
+    data: str | None = data_key()
+    format: str = key("table", "table or json")
+    repair: bool = key(False, "true: repair the data folder instead; see above")
+    telemetry: DcgmAddress = section(DcgmAddress)
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS)
+
+
+def entry(settings: DoctorSettings) -> int:
     """Print the report and return 0; with `repair`, repair the data folder and return 1 if problems are left.
 
     Raises `UsageError`, after the report, if `data=` names no data folder.
     """
-    from farm.settings import device_choice, values_of
-
-    if cfg.format not in FORMATS:
-        raise unknown_name("format", cfg.format, FORMATS)
-    if not isinstance(cfg.repair, bool):
-        raise UsageError(f"repair must be true or false, got {cfg.repair!r}")
-    if cfg.repair:
-        return _repair(cfg.data, cfg.format)
-    choice = device_choice(values_of(cfg.device))
-    report = examine(cfg.data, choice, cfg.telemetry.dcgm_url)
-    if cfg.format == "json":
+    if settings.repair:
+        return _repair(settings.data, settings.format)
+    report = examine(settings.data, settings.device, settings.telemetry.dcgm_url)
+    if settings.format == "json":
         print(json.dumps(report, indent=2))
     else:
         print_tables(report)
-    if cfg.data is not None:  # the default one need not be there yet
-        DataFolder.resolve(cfg.data).open()
+    if settings.data is not None:  # the default one need not be there yet
+        DataFolder.resolve(settings.data).open()
     return 0
 
 
@@ -307,13 +330,13 @@ def print_tables(report: dict[str, Any]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for section, rows in _sections(report):
+    for heading, rows in _sections(report):
         for at, (name, good, text) in enumerate(rows):
             mark = Text(
                 {True: "yes  ", False: "no   ", None: "     "}[good],
                 {True: "green", False: "yellow", None: ""}[good],
             )
-            table.add_row(Text(section if at == 0 else "", "bold"), Text(name), mark + Text(text))
+            table.add_row(Text(heading if at == 0 else "", "bold"), Text(name), mark + Text(text))
         table.add_section()
     console.print(table)
 

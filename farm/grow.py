@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
+from conf.settings import built
 from farm.growth.cycle import Left, NightWork, message_of
 from farm.growth.machine import environment_now, machine_of
 from farm.growth.notify import notify
@@ -22,33 +23,26 @@ from farm.jobs import Queue
 from farm.journal import STEPS, Cycle, Journal
 from farm.journal_payloads import CanariesPayload, LandPayload, LearnPayload, RunPayload
 from farm.model_check import require_models
-from farm.monitoring.service import Service, service_settings
+from farm.monitoring.service import Service
 from farm.outcomes import EXIT_ALL_FAILED
 from farm.queue_copy import queue_to_read
-from farm.settings import values_of
 from warehouse.folder import DataFolder
 from warehouse.lock_file import open_lock
 from workers.devices import DeviceChoice
 
 if TYPE_CHECKING:
     import rich.status
-    from omegaconf import DictConfig
 
 EXIT_FAILED = 1
 EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
 _CELLS_SHOWN = 6  # of each dimension, by a dry run
 
 
-def entry(cfg: DictConfig) -> int:
+def entry(settings: GrowSettings) -> int:
     """Run a cycle, resume an open one, or print what would run."""
-    values = values_of(cfg)
-    if "arch" in values:  # as farm.submit has it
-        raise UsageError(f"farm.grow takes families=[{values['arch']['family']}], not +arch={values['arch']['family']}")
-    settings = GrowSettings.from_values(values)
     if settings.dry_run:
         return _dry_run(settings)
     settings.cluster.check_address()
-    log, metrics = service_settings(values)
     folder = DataFolder.resolve(settings.data)
     with _terminating(), _no_night_told(folder, settings):  # what is not there, before anything is written
         machine_of(settings.device, settings.cluster)
@@ -63,16 +57,15 @@ def entry(cfg: DictConfig) -> int:
             print(f"error: a growth cycle already works on data={folder.root}", file=sys.stderr)
             return EXIT_BUSY
         held.enter_context(_terminating())
-        service = held.enter_context(Service.open(folder, log, metrics))
+        service = held.enter_context(Service.open(folder, settings.log, settings.metrics))
         queue = held.enter_context(Queue.open(folder.queue))
-        return _grow(folder, queue, settings, values, service, models_checked=begins)
+        return _grow(folder, queue, settings, service, models_checked=begins)
 
 
 def _grow(
     folder: DataFolder,
     queue: Queue,
     settings: GrowSettings,
-    values: Mapping[str, Any],
     service: Service,
     models_checked: bool,
 ) -> int:
@@ -82,7 +75,7 @@ def _grow(
         with _no_night_told(folder, settings):
             cycles = journal.cycles()
             if cycles and cycles[-1].open:
-                begun = _as_begun(journal, cycles[-1], values)
+                begun = _as_begun(journal, cycles[-1], settings.given)
             if begun is not None:
                 unfinished, settings = cycles[-1], begun
                 machine, headline = machine_of(settings.device, settings.cluster, cycles[:-1])
@@ -150,7 +143,7 @@ def _no_night_told(folder: DataFolder, settings: GrowSettings) -> Iterator[None]
 
 
 def _hand_on(message: Mapping[str, Any], settings: GrowSettings, service: Service) -> None:
-    for problem in notify(message, settings.command, settings.webhook):
+    for problem in notify(message, settings.notify.command, settings.notify.webhook):
         service.events.emit("notice", message=problem)
         print(problem, file=sys.stderr)
 
@@ -162,15 +155,17 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
     written = dict(cycle.settings)
     try:
         device = written.pop("device", None)
-        learn = {**values["learn"], **written.pop("learn", {})}
-        settings = GrowSettings.from_values({**values, **written, "learn": learn})
+        learn = values["learn"] | {
+            name: value for name, value in written.pop("learn", {}).items() if name in values["learn"]
+        }
+        settings = built(GrowSettings, {**values, **written, "learn": learn})
         device = settings.device if device is None else DeviceChoice(**device)
     except (UsageError, TypeError, ValueError, KeyError, AttributeError) as error:
         reason = f"it was begun by another version, with settings that are unknown here: {error}"
         journal.end(cycle.name, "failed", reason)
         print(f"cycle {cycle.name} is given up: {reason}", file=sys.stderr)
         return None
-    return dataclasses.replace(settings, device=device, written=cycle.settings)
+    return dataclasses.replace(settings, device=device)
 
 
 def _dry_run(settings: GrowSettings) -> int:

@@ -18,8 +18,8 @@ from typing import Any
 
 from conf.errors import CommandError, UsageError
 from conf.identity import version_of
+from conf.own_packages import search_working_folder
 from conf.plain_text import exception_line, one_line, shown
-from conf.working_folder import search_working_folder
 from farm.space import Choice, Constant, Space, own_space
 from featurize.families import get_family
 from featurize.light_imports import without_compiler

@@ -5,9 +5,10 @@ Start reading at `task_of_row`. A data folder can come from anybody, so a row ma
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from conf.errors import UsageError
@@ -45,12 +46,8 @@ def text_of_config(config: TrialConfig) -> str:
 
 def config_of_text(text: str) -> TrialConfig:
     """Return the config that `text_of_config` wrote. Its names of code are data. Raises `UsageError`."""
-    try:
+    with _refusing(text, "is no trial config"):
         return config_from_mapping(json.loads(text))
-    except UsageError:
-        raise
-    except Exception as error:  # whatever the queue holds: a config's own checks meet values of any type
-        raise UsageError(f"{shown(text)} is no trial config: {type(error).__name__}: {error}") from error
 
 
 def config_hash_of_text(text: str) -> str | None:
@@ -67,12 +64,8 @@ def text_of_settings(settings: TrialSettings) -> str:
 @functools.lru_cache(maxsize=256)  # the tasks of a job share one text
 def settings_of_text(text: str) -> TrialSettings:
     """Return the settings that `text_of_settings` wrote. Raises `UsageError`."""
-    try:
+    with _refusing(text, "are no trial settings"):
         return TrialSettings.from_mapping(json.loads(text))
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{shown(text)} are no trial settings: {type(error).__name__}: {error}") from error
 
 
 def device_key(choice: DeviceChoice) -> str:
@@ -83,12 +76,19 @@ def device_key(choice: DeviceChoice) -> str:
 @functools.lru_cache(maxsize=256)
 def device_from_key(key: str) -> DeviceChoice:
     """Return the device that `device_key` wrote. Raises `UsageError`."""
-    try:
+    with _refusing(key, "is no device"):
         return DeviceChoice(**json.loads(key))
+
+
+@contextlib.contextmanager
+def _refusing(text: str, reason: str) -> Iterator[None]:
+    """Raise `UsageError` for whatever reading `text` raises: the classes' own checks meet values of any type."""
+    try:
+        yield
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{shown(key)} is no device: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{shown(text)} {reason}: {type(error).__name__}: {error}") from error
 
 
 def _is_simulated(device: str) -> bool:

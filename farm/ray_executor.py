@@ -21,9 +21,10 @@ from typing import Any
 import psutil
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.own_packages import SAFE_PATH, working_folder
+from conf.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.plain_text import error_line
-from conf.ray_session import own_session_environment, putting_last
+from conf.ray_session import own_session_environment
+from conf.settings import key
 from farm.executors import Completion
 from farm.leftovers import delete_folder, make_ray_folder
 from farm.ray_head import ClusterLost, HeadWatch, JoinedHead, OwnHead
@@ -43,10 +44,10 @@ _READY_TRIES = 3  # a worker whose trial server fails to start this often in a r
 class ClusterSettings:
     """The `cluster` key: `ray` (our own, or joined by `address`) or `inline`."""
 
-    kind: str
-    address: str | None = None
-    dashboard: bool = False
-    object_store_mib: int = 128
+    kind: str = key("ray", "")
+    address: str | None = key(None, 'null: a Ray of our own; "auto" or HOST:PORT joins a running cluster')
+    dashboard: bool = key(False, "Ray's dashboard, on loopback")
+    object_store_mib: int = key(128, "shared memory for results on their way to the writer")
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' own
 
     def __post_init__(self) -> None:
@@ -117,7 +118,7 @@ class PinnedWorker:
 
 def _actor_class() -> type:
     """Return the actors' class, which is sent by value and corrects the path before any import of ours."""
-    put_last = putting_last(working_folder())
+    put_last = searching_last(working_folder())
 
     class RayWorker:
         def __init__(self, *arguments: Any) -> None:
@@ -277,9 +278,9 @@ class RayExecutor:
         bound = self._actor_class.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
         )
-        for index, key in enumerate(keys):
+        for index, slot_key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
-            actor = bound.remote(self._choice.to_mapping(), key, self._environment, len(keys))
+            actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, len(keys))
             self._seats[name] = _Seat(actor, node)
             self._unstarted.append(name)
         return len(keys)

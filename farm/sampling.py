@@ -19,6 +19,7 @@ from types import ModuleType
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
+from conf.settings import key
 from farm.dimensions import Space
 from featurize import families
 from featurize.layers import rough_memory_mib, totals
@@ -36,8 +37,10 @@ _DIGITS = 32  # binary digits of a stratified coordinate
 class Limits:
     """Ceilings that a config must stay under, computed from its layer plan; None is no limit."""
 
-    max_parameters: int | None = None
-    max_memory_mib: float | None = None  # of `featurize.layers.rough_memory_mib`
+    max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
+    max_memory_mib: float | None = key(
+        None, "sample no model whose weights, optimizer state and layer outputs take more, roughly", "number > 0"
+    )
 
     def __post_init__(self) -> None:
         problems = [
@@ -63,7 +66,8 @@ def checked_batch_sizes(values) -> tuple[int, ...] | None:
     sizes = tuple(values) if isinstance(values, list | tuple) else ()
     wrong = any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes)
     if not sizes or wrong or len(set(sizes)) < len(sizes):
-        raise UsageError(f"batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got {values!r}")
+        given = list(values) if isinstance(values, tuple) else values
+        raise UsageError(f"batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got {given!r}")
     return sizes
 
 

@@ -1,85 +1,154 @@
-"""Converts a command's composed config into typed frozen values: below `main` there is no `DictConfig`.
+"""The settings of commands that run trials, as typed frozen values: below `main` there is no `DictConfig`.
 
-Start reading at `SubmitSettings.from_config`.
+Start reading at `SubmitSettings`; `conf.settings` says what becomes of its fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import UsageError, unknown_name
+from conf.settings import added_group, data_key, group, key, keys_of, section
+from farm.monitoring.events import LogSettings
+from farm.monitoring.metrics import MetricsSettings
 from farm.ray_executor import ClusterSettings
 from farm.sampling import POLICIES, Limits, checked_batch_sizes
 from farm.space import Space, space_of_mapping
 from farm.space_limits import require_within_limits
 from featurize.families import family_names
 from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-_DEVICE_KEYS = ("backend", "model", "count", "memory_limit_mib", "memory_fraction")
+from workers.settings import TrialRules, TrialSettings, WindowSettings
+from workers.telemetry.sampler import TelemetrySettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitSettings:
-    """One submission. `device` may still be `auto`; `choose_device` resolves it."""
+class DeviceKeys(DeviceChoice):
+    """The keys of the files of `conf/device/` that choose a backend."""
 
-    data: str | None
-    space: Space
-    n: int
-    seed: int
-    policy: str
-    batch_sizes: tuple[int, ...] | None
-    priority: int
-    detach: bool
-    agreed: bool  # to queue more than a million trials: `yes=true`
-    limits: Limits
-    device: DeviceChoice
-    cluster: ClusterSettings
-    trial: TrialSettings
+    model: str | None = key(None, "the GPU model that is simulated, by its description in this folder")
+
+
+def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
+    """Return the device that a file of `conf/device/` chooses: a backend, or a description, which is simulated.
+
+    Raises:
+        UsageError: For keys and values that no device has.
+    """
+    from featurize.device_spec import device_from_mapping, load_device
+
+    values = dict(values)
+    if "backend" not in values:
+        count = values.pop("count", None)
+        return DeviceChoice(backend="simulated", count=count, spec=device_from_mapping(values).to_mapping())
+    known = [one.name for one in keys_of(DeviceKeys)]
+    if unknown := sorted(set(values) - set(known)):
+        raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    model = values.pop("model", None)
+    return DeviceChoice(**values, spec=None if model is None else load_device(model).to_mapping())
+
+
+def window_settings(values: Mapping[str, Any]) -> WindowSettings:
+    """Return the window that a file of `conf/window/` describes. Raises `UsageError`."""
+    try:
+        return WindowSettings(**values)
+    except TypeError as error:  # a key that this version does not know, from a journal
+        raise UsageError(f"window: {error}") from error
+
+
+def cluster_settings(values: Mapping[str, Any]) -> ClusterSettings:
+    """Return where the workers live, as a file of `conf/cluster/` says. Raises `UsageError`."""
+    return ClusterSettings(**values)
+
+
+def space_within_limits(values: Mapping[str, Any]) -> Space:
+    """Return the search space of a file of `conf/arch/`. Raises `UsageError`, also for numbers beyond the family's."""
+    space = space_of_mapping(values)
+    require_within_limits(space)
+    return space
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialsSettings:
+    """What trials run on and how. `device` may still be `auto`; `choose_device` resolves it."""
+
+    device: DeviceChoice = group(
+        "auto", "what trials run on; a device description means: simulate it", device_choice, DeviceKeys
+    )
+    cluster: ClusterSettings = group("local", "where the workers live", cluster_settings, ClusterSettings)
+    window: WindowSettings = group("adaptive", "how long a run is measured", window_settings, WindowSettings)
+    data: str | None = data_key()
+    limits: Limits = section(Limits)
+    trial: TrialRules = section(TrialRules)
+    telemetry: TelemetrySettings = section(TelemetrySettings)
+
+    @property
+    def trial_settings(self) -> TrialSettings:
+        """What a worker has to know of the trials."""
+        return TrialSettings(window=self.window, telemetry=self.telemetry, **vars(self.trial))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledSettings(TrialsSettings):
+    """What is sampled, and how."""
+
+    arch: Space | None = added_group(space_within_limits)
+    seed: int = key(0, "with the space, it decides every sampled configuration")
+    policy: str = key("stratified", "uniform, or stratified: fills every range evenly for any n")
 
     def __post_init__(self) -> None:
         problems = []
-        for name, floor in (("n", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < floor:
-                problems.append(f"{name} must be an integer >= {floor}, got {value!r}")
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            problems.append(f"priority must be an integer, got {self.priority!r}")
-        if not isinstance(self.detach, bool):
-            problems.append(f"detach must be true or false, got {self.detach!r}")
+        if self.seed < 0:
+            problems.append(f"seed must be an integer >= 0, got {self.seed!r}")
         if self.policy not in POLICIES:
             problems.append(str(unknown_name("policy", self.policy, POLICIES)))
         if problems:
             raise UsageError("; ".join(problems))
 
-    @classmethod
-    def from_config(cls, cfg: DictConfig) -> SubmitSettings:
-        """Parse a composed config. Raises `UsageError` naming the key."""
-        if "arch" not in cfg:
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitSettings(SampledSettings):
+    """One submission.
+
+    usage: python -m farm.submit +arch=FAMILY n=N [KEY=VALUE ...]      FAMILY: {arch}
+
+      python -m farm.submit +arch=cnn n=5000                      on the GPUs here, or on four simulated ones
+      python -m farm.submit +arch=mlp n=200 device=cpu            really train on the CPU
+      python -m farm.submit +arch=cnn n=64 device=H200-SXM-141GB  simulate a GPU by its description
+      python -m farm.submit +arch=cnn n=500 arch.space.batch_size=[8,16,32] arch.space.optimizer=[adam,sgd]
+      python -m farm.submit +arch=cnn n=5000 detach=true          only queue; `python -m farm.work` runs it
+
+    What arch.space.NAME is given replaces what stood there: a number, a list (a value listed twice is twice as
+    likely) or a range, as in "arch.space.depth={low: 4, high: 12, scale: log, step: 2}"; arch.space.depth.high=20
+    changes one end. A number beyond the family's limits is refused.
+
+    The same command again adds nothing and goes on where it was; a larger n adds the difference. Ctrl-C once finishes
+    what runs and leaves, twice stops at once; nothing is lost either way. While trials are being queued, Ctrl-C removes
+    them again. Above a million trials it prints the disk space needed and asks; without a terminal, pass yes=true.
+    """
+
+    n: int = key(help="how many trials the job has", kind="int 1 to 10000000")
+    batch_sizes: tuple[int, ...] | None = key(
+        None, "a list, as in [8,32,128]: every sampled trial is run at each of these; n counts the trials"
+    )
+    priority: int = key(0, "jobs of higher priority run first")
+    detach: bool = key(False, "true: queue the job and return")
+    yes: bool = key(False, "true: queue more than a million trials without being asked")
+    log: LogSettings = section(LogSettings)
+    metrics: MetricsSettings = section(MetricsSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arch is None:
             raise UsageError(f"which family? add one of {', '.join(f'+arch={name}' for name in family_names())}")
-        values = values_of(cfg)
-        space = space_of_mapping(values["arch"])
-        require_within_limits(space)
-        return cls(
-            data=values["data"],
-            space=space,
-            n=values["n"],
-            seed=values["seed"],
-            policy=values["policy"],
-            batch_sizes=checked_batch_sizes(values["batch_sizes"]),
-            priority=values["priority"],
-            detach=values["detach"],
-            agreed=values["yes"],
-            limits=Limits(**values["limits"]),
-            device=device_choice(values["device"]),
-            cluster=ClusterSettings(**values["cluster"]),
-            trial=trial_settings(values),
-        )
+        object.__setattr__(self, "batch_sizes", checked_batch_sizes(self.batch_sizes))
+
+    @property
+    def space(self) -> Space:
+        """The search space, which every submission has."""
+        assert self.arch is not None
+        return self.arch
 
     def identity(self) -> dict[str, Any]:
         """Return the submission's identity: everything that determines its runs, without n and priority."""
@@ -90,45 +159,5 @@ class SubmitSettings:
             "seed": self.seed,
             "policy": self.policy,
             "limits": self.limits.to_mapping(),
-            "settings": {"device": self.device.to_mapping(), "trial": self.trial.to_mapping(), **pairs},
+            "settings": {"device": self.device.to_mapping(), "trial": self.trial_settings.to_mapping(), **pairs},
         }
-
-
-def values_of(cfg: DictConfig) -> dict[str, Any]:
-    """Return a command's composed config as plain values."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
-
-
-def device_choice(values: dict[str, Any]) -> DeviceChoice:
-    """Parse the `device` group: a backend, or a description of a device to simulate."""
-    from featurize.device_spec import device_from_mapping, load_device
-
-    values = dict(values)
-    if "backend" not in values:
-        count = values.pop("count", None)
-        return DeviceChoice(backend="simulated", count=count, spec=device_from_mapping(values).to_mapping())
-    unknown = sorted(set(values) - set(_DEVICE_KEYS))
-    if unknown:
-        raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(_DEVICE_KEYS)}")
-    model = values.get("model")
-    return DeviceChoice(
-        backend=values["backend"],
-        count=values.get("count"),
-        spec=None if model is None else load_device(model).to_mapping(),
-        memory_limit_mib=values.get("memory_limit_mib"),
-        memory_fraction=values.get("memory_fraction"),
-    )
-
-
-def trial_settings(values: Mapping[str, Any]) -> TrialSettings:
-    """Parse the keys `trial`, `window` and `telemetry` of a command. Raises `UsageError`."""
-    try:
-        return TrialSettings.from_mapping(
-            {**values["trial"], "window": values["window"], "telemetry": values["telemetry"]}
-        )
-    except TypeError as error:  # a list where a number belongs, a key that a group file does not have
-        raise UsageError(f"window, trial or telemetry: {error}") from error

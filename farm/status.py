@@ -20,20 +20,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.plain_text import error_line, one_line, printable
+from conf.settings import data_key, key
 from farm.jobs import JobProgress
 from farm.lock import dispatcher_of
 from farm.queue_copy import queue_to_read
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from warehouse.presence import Presence
 
 FORMATS = ("table", "json")
@@ -41,15 +41,33 @@ _MAIN_REASONS = 2  # of doubts, in the table
 _PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 
-def entry(cfg: DictConfig) -> None:
+@dataclass(frozen=True, kw_only=True)
+class StatusSettings:
+    """Which jobs to show, and how.
+
+      python -m farm.status                      all jobs
+      python -m farm.status job=cnn-3f2a9c1b     one job, with its settings and its last errors
+      python -m farm.status format=json          the same for programs
+
+    The rate is that of the last five minutes. Answers at once, also while a dispatcher works.
+    """
+
+    job: str | None = key(None, "only this job, in detail")
+    format: str = key("table", "table | json")
+    data: str | None = data_key()
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS)
+
+
+def entry(settings: StatusSettings) -> None:
     """Print the jobs of the folder. `UsageError`: an unknown job or format, and what is no data folder; one without
     jobs is none."""
-    if cfg.format not in FORMATS:
-        raise unknown_name("format", cfg.format, FORMATS)
-    folder = DataFolder.resolve(cfg.data).open()
+    folder = DataFolder.resolve(settings.data).open()
     presence = presence_of(folder)
-    report = read(folder, None if cfg.job is None else str(cfg.job), time.time(), presence)
-    if cfg.format == "json":
+    report = read(folder, settings.job, time.time(), presence)
+    if settings.format == "json":
         print(json.dumps(report, indent=2))
         return
     for line in presence.lines(folder.root):

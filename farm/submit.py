@@ -8,18 +8,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from conf.bars import StepBar
 from conf.cli import command
 from farm.jobs import Job, Queue, job_id_for
 from farm.large_submissions import ASK_ABOVE, EXAMPLES, require_consent
 from farm.model_check import require_models
-from farm.monitoring.service import Service, service_settings
+from farm.monitoring.service import Service
 from farm.queue_copy import queue_to_read
 from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.sampling import sample_range
-from farm.settings import SubmitSettings, values_of
+from farm.settings import SubmitSettings
 from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
 from featurize.trial import canonical_json
@@ -27,16 +26,12 @@ from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
 from workers.devices import choose_device
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 _RULES_SHOWN = 3
 _DRAWN_EVERY = 2000  # trials
 
 
-def entry(cfg: DictConfig) -> int:
-    """Queue the job that `cfg` describes and run it; return 130 if interrupted."""
-    settings = SubmitSettings.from_config(cfg)
+def entry(settings: SubmitSettings) -> int:
+    """Queue the job and run it; return 130 if interrupted."""
     choice, device_line = choose_device(settings.device)
     settings = dataclasses.replace(settings, device=choice)
     # The first sample also finds a space that has no valid configuration, before anything is written.
@@ -44,14 +39,13 @@ def entry(cfg: DictConfig) -> int:
     require_models([settings.space])
     if not settings.detach:
         settings.cluster.check_address()
-    log, metrics = service_settings(values_of(cfg))
     folder = DataFolder.resolve(settings.data)
     if settings.n > ASK_ABOVE:
         examples = _configs(settings, 0, EXAMPLES)
         texts = [text_of_config(config) for config in examples]
-        require_consent(folder, settings.n - _queued(folder, settings), texts, settings.agreed)
+        require_consent(folder, settings.n - _queued(folder, settings), texts, settings.yes)
     folder.create()
-    with Service.open(folder, log, metrics) as service, Queue.open(folder.queue) as queue:
+    with Service.open(folder, settings.log, settings.metrics) as service, Queue.open(folder.queue) as queue:
         job_id = submit(folder, queue, settings, quiet=service.quiet)
         if settings.detach:
             print(f"{job_id}: queued. {follow_hint(folder, job_id)}")
@@ -76,7 +70,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
         policy=settings.policy,
         priority=settings.priority,
         device=device_key(settings.device),
-        settings_json=text_of_settings(settings.trial),
+        settings_json=text_of_settings(settings.trial_settings),
         submitted_at=time.time(),
     )
     existing = queue.next_index(job_id)

@@ -8,40 +8,62 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
+from conf.settings import data_key, group, key, section
 from farm.dispatch import Dispatcher, StopRequest, make_executor, reconcile
 from farm.jobs import Job, Queue
 from farm.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.monitoring.events import LogSettings
 from farm.monitoring.health import PATIENCE_S
-from farm.monitoring.service import Service, service_settings
+from farm.monitoring.metrics import MetricsSettings
+from farm.monitoring.service import Service
 from farm.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
 from farm.progress import Progress
 from farm.queue_values import device_from_key, settings_of_text
 from farm.ray_executor import ClusterSettings
 from farm.ray_head import EXIT_CLUSTER_LOST, ClusterLost, lost_words
-from farm.settings import values_of
+from farm.settings import cluster_settings
 from featurize.own_code import parse_trust
 from warehouse.folder import DataFolder
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 _LOOK_AGAIN_S = 2.0
 
 
-def entry(cfg: DictConfig) -> int:
+@dataclass(frozen=True, kw_only=True)
+class WorkSettings:
+    """How to work off the queue.
+
+    usage: python -m farm.work [KEY=VALUE ...]
+
+      python -m farm.work             run what is queued, then leave
+      python -m farm.work wait=true   stay, and run what others submit with detach=true
+      python -m farm.work wait=true metrics.port=9108 log.file=farm.jsonl     as a service
+
+    SIGTERM or Ctrl-C once finishes what runs, gives back the rest and leaves with 130; twice stops at once.
+    """
+
+    cluster: ClusterSettings = group("local", "where the workers live", cluster_settings, ClusterSettings)
+    data: str | None = data_key()
+    wait: bool = key(False, "true: stay when the queue is empty, and look again")
+    trust: tuple[str, ...] = key(
+        None,
+        "modules whose code may run although this user did not submit the job, as in [mypackage]",
+        "text | list of text | null",
+    )
+    log: LogSettings = section(LogSettings)
+    metrics: MetricsSettings = section(MetricsSettings)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trust", parse_trust(self.trust))
+
+
+def entry(settings: WorkSettings) -> int:
     """Run the whole queue; return 130 if interrupted, 1 if every trial of a job failed."""
-    values = values_of(cfg)
-    if not isinstance(values["wait"], bool):
-        raise UsageError(f"wait must be true or false, got {values['wait']!r}")
-    trust = parse_trust(values["trust"])
-    folder = DataFolder.resolve(values["data"]).open()
-    cluster = ClusterSettings(**values["cluster"])
-    with Service.open(folder, *service_settings(values)) as service, Queue.open(folder.queue) as queue:
-        return work(folder, queue, cluster, wait=values["wait"], service=service, trust=trust)
+    folder = DataFolder.resolve(settings.data).open()
+    with Service.open(folder, settings.log, settings.metrics) as service, Queue.open(folder.queue) as queue:
+        return work(folder, queue, settings.cluster, wait=settings.wait, service=service, trust=settings.trust)
 
 
 def work(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from conf.arguments import exit_code, keyed_values
 from conf.cli import EXIT_USAGE, load_config
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.overrides import load_settings
 from farm.jobs import Queue
 from farm.settings import SubmitSettings
 from farm.space import Choice, Range, Space, space_of_mapping
@@ -117,7 +118,7 @@ def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitS
             if settings.device == "cpu":
                 continue
             own.append(f"device.memory_fraction={share}")
-        submission = SubmitSettings.from_config(load_config("submit", [*common, *own]))
+        submission = load_settings(SubmitSettings, "submit", [*common, *own])
         choice, _ = choose_device(submission.device)
         submissions[share] = dataclasses.replace(submission, device=choice)
     return submissions

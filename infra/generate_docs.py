@@ -23,14 +23,7 @@ from conf.commands import COMMANDS  # noqa: E402
 
 
 def command_modules() -> dict[str, str]:
-    """Return name of the YAML file -> module that runs it.
-
-    Raises `SystemExit` for a YAML file at the top of `conf/` that is no command, and the other way round.
-    """
-    described = {path.stem for path in (ROOT / "conf").glob("*.yaml")}
-    if described != set(COMMANDS):
-        odd = ", ".join(sorted(described ^ set(COMMANDS)))
-        raise SystemExit(f"error: conf/NAME.yaml and conf.commands.COMMANDS differ: {odd}")
+    """Return name of the command -> module that runs it."""
     return COMMANDS
 
 
@@ -68,7 +61,7 @@ def commands_markdown() -> str:
     parts = [
         "# Commands",
         "",
-        "Generated from the commands' own `--help` by `make docs`; change the YAML files in `conf/` instead.",
+        "Generated from the commands' own `--help` by `make docs`; change the classes named in `conf.commands.TABLE`.",
         "",
         "`gpufarm` lists these commands, and `gpufarm submit` is `python -m farm.submit`. Use `gpufarm` from a folder",
         "whose own files are named like packages of this project (`conf/`, `workers.py`).",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.identity import version_of
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from learn.data import Rows
     from learn.evaluation.evaluate import Evaluation
     from learn.targets import Bins
+    from warehouse.folder import DataFolder
 
+DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
 FORMAT = 1
 PREFERRED = "hybrid"
 DEFAULT_MODELS = Path(__file__).parent / "default_models"
@@ -125,7 +127,7 @@ def described(
 
 
 def save_artifact(
-    data,
+    data: DataPlace,
     target: str,
     estimator: Estimator,
     meta: Mapping,
@@ -165,7 +167,7 @@ def save_artifact(
     return final
 
 
-def versions(data, target: str) -> list[Artifact]:
+def versions(data: DataPlace, target: str) -> list[Artifact]:
     """Every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is not
     what was written is named on standard error and left out."""
     home = models_folder(data) / get_target(target).name
@@ -209,7 +211,7 @@ class Wanted(TypedDict, total=False):
     for_modules: bool
 
 
-def find_latest(data, target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
+def find_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
     """`newest`, of whose arguments `wanted` is, or None; `StaleArtifact` where that version's features are not those
     of this code."""
     artifact = newest(data, target, **wanted)
@@ -217,7 +219,7 @@ def find_latest(data, target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
 
 
 def newest(
-    data,
+    data: DataPlace,
     target: str,
     *,
     estimator: str | None = None,
@@ -252,7 +254,7 @@ def newest(
     return None
 
 
-def load_latest(data, target: str, **wanted: Unpack[Wanted]) -> Artifact:
+def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
     """`find_latest`, where having none is an error: `UsageError` that lists what there is and how to fit one."""
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
@@ -294,7 +296,7 @@ def default_artifact(target: str) -> Artifact | None:
         return None
 
 
-def models_folder(data) -> Path:
+def models_folder(data: DataPlace) -> Path:
     """The `models/` folder of a data folder (None: the default one)."""
     from warehouse.folder import DataFolder
 

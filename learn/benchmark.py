@@ -223,12 +223,10 @@ def _counted(
     return tuple(figures), scored
 
 
-def entry(cfg) -> int:
+def entry(settings: BenchmarkSettings) -> int:
     """The command: settings in, tables out, and the files that are asked for."""
-    from learn.commands.plain_settings import plain_settings
     from learn.evaluation.benchmark_view import BenchmarkProgress, print_benchmark, write_json
 
-    settings = BenchmarkSettings(**plain_settings(cfg))
     with BenchmarkProgress(f"benchmark of {settings.target}") as progress:
         done = benchmark(settings, progress=progress.update)
     print_benchmark(done, by=settings.by, worst=settings.worst)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from conf.cli import command
 from conf.errors import UsageError
+from conf.settings import key
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,15 +38,42 @@ _PATHS = ("path", "out", "data")
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """The keys of `conf/build_defaults.yaml`. Raises `UsageError` that names every bad key together."""
+    """What to build from. Raises `UsageError` that names every bad key together.
 
-    path: str
-    out: str | None = None
-    data: str | None = None
-    datasets: bool | str = True
-    distil: int = 3360
-    seed: int = 0
-    workers: int | None = None
+      python -m learn.build_defaults path=FOLDER
+
+      python -m learn.build_defaults path=learn/default_models     keep these models, distil the fast path anew
+
+    FOLDER is your own copy of the published rows. GPUMemNet's CSV files (CC BY-NC 4.0) are required:
+
+      git clone https://github.com/itu-rad/GPUMemNet
+      python -m learn.build_defaults path=GPUMemNet/Datasets out=models
+
+    A CSV file with the columns model, module, batch_size and max_gpu_memory_mib, anywhere in FOLDER, adds models of
+    timm; without one, the trace answers for them. Everything else is computed. It takes some twenty minutes on two
+    cores, most of it for tracing every configuration once; with data=, that is kept.
+    """
+
+    path: str = key(
+        help="folder of published measurements; or of models, which are kept, and the fast path is distilled anew",
+        kind="path",
+    )
+    out: str | None = key(
+        None,
+        "folder to write: a new or empty one, or one of models; default learn/default_models of this checkout",
+        "new path",
+    )
+    data: str | None = key(
+        None, "data folder for the imported rows and their features; default a temporary one", "new path"
+    )
+    datasets: bool | str = key(
+        True,
+        "fit on the runs of datasets/ as well, where it has any; false: not; or the folder of a data set",
+        "bool | path",
+    )
+    distil: int = key(3360, "configurations that the fast path is distilled on", None)
+    seed: int = key(0, "of splits, fits and the choice of configurations", None)
+    workers: int | None = key(None, "processes of Ray; default the number of CPUs; 0 works in this process", None)
 
     def __post_init__(self) -> None:
         problems = []
@@ -338,17 +366,13 @@ def _without_input(records: Iterable[StepRecord]) -> dict[str, np.ndarray]:
     return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
 
 
-def entry(cfg) -> int:
+def entry(settings: BuildSettings) -> int:
     """The command: settings in, a progress bar, the folder's path out."""
     from rich.console import Console
     from rich.progress import TimeRemainingColumn
 
     from conf.bars import start_bar
-    from learn.commands.plain_settings import plain_settings
 
-    values = plain_settings(cfg)
-    values |= {key: str(values[key]) for key in _PATHS if values[key] is not None}  # a folder may be called 5
-    settings = BuildSettings(**values)
     console = Console(stderr=True, highlight=False)
     if settings.models is None and OPTIONAL_SOURCE not in published_sources(settings.path):
         console.print(f"path={settings.path} holds no rows of timm's models: the trace answers for these", markup=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.settings import data_key, key
 from learn.targets import BIN_WIDTHS_GB, Bins, get_target
 
 if TYPE_CHECKING:
@@ -23,18 +24,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
-    """The keys of `conf/fit.yaml`. Raises `UsageError` that names every bad key together."""
+    """What to fit, on which rows. Raises `UsageError` that names every bad key together.
 
-    target: str
-    estimator: str = "hybrid"
-    family: str = "all"
-    source: str | None = None
-    device_name: str | None = None
-    bin_gb: int | None = None
-    snapshot: str | None = None
-    seed: int = 0
-    data: str | None = None
-    trust: tuple[str, ...] = ()
+      python -m learn.fit target=memory
+      python -m learn.fit target=drama family=cnn source=measured
+      python -m learn.fit target=memory bin_gb=1 device_name=A100-SXM4-40GB
+
+    30 % of the rows are held out, the rest is cross-validated in 3 folds; near-copies of a configuration stay on one
+    side of every split. The artifact, models/TARGET/VERSION/ in the data folder, holds the model (fitted on all rows),
+    meta.json, report.json, report.html and two plots.
+    """
+
+    target: str = key(help="what to estimate: memory, smact, smocc, drama, gpu_util, step_time or power")
+    estimator: str = key("hybrid", "the name of one; an unknown one lists them all")
+    family: str = key("all", "one family, or all")
+    source: str | None = key(None, "measured, simulated or imported; needed where the rows are of several")
+    device_name: str | None = key(
+        None, "as in runs.device_name; default all, needed where conf/device does not describe them all"
+    )
+    bin_gb: int | None = key(None, "width of the memory classes: 1, 2 or 8; default 1 for family=mlp, else 8")
+    snapshot: str | None = key(
+        None, "name of one whose rows are taken instead of the folder's as it is; meta.json says which"
+    )
+    seed: int = key(0, "of splits and fits; same data and seed, same model")
+    data: str | None = data_key()
+    trust: tuple[str, ...] = key(
+        None,
+        "modules whose code may run where a row names it, as in [mypackage]; default none, see docs/learning.md",
+        "text | list of text | null",
+    )
 
     def __post_init__(self) -> None:
         from featurize.own_code import parse_trust

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from conf.errors import EnvironmentProblem
-from conf.own_packages import working_folder
-from conf.ray_session import own_session_environment, putting_last
+from conf.own_packages import searching_last, working_folder
+from conf.ray_session import own_session_environment
 
 
 def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> Iterator[tuple[int, Any]]:
@@ -49,7 +49,7 @@ def ray_map(function: Callable[[Any], Any], parts: Sequence, workers: int) -> It
             ) from error
         _give_back(terminated)
     try:
-        put_last = putting_last(working_folder())
+        put_last = searching_last(working_folder())
 
         def call(references: list[Any]) -> Any:  # in a list, so that Ray unpickles what they stand for in here
             put_last()

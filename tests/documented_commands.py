@@ -13,11 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.commands import COMMANDS
+from conf.commands import COMMANDS, description
 
 ROOT = Path(__file__).resolve().parent.parent
-_SOURCES = ("*.md", "docs/**/*.md", "learn/default_models/*.md", "conf/*.yaml", "conf/*/*.yaml")
-_NOT_READ = ("CHANGELOG.md", "docs/plan.md", "docs/commands.md")  # history, plans; made of conf/*.yaml
+_SOURCES = ("*.md", "docs/**/*.md", "learn/default_models/*.md", "conf/*/*.yaml")
+_NOT_READ = (
+    "CHANGELOG.md",
+    "docs/plan.md",
+    "docs/commands.md",
+)  # history, plans; made of `--help`, which is read below
 _COMMAND = re.compile(
     r"(?P<before>`?)(?:python -m (?P<module>(?:farm|learn|warehouse)\.\w+)"
     r"|(?:(?<=`)|(?<=\$ )|(?<=    ))gpufarm (?P<name>\w+))(?P<rest>[^\n]*)"  # elsewhere it is the project's name
@@ -58,6 +62,9 @@ def documented_commands() -> list[Documented]:
         if name not in _NOT_READ:
             for module, text in commands_in(path.read_text(encoding="utf-8")):
                 texts.setdefault(text, (name, module))
+    for command, of_command in COMMANDS.items():
+        for module, text in commands_in("\n".join(description(command))):
+            texts.setdefault(text, (f"{of_command} --help", module))
     arguments = _split(list(texts))
     return [
         Documented(source, text, module, words)

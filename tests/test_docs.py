@@ -62,11 +62,14 @@ def test_a_stale_document_is_told_with_what_to_do(tmp_path):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
     script = copy / "infra" / "generate_docs.py"
-    with open(copy / "conf" / "status.yaml", "a") as file:
-        file.write("colour: true  # a new key\n")
+    status = copy / "farm" / "status.py"
+    data = "    data: str | None = data_key()\n"
+    status.write_text(status.read_text().replace(data, f'{data}    colour: bool = key(True, "a new key")\n'))
     stale = generate("--check", script=script)
     assert stale.returncode == 1
-    assert "make docs" in stale.stderr and re.search(r"^\+ +colour=true +a new key$", stale.stderr, re.MULTILINE)
+    assert "make docs" in stale.stderr and re.search(
+        r"^\+ +colour=true +\[bool\] a new key$", stale.stderr, re.MULTILINE
+    )
     assert generate(script=script).returncode == 0
     assert generate("--check", script=script).returncode == 0
 

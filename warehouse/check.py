@@ -6,29 +6,45 @@ Start reading at `entry`; `warehouse.integrity` verifies. (`warehouse.checks` ju
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from conf.bars import terminal_bar
 from conf.cli import command
 from conf.errors import unknown_name
+from conf.settings import data_key, key
 from warehouse.folder import DataFolder
 from warehouse.integrity import examine
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 FORMATS = ("table", "json")
 
 
-def entry(cfg: DictConfig) -> int:
-    """Print the damaged and missing files of the folder of `cfg`; return 1 if there are any, else 0."""
-    if cfg.format not in FORMATS:
-        raise unknown_name("format", cfg.format, FORMATS)
-    folder = DataFolder.resolve(cfg.data).open()
+@dataclass(frozen=True, kw_only=True)
+class CheckSettings:
+    """Which folder to verify.
+
+      python -m warehouse.check
+      python -m warehouse.check data=/srv/farm format=json
+
+    Files of runs, telemetry, jobs and stale marks, listings, snapshots, artifacts and the queue; files of older
+    versions, which carry no checksum, are read in full. Nothing is changed: `python -m farm.doctor repair=true`
+    repairs what it can. Exits with 1 if anything is damaged or gone.
+    """
+
+    format: str = key("table", "table or json")
+    data: str | None = data_key()
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS)
+
+
+def entry(settings: CheckSettings) -> int:
+    """Print the damaged and missing files of the folder; return 1 if there are any, else 0."""
+    folder = DataFolder.resolve(settings.data).open()
     with terminal_bar("verifying", remaining=True) as update:
         progress = None if update is None else lambda done, files: update(completed=done, total=files)
         report = examine(folder, progress=progress)
-    if cfg.format == "json":
+    if settings.format == "json":
         print(json.dumps(report.as_json(folder.root), indent=2))
     else:
         print("\n".join(report.lines(folder.root)))

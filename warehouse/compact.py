@@ -25,7 +25,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -51,9 +50,6 @@ from warehouse.plain_file import NoPlainFile
 from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.settle import settle_unlisted, settled_listings
 from warehouse.small_files import read_files
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
 SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"]}
@@ -234,12 +230,9 @@ def _remove_abandoned(partition: Path, now_s: float) -> None:
                 path.unlink()
 
 
-def entry(cfg: DictConfig) -> int:
-    """Compact the folder that `cfg` names and print the report."""
-    settings = CompactionSettings(
-        **{f.name: cfg[f.name] for f in dataclasses.fields(CompactionSettings) if f.name in cfg}
-    )
-    report = compact(DataFolder.resolve(cfg.data), settings=settings)
+def entry(settings: CompactionSettings) -> int:
+    """Compact the folder and print the report."""
+    report = compact(DataFolder.resolve(settings.data), settings=settings)
     print("\n".join(report.lines()))
     return 1 if report.problems else 0
 

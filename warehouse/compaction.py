@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.errors import UsageError
+from conf.settings import data_key, key
 from warehouse.damage import DamagedFile
 from warehouse.folder import DataFolder
 from warehouse.lock_file import is_shared_by_any, open_lock
@@ -20,13 +21,25 @@ from warehouse.lock_file import is_shared_by_any, open_lock
 
 @dataclass(frozen=True, kw_only=True)
 class CompactionSettings:
-    """Thresholds for merging and deleting files."""
+    """Thresholds for merging and deleting files.
 
-    grace_s: float = 3600.0  # least age of a listing before what it replaced is deleted
-    force_after_s: float = 86_400.0  # from this age on also while somebody has the warehouse open
-    target_mib: float = 64.0  # merged files grow to about this size; larger ones are left alone
-    target_rows: int = 1_000_000  # ... and to about this many rows, which bounds the memory a merge takes
-    min_files: int = 8  # fewer small files of a family are not worth a merge
+      python -m warehouse.compact
+      python -m warehouse.compact data=/srv/farm grace_s=600
+
+    Safe to kill at any point. Files that were merged are deleted by a later compaction, when they are grace_s old and
+    nobody has the warehouse open.
+    """
+
+    grace_s: float = key(3600, "seconds before a later compaction deletes the files that were merged", "number <= 1e9")
+    force_after_s: float = key(
+        86400, "seconds after which it deletes them also while somebody has the warehouse open", "number <= 1e9"
+    )
+    target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number <= 1e9")
+    target_rows: int = key(
+        1000000, "rows that merged files grow to; bounds the memory that a merge takes", "int <= 1000000000"
+    )
+    min_files: int = key(8, "fewer small files of a family are left as they are")
+    data: str | None = data_key()
 
     def __post_init__(self) -> None:
         problems = [

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -20,6 +20,7 @@ import pyarrow as pa
 from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.plain_text import table_lines
+from conf.settings import data_key, key
 from warehouse.checks import LABELS
 from warehouse.connection import connect
 from warehouse.disk_errors import disk_errors_named
@@ -29,9 +30,6 @@ from warehouse.schema import ENVIRONMENT, JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, 
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 from warehouse.writer import RUN_RATIOS
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 FORMATS = ("table", "json")
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
@@ -277,16 +275,38 @@ def named_arguments(argv: Sequence[str]) -> list[str]:
     return arguments
 
 
-def entry(cfg: DictConfig) -> int:
-    """Compare the two sides of `cfg` and print the difference."""
-    if cfg.format not in FORMATS:
-        raise unknown_name("format", cfg.format, FORMATS)
-    tolerance: Any = cfg.tolerance
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance >= 0:
-        raise UsageError(f"tolerance must be a number >= 0, got {tolerance!r}")
+@dataclass(frozen=True, kw_only=True)
+class DiffSettings:
+    """Which two sides to compare.
+
+      python -m warehouse.diff 2026-11-19 2026-11-20
+      python -m warehouse.diff 2026-11-20 now
+      python -m warehouse.diff 2026-11-20 format=json
+
+    A label has moved where the same configuration in the same environment (device, torch, CUDA, cuDNN, driver,
+    allocator) was measured again: medians, relative to before; for ratios such as smact, the difference.
+    """
+
+    before: str = key(help="snapshot that is compared; the first name of the command line")
+    after: str = key("now", "snapshot that it is compared with, or now for the folder as it is; the second name")
+    tolerance: float = key(0.05, "shift of a label from which on a configuration counts as beyond")
+    format: str = key("table", "table or json")
+    data: str | None = data_key()
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS)
+        if not self.tolerance >= 0:
+            raise UsageError(f"tolerance must be a number >= 0, got {self.tolerance!r}")
+
+
+def entry(settings: DiffSettings) -> int:
+    """Compare the two sides and print the difference."""
     with disk_errors_named():
-        difference = diff(DataFolder.resolve(cfg.data), str(cfg.before), str(cfg.after), tolerance=tolerance)
-    print(difference.as_json() if cfg.format == "json" else "\n".join(lines(difference)))
+        difference = diff(
+            DataFolder.resolve(settings.data), settings.before, settings.after, tolerance=settings.tolerance
+        )
+    print(difference.as_json() if settings.format == "json" else "\n".join(lines(difference)))
     return 0
 
 

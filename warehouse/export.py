@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.outputs import folder_problems
-from conf.overrides import plain_values
+from conf.settings import key
 from warehouse.connection import connect
 from warehouse.dataset import (
     CARD,
@@ -47,9 +47,6 @@ from warehouse.layout import sync, write_bytes
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import METRICS, RUN_SCHEMA, TELEMETRY_SCHEMA
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 # Runs that lost their worker know of no device, and belong to no data set of one.
 SOURCES = {
     "measured": "source = 'measured' AND device_uuid IS NOT NULL",
@@ -66,14 +63,24 @@ _PREFERENCE = {"repeated": 1, "unavailable": 2}  # of the readings in one bin, t
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """The keys of `conf/export.yaml`. Raises `UsageError` that names every bad key together."""
+    """What to export, and where to. Raises `UsageError` that names every bad key together.
 
-    out: str | None = None
-    data: str | None = None
-    source: str = "measured"
-    families: Sequence[str] | None = None
-    hz: float = 10
-    max_mb: float = 20
+      python -m warehouse.export data=data/collect
+      python -m warehouse.export out=/srv/set data=/srv/farm source=simulated families=[cnn,gpt] max_mb=100
+
+    Runs that the folder holds already stay; names of machines, users and paths are taken out. README.md in the
+    folder is the card: how the runs were made, and how many there are of each kind. `warehouse.ingest
+    source=dataset` loads it.
+    """
+
+    out: str | None = key(None, "the data set's folder; default datasets/ of this checkout", "new path")
+    data: str | None = key(None, "data folder to export from; default $GPUFARM_DATA, else ./data", "new path")
+    source: str = key("measured", "measured (on GPUs), cpu (measured on CPUs) or simulated")
+    families: Sequence[str] | None = key(
+        None, "as in [cnn,gpt]; default all that have such runs", "text | list of text | null"
+    )
+    hz: float = key(10, "telemetry is thinned to this many readings a second of each sensor")
+    max_mb: float = key(20, "refuse a data set that would be larger, in 10^6 bytes")
 
     def __post_init__(self) -> None:
         problems = []
@@ -364,9 +371,9 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
         raise
 
 
-def entry(cfg: DictConfig) -> int:
-    """Export the runs that `cfg` names and print how many were added."""
-    report = export(ExportSettings(**plain_values(cfg)))
+def entry(settings: ExportSettings) -> int:
+    """Export the runs and print how many were added."""
+    report = export(settings)
     print("\n".join(report.lines()))
     return 0
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from conf.bars import terminal_bar
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from conf.settings import data_key, key
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
@@ -41,9 +42,6 @@ from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
 from warehouse.writer import RunWriter
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
 SOURCES = (DATASET, *PUBLISHED, "csv")
@@ -55,15 +53,36 @@ Progress = Callable[[str, int, int], None]  # (what is done, files done, files i
 
 @dataclass(frozen=True, kw_only=True)
 class IngestSettings:
-    """Source, path and target of an ingest. Raises `UsageError` for an unknown source, and for keys of another one."""
+    r"""What to read. Raises `UsageError` for an unknown source, and for keys of another source.
 
-    source: str
-    path: str | None = None
-    data: str | None = None
-    device_name: str | None = None
-    family: str | None = None
-    columns: str | None = None
-    constants: str | None = None
+    source=dataset loads the runs that came with the project, with their telemetry; they stay `measured`.
+
+      python -m warehouse.ingest source=dataset
+      python -m warehouse.ingest source=gpumemnet path=GPUMemNet/Datasets
+      python -m warehouse.ingest source=timm path=timm_a100.csv data=/srv/farm
+      python -m warehouse.ingest source=csv path=mine.csv family=timm device_name=NVIDIA-L4 \
+        columns='{peak_memory_mib: mem, batch_size: bs, config.model: net}' constants='{optimizer: sgd}'
+
+    A folder is searched with all that is below it; CSV files of other kinds are named and left. Rows that make no sense
+    land as `invalid`, those in doubt with error_type = 'doubt'.
+    """
+
+    source: str = key(
+        help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
+        "batch_size, max_gpu_memory_mib) or csv"
+    )
+    path: str | None = key(
+        None, "a CSV file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
+    )
+    data: str | None = data_key()
+    device_name: str | None = key(None, "GPU model that was measured; default A100-SXM4-40GB, but for source=csv")
+    family: str | None = key(None, "source=csv: the family that the rows are configurations of")
+    columns: str | None = key(
+        None,
+        "source=csv: '{peak_memory_mib: COLUMN, config.FIELD: COLUMN, ...}', columns of `runs` and config fields",
+        "any text",
+    )
+    constants: str | None = key(None, "source=csv: the same keys with one value for every row", "any text")
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
@@ -311,11 +330,8 @@ def _places(name: str, rows: Sequence[int]) -> str:
     return f"{name}:{', '.join(map(str, rows[:_SHOWN_ROWS]))}{more}"
 
 
-def entry(cfg: DictConfig) -> int:
-    """Ingest the files that `cfg` names and print the report."""
-    keys = ("path", "data", "device_name", "family", "columns", "constants")
-    given = {key: None if cfg[key] is None else str(cfg[key]) for key in keys}
-    settings = IngestSettings(source=str(cfg.source), **given)
+def entry(settings: IngestSettings) -> int:
+    """Ingest the files and print the report."""
     with terminal_bar("reading") as update, disk_errors_named():
 
         def progress(label: str, done: int, of: int) -> None:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,7 +28,7 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.identity import sha256_of
 from conf.outputs import folder_problems
-from conf.overrides import plain_values
+from conf.settings import data_key, key
 from warehouse import load_example
 from warehouse.checks import check
 from warehouse.columns import JOBS, TABLES, described
@@ -45,9 +45,6 @@ from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
 from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _OWN_SOURCES = ("measured", "simulated")  # `imported` rows are under licences of their own
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
@@ -61,21 +58,35 @@ _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 @dataclass(frozen=True, kw_only=True)
 class PublishSettings:
-    """The keys of `conf/publish.yaml`. Raises `UsageError` that names every bad key together."""
+    """What to publish, and where to. Raises `UsageError` that names every bad key together.
 
-    out: str
-    data: str | None = None
-    snapshot: str | None = None
-    licence: str | None = None
-    citation: str | None = None
-    creators: Sequence[str] | None = None
-    url: str | None = None
-    version: str | None = None
-    published: str | None = None
-    name: str | None = None
-    description: str | None = None
-    sources: Sequence[str] = _OWN_SOURCES
-    hz: float | None = 10
+      python -m warehouse.publish out=/srv/gpu-runs licence=CC-BY-4.0
+      python -m warehouse.publish out=runs snapshot=2026-11-20 licence=CC-BY-4.0 "creators=[Ada Lovelace,'org:ACME']"
+
+    Names of machines, users and paths are taken out. The folder appears whole or not at all. What is not given
+    (citation, creators, url, version) is left out of the card and the metadata, and said to be missing; a licence
+    must be given.
+    """
+
+    out: str = key(help="folder of the data set, new or empty", kind="new path")
+    data: str | None = data_key()
+    snapshot: str | None = key(None, "which one; default the newest, or one that is taken now where there is none")
+    licence: str | None = key(None, "required: an SPDX name or a URL")
+    citation: str | None = key(None, "how to cite the data set, best in BibTeX", "any text")
+    creators: Sequence[str] | None = key(
+        None, "names of persons, as in [Ada Lovelace]; 'org:NAME' for an organization", "text | list of text | null"
+    )
+    url: str | None = key(None, "of the data set's page")
+    version: str | None = key(None, "as in 1.0.0")
+    published: str | None = key(None, "day, as in 2026-11-20; default the snapshot's")
+    name: str | None = key(None, "of the data set; default the folder's")
+    description: str | None = key(None, "a sentence or two; default says how many rows there are", "any text")
+    sources: Sequence[str] = key(
+        ("measured", "simulated"),
+        "imported rows are others', under licences of their own, and published only if named",
+        "text | list of text",
+    )
+    hz: float | None = key(10, "telemetry is thinned to this many readings a second of each sensor; null keeps all")
 
     def __post_init__(self) -> None:
         for name in ("creators", "sources"):
@@ -380,9 +391,9 @@ def _card(
     return "".join(parts)
 
 
-def entry(cfg: DictConfig) -> int:
-    """Publish the snapshot that `cfg` names and print the report."""
-    print("\n".join(publish(PublishSettings(**plain_values(cfg))).lines()))
+def entry(settings: PublishSettings) -> int:
+    """Publish the snapshot and print the report."""
+    print("\n".join(publish(settings).lines()))
     return 0
 
 

@@ -25,6 +25,7 @@ from conf.cli import command
 from conf.errors import UsageError, unknown_name
 from conf.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
+from conf.settings import data_key, key
 from warehouse.connection import check_readable, connect
 from warehouse.folder import DataFolder
 from warehouse.layout import COMPRESSION
@@ -32,7 +33,6 @@ from warehouse.reader import WarehouseConnection, WarehouseRelation, is_of_the_s
 from warehouse.views import VIEWS
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from rich.console import Console
     from rich.text import Text
 
@@ -52,14 +52,26 @@ _UNBOUNDED = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class QuerySettings:
-    """A query and where its answer goes."""
+    """A query and where its answer goes.
 
-    sql: str
-    format: str = "table"
-    out: str | None = None
-    max_rows: int = 100
-    snapshot: str | None = None
-    data: str | None = None
+      python -m warehouse.query "SELECT family, status, count(*) FROM runs GROUP BY ALL"
+      python -m warehouse.query "DESCRIBE runs"
+      python -m warehouse.query "SELECT * FROM runs WHERE status = 'ok'" format=csv out=runs.csv
+      python -m warehouse.query "SELECT run_id, config FROM runs LIMIT 5" format=json data=/srv/farm
+
+    The first argument that holds a space is the query. NULL is empty in csv and null in json; times are UTC.
+    """
+
+    sql: str = key(help="the query: one statement in DuckDB's SQL", kind="any text")
+    format: str = key(
+        "table", "table (one line a value where rows are too wide), csv, json or parquet; parquet needs out=FILE"
+    )
+    out: str | None = key(None, "file to write instead of standard output", "new path")
+    max_rows: int = key(100, "rows that format=table prints; the other formats write all", "int 1 to 10000000")
+    snapshot: str | None = key(
+        None, "name of one to ask instead of the folder as it is; `python -m warehouse.snapshot list=true` names them"
+    )
+    data: str | None = data_key()
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -70,12 +82,8 @@ class QuerySettings:
             raise UsageError(f"max_rows must be >= 1, got {self.max_rows}")
 
 
-def entry(cfg: DictConfig) -> int:
-    """Run the query of `cfg`."""
-    settings = QuerySettings(
-        sql=str(cfg.sql), format=cfg.format, out=cfg.out, max_rows=cfg.max_rows, snapshot=cfg.snapshot,
-        data=cfg.data,
-    )  # fmt: skip
+def entry(settings: QuerySettings) -> int:
+    """Run the query."""
     run_query(settings, sys.stdout)
     return 0
 

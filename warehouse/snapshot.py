@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
@@ -28,6 +27,7 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_na
 from conf.identity import sha256_of
 from conf.json_file import read_json
 from conf.plain_text import first_line
+from conf.settings import data_key, key
 from warehouse.believed import SNAPSHOT_LISTING, refuse_lost
 from warehouse.compaction import CompactionReport, compaction_lock
 from warehouse.counting import counting_files
@@ -42,9 +42,6 @@ from warehouse.merged import is_merged_name
 from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
 from warehouse.settle import settled_listings
 from warehouse.views import VIEWS, view_statements
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 FORMAT = "gpufarm-snapshot"
 MANIFEST = "manifest.json"
@@ -352,23 +349,45 @@ def read_manifest(path: Path) -> Snapshot:
         raise EnvironmentProblem(f"{path} is damaged: {error}") from error
 
 
-def entry(cfg: DictConfig) -> int:
-    """Take, list or verify snapshots, as `cfg` asks. Return 1 if one is damaged."""
-    folder = DataFolder.resolve(cfg.data).open()
-    if sum((cfg.name is not None, cfg.list, cfg.verify is not None)) > 1:
-        raise UsageError("name=, list=true and verify= exclude each other: give one")
-    if cfg.list:
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSettings:
+    """Whether to take, list or verify. Raises `UsageError` for more than one of these.
+
+      python -m warehouse.snapshot
+      python -m warehouse.snapshot name=before-upgrade
+      python -m warehouse.snapshot list=true
+      python -m warehouse.snapshot verify=all
+
+    `warehouse.connect(snapshot=NAME)` reads one, and so do `python -m warehouse.query` and `learn.fit` with
+    snapshot=NAME. Files are linked, not copied; run `python -m warehouse.compact` first, so that they are few. Safe
+    to kill at any point. verify= exits with 1 and names the files that are not as they were.
+    """
+
+    name: str | None = key(None, "of the new snapshot; default the day in UTC, as in 2026-11-20, then 2026-11-20.2")
+    list: bool = key(False, "list the snapshots instead")
+    verify: str | None = key(None, "a snapshot's name, or all: compare its files with their SHA-256 instead")
+    data: str | None = data_key()
+
+    def __post_init__(self) -> None:
+        if sum((self.name is not None, self.list, self.verify is not None)) > 1:
+            raise UsageError("name=, list=true and verify= exclude each other: give one")
+
+
+def entry(settings: SnapshotSettings) -> int:
+    """Take a snapshot, list them, or verify some. Return 1 if one is damaged."""
+    folder = DataFolder.resolve(settings.data).open()
+    if settings.list:
         print("\n".join(snapshot.line() for snapshot in snapshots(folder)) or "no snapshots yet")
         return 0
-    if cfg.verify is not None:
-        chosen = snapshots(folder) if cfg.verify == ALL else [find_snapshot(folder, str(cfg.verify))]
+    if settings.verify is not None:
+        chosen = snapshots(folder) if settings.verify == ALL else [find_snapshot(folder, settings.verify)]
         damaged = 0
         for snapshot in chosen:
             problems = snapshot.problems()
             damaged += bool(problems)
             print(f"{snapshot.name}: {'; '.join(problems) or f'{len(snapshot.files):,} files are as they were'}")
         return 1 if damaged else 0
-    print(take_snapshot(folder, None if cfg.name is None else str(cfg.name), tell=print).line())
+    print(take_snapshot(folder, settings.name, tell=print).line())
     return 0
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
+from conf.settings import key
 from workers.telemetry.sampler import TelemetrySettings
 
 QUALITY_REPEATS = (0, 1, 2)  # a repeat is one of a task's three attempts
@@ -26,17 +27,23 @@ class WindowSettings:
     relative, `utilization_tolerance` absolute. `memory_steps`: steps without a new peak of memory.
     """
 
-    kind: str
-    warmup_steps: int = 3
-    warmup_max_seconds: float = 20.0
-    min_steps: int = 5
-    min_seconds: float = 1.0
-    max_seconds: float = 60.0
-    tolerance: float = 0.02
-    utilization_tolerance: float = 0.01
-    power_tolerance: float = 0.02
-    memory_steps: int = 5
-    seconds: float | None = None
+    kind: str = key("adaptive", "")
+    warmup_steps: int = key(3, "steps before the window, at least: the first ones grow the allocator and autotune")
+    warmup_max_seconds: float = key(
+        20.0,
+        "warm-up also waits until memory and step time are steady, but past this for two steps only",
+        "number <= 1e7",
+    )
+    min_steps: int = key(5, "never fewer steps, unless max_seconds are over")
+    min_seconds: float = key(1.0, "never shorter", "number <= 1e7")
+    max_seconds: float = key(60.0, "never longer", "number <= 1e7")
+    tolerance: float = key(0.02, "relative half-width of the 95 % confidence interval of the step time")
+    utilization_tolerance: float = key(
+        0.01, "absolute half-width for GPU utilization, SM activity, occupancy and DRAM activity"
+    )
+    power_tolerance: float = key(0.02, "relative half-width for power")
+    memory_steps: int = key(5, "steps without a new peak of memory, warm-up's included")
+    seconds: float | None = key(None, "the whole window, of kind=fixed", "number <= 1e7")
 
     def __post_init__(self) -> None:
         if self.kind not in ("adaptive", "fixed"):
@@ -55,15 +62,17 @@ class WindowSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialSettings:
-    """Settings of each trial of a job: everything but its config and the device."""
+class TrialRules:
+    """The `trial` key of a command: deadline, preparation, host memory and repeats of each trial."""
 
-    window: WindowSettings
-    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
-    timeout_s: float = 300.0
-    host_memory_limit_mib: float | None = None
-    prepare_ahead: str = "auto"
-    quality_repeats: int = 1
+    timeout_s: float = key(300, "a trial that takes longer is killed and lands as `timeout`", "number 0.001 to 1e7")
+    prepare_ahead: str = key(
+        "auto", "make the next trial's process ready while one runs: auto (GPUs, where cores are free), always, never"
+    )
+    host_memory_limit_mib: float | None = key(
+        None, "host memory of one trial; default: 90 % of the machine's, divided among the workers", "number >= 1"
+    )
+    quality_repeats: int = key(1, "how often a trial whose labels cannot be trusted is run again: 0, 1 or 2")
 
     def __post_init__(self) -> None:
         if self.prepare_ahead not in PREPARE_AHEAD:
@@ -74,6 +83,14 @@ class TrialSettings:
             raise UsageError(f"trial.quality_repeats must be one of {known}, got {self.quality_repeats!r}")
         if self.host_memory_limit_mib is not None:
             _check(self, "trial", host_memory_limit_mib=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSettings(TrialRules):
+    """How each trial of a job is run: everything but its config and the device."""
+
+    window: WindowSettings
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
 
     def to_mapping(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

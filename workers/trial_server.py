@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.working_folder import search_working_folder
+from conf.own_packages import search_working_folder
 from workers.containment import ControlGroup, become_subreaper, die_with_parent, end_below
 from workers.trial_output import TrialOutput
 

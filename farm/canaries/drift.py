@@ -25,6 +25,7 @@ from farm.journal_payloads import DriftPayload
 from featurize.device_spec import same_device
 from featurize.row_config import config_of_row, problem_of
 from featurize.trial import TrialConfig, config_hash
+from warehouse.folder import DataFolder
 from warehouse.schema import ENVIRONMENT
 from warehouse.stale import Mark
 from warehouse.writer import RUN_RATIOS
@@ -66,7 +67,7 @@ class Drift:
         )
 
 
-def drift_of(data, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> Drift | None:
+def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> Drift | None:
     """Return the drift since the night before, with marks for the rows that it made stale.
 
     None if the environment is the same or the machine is sick. Each environment in which rows were measured is judged
@@ -149,7 +150,7 @@ def _shift(entries: Sequence[Compared]) -> tuple[float | None, str]:
     return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
 
 
-def _rows(data, verdict: CanaryVerdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
+def _rows(data: DataFolder, verdict: CanaryVerdict, environment: Sequence) -> Iterator[tuple[dict, TrialConfig]]:
     """Return the usable rows of that environment, with their configs."""
     columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
@@ -201,7 +202,7 @@ def _in_order(operators: Collection[str]) -> tuple[str, ...]:
 
 
 def remeasure(
-    data,
+    data: DataFolder,
     device_name: str,
     source: str,
     environment: Mapping[str, str | None],
@@ -242,7 +243,7 @@ def remeasure(
     return tuple(chosen)
 
 
-def _stale_rows(data, device_name: str, source: str, environment: Mapping[str, str | None]) -> list[dict]:
+def _stale_rows(data: DataFolder, device_name: str, source: str, environment: Mapping[str, str | None]) -> list[dict]:
     """Return the marks of that environment, each with its run's columns."""
     values = [environment.get(name) for name in ENVIRONMENT]
     same = " AND ".join(f"{{}}.{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from featurize.device_spec import same_device
 from featurize.row_config import config_of_row
 from featurize.trial import TrialConfig
 from learn.targets import TARGETS
+from warehouse.folder import DataFolder
 from warehouse.run import reasons_of
 from warehouse.schema import ENVIRONMENT
 from workers.quality import REASONS
@@ -68,7 +70,11 @@ class CanaryNight:
 
 
 def read_nights(
-    data, device_name: str, source: str, tonight: Collection[str], forget: Collection[str]
+    data: str | os.PathLike[str] | DataFolder,
+    device_name: str,
+    source: str,
+    tonight: Collection[str],
+    forget: Collection[str],
 ) -> tuple[CanaryNight | None, list[CanaryNight]]:
     """Return the canaries of the jobs `tonight` as one night, and earlier ones by job, oldest first.
 

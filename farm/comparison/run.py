@@ -14,13 +14,14 @@ from typing import Any
 
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.identity import mapping_hash
+from conf.settings import key
 from farm.comparison.operators import Operators, compare_operators, traced
 from farm.comparison.pairs import Comparison, RunSet, compare_runs
 from farm.comparison.sides import Environment, Recorded, Side, code_folder, side_of, trial_environment
 from farm.jobs import Queue
 from farm.model_check import require_models_in_any
 from farm.monitoring.service import Service
-from farm.settings import SubmitSettings
+from farm.settings import SampledSettings, SubmitSettings
 from farm.submit import submit
 from farm.work import TimedStop, run_job
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, load_device, same_device
@@ -48,47 +49,54 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings:
-    """The keys of `conf/compare.yaml`. `submission`: trials for environments; None if both sides have their runs."""
+class CompareSettings(SampledSettings):
+    """What to compare. Raises `UsageError` that names every bad key together.
 
-    before: str
-    after: str
-    data: str | None
-    family: str | None
-    submission: SubmitSettings | None
-    tolerance: float
-    operators: bool
-    report: str | None
-    format: str
+      python -m farm.compare before=/envs/torch-2.13 after=/envs/torch-2.15 +arch=cnn n=200
+      python -m farm.compare before=/envs/stable/bin/python after=/envs/nightly +arch=gpt n=500 device=H200-SXM-141GB
+      python -m farm.compare before=/data/last-year after=/data/today
+      python -m farm.compare before=/data/today@2026-11-19 after=/data/today +arch=cnn format=json
+
+    A side is an environment (its Python, or its virtual environment's folder), a data folder, or DATA@SNAPSHOT.
+    An environment needs torch, NumPy and PyYAML; it runs this code's trials, so this project is not installed in
+    it. Both environments run the same sampled configurations. Their runs land in DATA/environments, a data folder
+    for each environment: the same command continues where it was, a larger n adds the difference, and other
+    comparisons reuse them. The page and its JSON are written to DATA/comparisons. Runs are paired by configuration,
+    device and source. Without a GPU the runs are simulated: traced operators, dtypes and tensors are the release's
+    own, but kernels, cuDNN's choices, the allocator's C++ and the CUDA context are modelled alike on both sides.
+    Families to sample: {arch}. Exit code 1: no pair of runs has figures on both sides.
+    """
+
+    before: str = key(help="an environment, a data folder, or DATA@SNAPSHOT", kind="path")
+    after: str = key(help="what it is compared with, likewise", kind="path")
+    n: int | None = key(None, "configurations that environments run", "int 1 to 10000000")
+    tolerance: float = key(0.01, "relative difference from which on a configuration counts as beyond")
+    operators: bool = key(True, "trace the operators of each configuration under both environments, and compare them")
+    report: str | None = key(None, "write the page into this file instead of DATA/comparisons", "new path")
+    format: str = key("table", "table or json")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         problems = []
         if self.format not in FORMATS:
             problems.append(str(unknown_name("format", self.format, FORMATS)))
-        tolerance = self.tolerance
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < float("inf"):
-            problems.append(f"tolerance must be a number >= 0, got {tolerance!r}")
-        if not isinstance(self.operators, bool):
-            problems.append(f"operators must be true or false, got {self.operators!r}")
+        if not 0 <= self.tolerance < float("inf"):
+            problems.append(f"tolerance must be a number >= 0, got {self.tolerance!r}")
         if problems:
             raise UsageError("; ".join(problems))
 
-    @classmethod
-    def from_config(cls, cfg) -> CompareSettings:
-        """Parse a composed config. Raises `UsageError` naming the key."""
-        from omegaconf import DictConfig, OmegaConf
+    @property
+    def family(self) -> str | None:
+        """The family whose runs are compared; None for all."""
+        return None if self.arch is None else self.arch.family
 
-        submission, family = None, None
-        if "arch" in cfg:
-            family = str(cfg.arch.family)
-            if cfg.n is not None:
-                whole = OmegaConf.merge({"batch_sizes": None, "priority": 0, "detach": False, "yes": False}, cfg)
-                assert isinstance(whole, DictConfig)  # as both that are merged are mappings
-                submission = SubmitSettings.from_config(whole)
-        return cls(
-            before=str(cfg.before), after=str(cfg.after), data=cfg.data, family=family, submission=submission,
-            tolerance=cfg.tolerance, operators=cfg.operators, report=cfg.report, format=cfg.format,
-        )  # fmt: skip
+    @property
+    def submission(self) -> SubmitSettings | None:
+        """What environments run; None where both sides have their runs."""
+        if self.arch is None or self.n is None:
+            return None
+        shared = {one.name: getattr(self, one.name) for one in dataclasses.fields(SampledSettings)}
+        return SubmitSettings(n=self.n, **shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +174,7 @@ def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> C
     pythons = [(str(side.python), trial_environment(side, code)) for side in environments]
     require_models_in_any([submission.space], pythons)
     print(device_line)
-    return dataclasses.replace(settings, submission=dataclasses.replace(submission, device=device))
+    return dataclasses.replace(settings, device=device)
 
 
 def _submission(settings: CompareSettings) -> SubmitSettings:

@@ -18,11 +18,10 @@ from pathlib import Path
 
 from conf.errors import UsageError
 from conf.identity import canonical_json
+from conf.own_packages import PACKAGES
 from warehouse.folder import DataFolder
 from workers.server_client import PYTHON_VARIABLE
 
-# What a trial in an environment imports of this project.
-_PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
 _PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
 # What a trial server imports, and what a comparison records of the environment. The newest file of torch tells a build
 # that was made again under the same version.
@@ -124,7 +123,7 @@ def code_folder() -> Iterator[Path]:
 
     root = Path(farm.__file__).parent.parent
     with tempfile.TemporaryDirectory(prefix="gpufarm-code-") as folder:
-        for name in _PACKAGES:
+        for name in PACKAGES:
             (Path(folder) / name).symlink_to(root / name, target_is_directory=True)
         yield Path(folder)
 

@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from conf.own_packages import search_working_folder
 from conf.units import MIB
-from conf.working_folder import search_working_folder
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec

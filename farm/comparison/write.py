@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from conf.errors import EnvironmentProblem
-from conf.outputs import checked_report as checked_page
 from conf.outputs import write_output
 from conf.reports.render import render_page
 from farm.comparison.page import comparison_page
@@ -13,13 +12,6 @@ from farm.comparison.run import Result, comparisons_folder
 from farm.comparison.view import as_json
 from warehouse.folder import DataFolder
 from warehouse.layout import write_bytes
-
-
-def checked_report(report: str | None) -> Path | None:
-    """Return the user's file for the page, after checking that it is writable. Raises `UsageError`."""
-    if report is None:
-        return None
-    return checked_page(report, key="report", like="compare.html", data=[DataFolder.resolve().root])
 
 
 def write_comparison(home: DataFolder, result: Result, report: str | None) -> Path:

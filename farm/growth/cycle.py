@@ -219,10 +219,11 @@ class NightWork:
         from learn.promotion import refit
 
         results = []
-        for target in self.settings.targets:
+        for target in self.settings.learn.targets:
             try:
                 promotion = refit(
-                    self.folder, target, self.settings.estimator, cycle=self.cycle.name, source=self.machine.source,
+                    self.folder, target, self.settings.learn.estimator, cycle=self.cycle.name,
+                    source=self.machine.source,
                     device_name=self.machine.device_name, snapshot=landed.snapshot, seed=self.settings.seed,
                     trust=code_names(self.settings.spaces),
                     now=datetime.datetime.now(datetime.UTC),
@@ -245,7 +246,7 @@ class NightWork:
 
     def _no_result(self, target: str, decision: str, why: str) -> LearntTarget:
         return LearntTarget(
-            target=target, estimator=self.settings.estimator, decision=decision, why=why,
+            target=target, estimator=self.settings.learn.estimator, decision=decision, why=why,
             figures={"current": None, "candidate": None},
         )  # fmt: skip
 
@@ -281,7 +282,7 @@ class NightWork:
     def submit(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]]) -> None:
         """Queue listed configs for this cycle's devices."""
         submit_listed(
-            self.folder, self.queue, job_id, configs, self.machine, self.settings.trial, self.settings.policy,
+            self.folder, self.queue, job_id, configs, self.machine, self.settings.trial_settings, self.settings.policy,
             self.settings.seed,
         )  # fmt: skip
 

@@ -1,21 +1,20 @@
-"""The settings of a growth cycle as typed frozen values. Start reading at `GrowSettings.from_values`."""
+"""The settings of a growth cycle as typed frozen values. Start reading at `GrowSettings`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
+from conf.settings import added_group, given_values, key, section
 from farm.choosing.selection import POLICIES
-from farm.ray_executor import ClusterSettings
-from farm.sampling import Limits
-from farm.settings import device_choice, trial_settings
+from farm.monitoring.events import LogSettings
+from farm.monitoring.metrics import MetricsSettings
+from farm.settings import TrialsSettings
 from farm.space import Space, default_space, parse_space, valid_keys
 from farm.space_limits import require_within_limits
 from featurize.families import family_names
-from workers.devices import DeviceChoice
-from workers.settings import TrialSettings
 
 CANARIES = ("compare", "accept", "skip")
 NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
@@ -27,32 +26,98 @@ WRITTEN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrowSettings:
-    """Settings of one cycle. `device` may still be `auto`. Raises `UsageError` that names every bad key."""
+class LearnSettings:
+    """The `learn` key: what a cycle fits on its new rows."""
 
-    data: str | None
-    n: int | None
-    hours: float | None
-    policy: str
-    spaces: tuple[Space, ...]  # one a family
-    pool: int
-    seed: int
-    canaries: str
-    dry_run: bool
-    limits: Limits
-    targets: tuple[str, ...]
-    estimator: str
-    command: str | None
-    webhook: str | None
-    device: DeviceChoice
-    cluster: ClusterSettings
-    trial: TrialSettings
-    written: Mapping[str, Any]  # the keys `WRITTEN` as they were given, for the journal
+    targets: tuple[str, ...] = key(
+        ("memory", "smact", "smocc", "drama"), "what to fit; [] for nothing", "text | list of text"
+    )
+    estimator: str = key("hybrid", "what to fit it with")
 
     def __post_init__(self) -> None:
         from learn.estimators import ESTIMATORS
         from learn.targets import TARGETS
 
+        object.__setattr__(self, "targets", _names("learn.targets", self.targets))
+        problems = [str(unknown_name("learn.targets", name, TARGETS)) for name in self.targets if name not in TARGETS]
+        if self.estimator not in ESTIMATORS:
+            problems.append(str(unknown_name("learn.estimator", self.estimator, ESTIMATORS)))
+        if problems:
+            raise UsageError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifySettings:
+    """The `notify` key: whom to tell how a cycle ended."""
+
+    command: str | None = key(
+        None, "run in a shell when the cycle ends, with the result as JSON on its standard input", "any text"
+    )
+    webhook: str | None = key(None, "a URL that gets the same JSON by POST")
+
+    def __post_init__(self) -> None:
+        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+            raise UsageError(f"notify.webhook must begin with http:// or https://, got {self.webhook!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowSettings(TrialsSettings):
+    """One cycle. Raises `UsageError` that names every bad key together.
+
+    usage: python -m farm.grow n=N | hours=H [KEY=VALUE ...]      families: {arch}
+
+      python -m farm.grow n=500                   measure 500 configurations of all families, chosen by policy=active
+      python -m farm.grow hours=6                 measure for six hours
+      python -m farm.grow n=500 dry_run=true      what would run, what it gains and costs; nothing is run or written
+      python -m farm.grow n=200 families=[gpt,vit] policy=coverage "space={precision: [fp32,bf16]}"
+
+    Killed at any point, the same command continues where it was. Ctrl-C leaves within seconds, with 130, and the same
+    command goes on. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
+    learning, and it leaves with 130; twice: at once. Exit code 1: the canaries found the machine sick, or a step
+    failed. Every step is a line of growth/journal.jsonl in the data folder; the report is reports/latest.html
+    there.
+    """
+
+    n: int | None = key(None, "how many configurations to measure; canaries come on top", "int 1 to 10000000")
+    hours: float | None = key(
+        None, "how long to measure, canaries included; with n=, whichever is reached first", "number <= 100000"
+    )
+    policy: str = key("active", "uniform, stratified, coverage or active (docs/growth.md)")
+    families: tuple[str, ...] | None = key(
+        None,
+        "as in [cnn,gpt]; default all but timm and zoo, which need libraries of their own",
+        "text | list of text | null",
+    )
+    space: Mapping[str, Any] | None = key(
+        None,
+        'values for the search spaces of all families that have such a key, as in "space={precision: '
+        '[fp32,bf16]}", in quotes',
+    )
+    pool: int = key(
+        10000,
+        "candidates to choose from, drawn anew every night, going on with each family's sequence",
+        "int <= 10000000",
+    )
+    seed: int = key(0, "of the sequences and of ties")
+    canaries: str = key(
+        "compare",
+        "compare: stop where a canary fails, or labels moved in an unchanged environment; accept: take "
+        "tonight's as the new ones; skip",
+    )
+    dry_run: bool = key(False, "true: print what would run")
+    learn: LearnSettings = section(LearnSettings)
+    notify: NotifySettings = section(NotifySettings)
+    log: LogSettings = section(LogSettings)
+    metrics: MetricsSettings = section(MetricsSettings)
+    arch: Mapping[str, Any] | None = added_group(dict)  # refused: it names families
+    given: Mapping[str, Any] = given_values()
+    spaces: tuple[Space, ...] = field(init=False)  # one a family
+
+    def __post_init__(self) -> None:
+        if self.arch is not None:  # as farm.submit has it
+            family = self.arch["family"]
+            raise UsageError(f"farm.grow takes families=[{family}], not +arch={family}")
+        object.__setattr__(self, "spaces", _spaces(self.families, self.space))
         problems = []
         if self.n is None and self.hours is None:
             problems.append("give n=... (configurations) or hours=... (of measuring)")
@@ -71,41 +136,13 @@ class GrowSettings:
             problems.append(str(unknown_name("canaries", self.canaries, CANARIES)))
         if not isinstance(self.dry_run, bool):
             problems.append(f"dry_run must be true or false, got {self.dry_run!r}")
-        problems += [str(unknown_name("learn.targets", name, TARGETS)) for name in self.targets if name not in TARGETS]
-        if self.estimator not in ESTIMATORS:
-            problems.append(str(unknown_name("learn.estimator", self.estimator, ESTIMATORS)))
-        if self.webhook is not None and not str(self.webhook).startswith(("http://", "https://")):
-            problems.append(f"notify.webhook must begin with http:// or https://, got {self.webhook!r}")
         if problems:
             raise UsageError("; ".join(problems))
 
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> GrowSettings:
-        """The resolved config of `conf/grow.yaml`; with `written` of an earlier command in its place it is that one's.
-
-        Raises `UsageError` naming the key.
-        """
-        learn = values["learn"]
-        return cls(
-            data=values["data"],
-            n=values["n"],
-            hours=values["hours"],
-            policy=values["policy"],
-            spaces=_spaces(values["families"], values["space"]),
-            pool=values["pool"],
-            seed=values["seed"],
-            canaries=values["canaries"],
-            dry_run=values["dry_run"],
-            limits=Limits(**values["limits"]),
-            targets=_names("learn.targets", learn["targets"]),
-            estimator=learn["estimator"],
-            command=values["notify"]["command"],
-            webhook=values["notify"]["webhook"],
-            device=device_choice(values["device"]),
-            cluster=ClusterSettings(**values["cluster"]),
-            trial=trial_settings(values),
-            written={name: values[name] for name in WRITTEN},
-        )
+    @property
+    def written(self) -> dict[str, Any]:
+        """The keys that decide the cycle, as they were given, for the journal."""
+        return {name: self.given[name] for name in WRITTEN}
 
 
 def _spaces(families: Any, common: Any) -> tuple[Space, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from conf.outputs import checked_output, folder_problems
+from conf.settings import key
 from farm.job_records import Lease
 from workers.worker import TaskSpec
 
@@ -32,10 +33,12 @@ Sink = Callable[[Mapping[str, Any]], None]
 class LogSettings:
     """The `log` key. `file` gets JSON lines; at `max_mib` it becomes `file.1`, and `keep` of those are kept."""
 
-    file: str | None = None
-    format: str = "human"
-    max_mib: float = 64
-    keep: int = 5
+    file: str | None = key(
+        None, "one JSON line an event; without it, and in the human format, nothing is logged", "new path"
+    )
+    format: str = key("human", "human, or json: events on standard output, and no progress bar")
+    max_mib: float = key(64, "the file is then renamed to FILE.1", "number > 0")
+    keep: int = key(5, "how many of these are kept", "int >= 1")
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

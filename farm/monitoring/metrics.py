@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from conf.errors import UsageError
+from conf.settings import key
 from farm.jobs import Queue, QueueError
 from farm.monitoring.health import Pulse
 from farm.monitoring.http_server import CONNECTION_S, BoundedServer
@@ -41,8 +42,12 @@ _GPU = (
 class MetricsSettings:
     """The `metrics` key. `port` None: nothing is served; 0: any free port."""
 
-    port: int | None = None
-    address: str = "127.0.0.1"
+    port: int | None = key(
+        None,
+        "serve Prometheus metrics at /metrics and health at /healthz and /readyz; 0: any free port",
+        "int 0 to 65535",
+    )
+    address: str = key("127.0.0.1", "who may ask: this machine; 0.0.0.0 lets everybody")
 
     def __post_init__(self) -> None:
         if self.port is not None and (

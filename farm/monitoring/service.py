@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
@@ -45,8 +44,3 @@ class Service:
         """Publish the samples of a run that has landed."""
         if self.metrics is not None:
             self.metrics.on_samples(run, telemetry)
-
-
-def service_settings(values: Mapping[str, Any]) -> tuple[LogSettings, MetricsSettings]:
-    """Parse the `log` and `metrics` keys of a command. Raises `UsageError`."""
-    return LogSettings(**values["log"]), MetricsSettings(**values["metrics"])

@@ -9,97 +9,175 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.settings import data_key, group, key
+from featurize.device_spec import DeviceSpec, device_from_mapping, device_names
 from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
-from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.plain_settings import plain_settings
+from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.model_names import load_factory
 from learn.estimation.past_run import known_to, load_run
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 FORMATS = ("table", "json")
-SETTINGS = tuple(field.name for field in fields(Training))  # a trial config has its own
-PATHS = ("configs", "report", "data")  # of the command's keys
+DEFAULT_DTYPE = "float32"
+SETTINGS = tuple(field.name for field in fields(TrainingKeys))  # a trial config has its own
 
 
-def entry(cfg: DictConfig) -> int:
+def described_device(values: Mapping[str, Any]) -> DeviceSpec:
+    """Return the GPU model of a file of `conf/device/`. Raises `UsageError` for a backend that runs trials."""
+    if "backend" in values:
+        raise UsageError(
+            f"device={values['backend']} runs trials; an estimate is for a GPU model: {', '.join(device_names())}"
+        )
+    return device_from_mapping(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateSettings(TrainingKeys):
+    """Which job to estimate, and how. Raises `UsageError`.
+
+      python -m learn.estimate model=torchvision.models:resnet50 input=[64,3,224,224] report=resnet50.html
+      python -m learn.estimate model=mypackage.nets:make_gpt input=[8,1024] input_dtype=int64 precision=bf16
+      python -m learn.estimate model=timm.models:vit_base_patch16_224 input=[64,3,224,224] estimator=xmem
+      python -m learn.estimate model=transformers:GPT2LMHeadModel input=[8,64] input_dtype=int64 arguments='{n_layer:6}'
+      python -m learn.estimate config='{family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}'
+      python -m learn.estimate "config='$JSON'"  # JSON, as runs.config holds it, needs quotes of its own
+      python -m learn.estimate run=RUN_ID format=json
+      python -m learn.estimate configs=jobs.jsonl method=fast format=json  # a trial config a line, thousands a second
+
+    The model never takes real memory: it is built and traced on the meta device (only estimator=xmem runs it, on the
+    CPU). Figures come from the models that you fitted (python -m learn.fit), else from those that come with the project
+    (learn/default_models/MODEL_CARD.md says what they know), and from the trace for what neither knows.
+    The report is one HTML page: memory over the step, the peak and its operator, what it consists of, module by module.
+    """
+
+    device: DeviceSpec | None = group(
+        None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device
+    )
+    model: str | None = key(
+        None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
+    )
+    input: list[Any] | None = key(
+        None, "for model: its input's shape, as in [64,3,224,224], or several: [[8,128],[8,128]]"
+    )
+    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs; int64 for token ids")
+    arguments: Mapping[str, Any] | str | None = key(
+        None,
+        "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
+        "mapping | any text | null",
+    )
+    config: Mapping[str, Any] | str | None = key(
+        None, "a trial config: '{family: cnn, ...}', or what runs.config holds", "mapping | text | null"
+    )
+    configs: str | None = key(
+        None,
+        "a file of trial configs, a JSON object a line (- is standard input); printed likewise, with format=json",
+        "path",
+    )
+    run: str | None = key(
+        None, "a run of the warehouse: estimates its config and shows the figures of the run beside it"
+    )
+    allocator: str | None = key(
+        None, "the caching allocator's settings, as PYTORCH_ALLOC_CONF has them: expandable_segments:True,..."
+    )
+    estimator: str | None = key(
+        None, "an unknown name lists them all; default the newest fitted hybrid, else the one that comes along"
+    )
+    method: str = key(
+        "full",
+        "full, or fast: from a trial config alone, without tracing it, by a distilled model; prints its held-out error",
+    )
+    loop: str | None = key(
+        None, "resident or pipeline; default that of run=, else for each figure the one that its source knows"
+    )
+    machine: str | None = key(
+        None,
+        "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
+        "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
+    )
+    report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
+    format: str = key("table", "table or json")
+    data: str | None = data_key()
+    trust: tuple[str, ...] = key(
+        None,
+        "modules whose code may run where run= or configs= name it, as in [mypackage]; default none",
+        "text | list of text | null",
+    )
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("model", "config", "run", "configs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            named = " and ".join(given) or "none"
+            raise UsageError(
+                f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}"
+            )
+        if self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS)
+        if self.model is None and self.input is not None:
+            raise UsageError("input is for model=; a trial config has its own inputs")
+        object.__setattr__(self, "trust", parse_trust(self.trust))
+
+
+def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
-    from featurize.device_spec import device_from_mapping, device_names
+    from learn.cases import name_of
     from learn.estimation.estimate_view import print_json, print_table
-    from learn.workload import name_of
 
-    values = plain_settings(cfg)
-    values |= {key: str(values[key]) for key in PATHS if values[key] is not None}  # a file may be called 5
-    given = [key for key in ("model", "config", "run", "configs") if values[key] is not None]
-    if len(given) != 1:
-        named = " and ".join(given) or "none"
-        raise UsageError(f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}")
-    if values["format"] not in FORMATS:
-        raise unknown_name("format", values["format"], FORMATS)
-    if values["model"] is None and values["input"] is not None:
-        raise UsageError("input is for model=; a trial config has its own inputs")
-    if values["data"] is not None:
+    if settings.data is not None:
         from warehouse.folder import DataFolder
 
-        DataFolder.resolve(values["data"]).open()
-    settings = {
-        key: values[key] for key in (*SETTINGS, "estimator", "method", "data", "allocator", "report", "loop", "machine")
-    }
-    settings["trust"] = parse_trust(values["trust"])
-    chosen = values.get("device")
-    if chosen is not None and "backend" in chosen:
-        raise UsageError(
-            f"device={chosen['backend']} runs trials; an estimate is for a GPU model: {', '.join(device_names())}"
-        )
-    settings["device"] = DEFAULT_DEVICE if chosen is None else device_from_mapping(chosen)
-
-    if values["configs"] is not None:
-        return _print_many(values["configs"], settings, values["format"])
+        DataFolder.resolve(settings.data).open()
+    if settings.configs is not None:
+        return _print_many(settings.configs, settings)
     past = None
     config: TrialConfig | None = None
-    if values["run"] is not None:
-        past = load_run(values["data"], values["run"], settings["trust"])
+    device: DeviceSpec | str | None = settings.device
+    loop, machine, input_dtype = settings.loop, settings.machine, DEFAULT_DTYPE
+    if settings.run is not None:
+        past = load_run(settings.data, settings.run, settings.trust)
         title, config = f"run {past.run_id}", past.config
-        if chosen is None and past.device is not None:
-            settings["device"] = past.device
+        device = device or past.device
         if past.source != "measured":  # its label is of the machine that its device's description is of
-            settings["machine"] = settings["machine"] or DESCRIBED
-        if settings["method"] == "full":
-            settings["loop"] = settings["loop"] or past.loop  # so that like is compared with like
-    elif values["config"] is not None:
-        config = config_of_user(_mapping(values["config"]))
+            machine = machine or DESCRIBED
+        if settings.method == "full":
+            loop = loop or past.loop  # so that like is compared with like
+    elif settings.config is not None:
+        config = config_of_user(_mapping(settings.config))
         title = f"{name_of(config)}, batch {config.batch_size}"
     else:
-        title = values["model"]
-        settings["input_dtype"] = values["input_dtype"]
-    if values["arguments"] is not None and values["model"] is None:
+        assert settings.model is not None
+        title = settings.model
+        input_dtype = settings.input_dtype
+    if settings.arguments is not None and settings.model is None:
         raise UsageError("arguments are for model=; a trial config of the family zoo has its own")
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
-        job = load_factory(values["model"], values["arguments"]) if config is None else config
-        done = estimate(job, values["input"], name=title, **settings)
+        job = load_factory(title, settings.arguments) if config is None else config
+        done = estimate(
+            job, settings.input, name=title, device=device or DEFAULT_DEVICE, loop=loop, machine=machine,
+            trust=settings.trust, estimator=settings.estimator, method=settings.method, data=settings.data,
+            allocator=settings.allocator, report=settings.report, input_dtype=input_dtype,
+            **{name: getattr(settings, name) for name in SETTINGS},
+        )  # fmt: skip
     if past is not None:
-        done = replace(done, warnings=(*done.warnings, *known_to(past, done, values["data"])))
-    (print_json if values["format"] == "json" else print_table)(title, done, past)
-    if values["report"] is not None:
-        print(f"report: {values['report']}", file=sys.stderr if values["format"] == "json" else sys.stdout)
+        done = replace(done, warnings=(*done.warnings, *known_to(past, done, settings.data)))
+    (print_json if settings.format == "json" else print_table)(title, done, past)
+    if settings.report is not None:
+        print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0
 
 
-def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
+def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    if given := [key for key in (*SETTINGS, "allocator", "report") if settings[key] is not None]:
+    if given := [name for name in (*SETTINGS, "allocator", "report") if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
-    if form != "json":
+    if settings.format != "json":
         raise UsageError("configs=FILE prints one JSON object a line: give format=json with it")
     configs = []
     for number, line in _lines(path):
@@ -107,8 +185,10 @@ def _print_many(path: str, settings: Mapping[str, Any], form: str) -> int:
             configs.append(config_from_mapping(_mapping(line)))
         except CommandError as error:
             raise UsageError(f"configs={path}, line {number}: {error}") from error
-    chosen = {key: settings[key] for key in ("device", "method", "estimator", "data", "trust", "loop", "machine")}
-    for done in estimate_many(configs, **chosen):
+    for done in estimate_many(
+        configs, device=settings.device or DEFAULT_DEVICE, method=settings.method, estimator=settings.estimator,
+        data=settings.data, trust=settings.trust, loop=settings.loop, machine=settings.machine,
+    ):  # fmt: skip
         print(json.dumps(done.to_mapping()))
     return 0
 

@@ -5,22 +5,15 @@ Start reading at `entry`; `learn.fitting` does the work.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from conf.bars import StepBar
-from learn.commands.plain_settings import plain_settings
 from learn.fitting import FitSettings, fit
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
-
-def entry(cfg: DictConfig) -> int:
+def entry(settings: FitSettings) -> int:
     """Fit with the settings, and print the figures and the artifact's path. Returns the exit code."""
     from rich.console import Console
     from rich.table import Table
 
-    settings = FitSettings(**plain_settings(cfg))
     screen = Console()
     with StepBar(settings.target) as bar:
         done = fit(settings, progress=bar.update)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from conf.working_folder import search_working_folder
+from conf.own_packages import search_working_folder
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""The keys of `conf/benchmark.yaml`, checked together before anything is read.
+"""The settings of a benchmark, checked together before anything is read.
 
 Start reading at `BenchmarkSettings`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.errors import UsageError, unknown_name
+from conf.settings import key
 from learn.evaluation.splits import GROUPINGS, SPLITS
 from learn.targets import get_target
 
@@ -18,29 +19,71 @@ PUBLISHED_TARGETS = ("memory", "smact", "smocc", "drama", "gpu_util")  # what pu
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings:
-    """The keys of `conf/benchmark.yaml`. Raises `UsageError` that names every bad key together."""
+    """Rows, estimators and splits. Raises `UsageError` that names every bad key together.
 
-    target: str = "memory"
-    published: str | tuple[str, ...] | None = None
-    files: tuple[str, ...] | None = None
-    doubtful: str = "keep"
-    estimators: tuple[str, ...] | None = None
-    split: str = "cv"
-    folds: int = 3
-    by: str | None = None
-    rows: int | None = None
-    seed: int = 0
-    family: str = "all"
-    source: str | None = None
-    device_name: str | None = None
-    worst: int = 0
-    workers: int | None = None
-    limit_s: float = 600.0
-    memory_gib: float | None = None
-    out: str | None = None
-    report: str | None = None
-    data: str | None = None
-    trust: tuple[str, ...] = ()
+      python -m learn.benchmark target=memory
+      python -m learn.benchmark target=drama estimators=[trace,lightgbm] source=measured report=drama.html
+      python -m learn.benchmark published=FOLDER rows=200 report=report.html out=report.json
+      python -m learn.benchmark published=FOLDER files=[timm_a100] split=leave_one_out by=module worst=10
+
+    Estimators that learn are fitted on all families or files together, and answer for rows that neither they nor
+    near-copies were fitted on, so that every row has one answer of each. Published files (GPUMemNet's, timm models,
+    named models) are known by their header; a file of named models is never fitted on. Estimates that a file itself
+    holds stand beside ours, marked (published). Errors are relative (absolute for ratios); those of estimators that
+    learn nothing also with one constant per file: the median of label - estimate.
+    """
+
+    target: str = key(
+        "memory", "memory, smact, smocc, drama, gpu_util, step_time or power; of published files the first five"
+    )
+    published: str | tuple[str, ...] | None = key(
+        None,
+        "folder or CSV files of published measurements; default the warehouse's runs",
+        "path | list of text | null",
+    )
+    files: tuple[str, ...] | None = key(
+        None,
+        "of published: file names without .csv, as in [timm_a100]; default all that are recognised",
+        "text | list of text | null",
+    )
+    doubtful: str = key(
+        "keep", "keep or drop rows that the rows beside them contradict; nothing is ever fitted on them"
+    )
+    estimators: tuple[str, ...] | None = key(
+        None,
+        "as in [trace,horus]; default all that estimate the target but xmem, which trains for real",
+        "text | list of text | null",
+    )
+    split: str = key("cv", "cv, holdout (30 %, as learn.fit), or leave_one_out: each group of by= in turn")
+    folds: int = key(3, "of split=cv: stratified by class, near-copies together")
+    by: str | None = key(
+        None, "module, family or device: what split=leave_one_out leaves out; errors are printed by it as well"
+    )
+    rows: int | None = key(None, "how many rows of each file (family) take part, spread over its modules; default all")
+    seed: int = key(0, "of the choice of rows, and of splits and fits")
+    family: str = key("all", "one family, or all")
+    source: str | None = key(
+        None, "measured, simulated or imported; for the warehouse's rows, where they are of several"
+    )
+    device_name: str | None = key(None, "which GPU; default all; for published rows A100-SXM4-40GB")
+    worst: int = key(0, "print this many of the rows furthest off, by estimator")
+    workers: int | None = key(None, "processes; default the number of CPUs; 0 works in this process, without any limit")
+    limit_s: float = key(600, "longest time an estimate may take, in seconds; of estimators that learn nothing")
+    memory_gib: float | None = key(
+        None, "what each process may allocate; beyond it, its estimates fail with that as their reason"
+    )
+    out: str | None = key(None, "write all figures and estimates into this JSON file", "new path")
+    report: str | None = key(None, "write tables and plots into this HTML file", "new path")
+    data: str | None = key(
+        None,
+        "data folder; default $GPUFARM_DATA, else ./data. With published=, it keeps the features of traced steps",
+        "new path",
+    )
+    trust: tuple[str, ...] = key(
+        None,
+        "modules whose code may run where a row names it, as in [mypackage]; default none, see docs/learning.md",
+        "text | list of text | null",
+    )
 
     def __post_init__(self) -> None:
         for name in ("files", "estimators"):

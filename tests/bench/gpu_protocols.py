@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli import load_config
 from conf.identity import mapping_hash
+from conf.overrides import load_settings
 from farm.jobs import Job, Queue
 from farm.queue_values import device_key
 from farm.sampling import NO_LIMITS, Limits, sample
@@ -66,7 +66,7 @@ class Plan:
         if kind == ADAPTIVE:
             lengths = [f"window.max_seconds={self.seconds}", f"window.min_seconds={min(1.0, self.seconds)}"]
         limit = f"trial.timeout_s={self.seconds + _LIMIT_S}"
-        return _submission(self.families[0], f"window={kind}", limit, *lengths).trial
+        return _submission(self.families[0], f"window={kind}", limit, *lengths).trial_settings
 
     def config(self, family: str, k: int) -> TrialConfig:
         """The k-th configuration, over the family's whole space; small ones on the CPU."""
@@ -78,7 +78,7 @@ class Plan:
 
 
 def _submission(family: str, *overrides: str) -> SubmitSettings:
-    return SubmitSettings.from_config(load_config("submit", [f"+arch={family}", "n=1", *overrides]))
+    return load_settings(SubmitSettings, "submit", [f"+arch={family}", "n=1", *overrides])
 
 
 def queue_trials(plan: Plan, queue: Queue, k: int, protocol: str, families: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from conf.keys import chosen_by_default, documented_keys, group_options, groups, kinds, known_keys
+from conf.keys import chosen_by_default, documented_choice, documented_keys, group_options, groups, kinds, known_keys
 from infra.generate_docs import command_modules
 
 SEED, CASES = 11, 500
@@ -293,8 +293,8 @@ def test_every_key_declares_what_it_may_hold(name):
 @pytest.mark.parametrize("group", [group for group in groups() if group not in ("arch", "device")])
 def test_every_key_of_a_group_declares_what_it_may_hold(group):
     for choice in group_options(group):
-        documented = {f"{group}.{key}" for key, _default, _text in documented_keys(f"{group}/{choice}")}
-        assert documented == {key for key in kinds("status", {group: choice}) if key.startswith(f"{group}.")}
+        documented = {f"{group}.{key}" for key, _default, _text in documented_choice("submit", group, choice)}
+        assert documented == {key for key in kinds("submit", {group: choice}) if key.startswith(f"{group}.")}
 
 
 # A command line that is odd and right, and what a key then holds.
@@ -350,6 +350,7 @@ def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, argum
     problems = []
     module = importlib.import_module(BODIES.get(name, COMMANDS[name]))
     monkeypatch.setattr("conf.cli._require", lambda *_: None)  # required keys that are of no interest here
+    monkeypatch.setattr("conf.cli._typed", lambda _name, cfg: cfg)  # as composed
     monkeypatch.setattr(module, "entry", lambda cfg: problems.append(OmegaConf.to_container(cfg, resolve=True)))
     assert invoke(name, *arguments) == (0, "", "")
     node = problems[0]

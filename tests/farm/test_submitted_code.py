@@ -199,8 +199,8 @@ def test_a_copied_folder_imports_nothing_of_its_own_and_its_submitters_does(tmp_
 
 
 def test_a_trust_that_is_no_module_is_refused(tmp_path):
-    from conf.cli import load_config
-    from farm.work import entry
+    from conf.overrides import load_settings
+    from farm.work import WorkSettings, entry
 
     with pytest.raises(UsageError, match="trust must name modules"):
-        entry(load_config("work", [f"data={tmp_path}", "trust=['a b']"]))
+        entry(load_settings(WorkSettings, "work", [f"data={tmp_path}", "trust=['a b']"]))

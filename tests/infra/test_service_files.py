@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from conf.cli import load_config
+from conf.overrides import load_settings
 from farm.monitoring.health import Pulse
 from farm.monitoring.metrics import FarmMetrics
-from farm.monitoring.service import service_settings
+from farm.work import WorkSettings
 from warehouse.folder import DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,8 +196,8 @@ def test_the_image_copies_folders_that_exist_and_starts_a_command_that_exists():
     for line in re.findall(r"^COPY --chown=farm (.*)$", text, re.MULTILINE):
         assert all((ROOT / name).exists() for name in line.split()[:-1])
     command = re.search(r"^exec python -m farm.work (.*) \"\$@\"$", (INFRA / "container/start.sh").read_text(), re.M)
-    cfg = load_config("work", command[1].split())
-    log, metrics = service_settings({"log": dict(cfg.log), "metrics": dict(cfg.metrics)})
+    settings = load_settings(WorkSettings, "work", command[1].split())
+    log, metrics = settings.log, settings.metrics
     assert log.format == "json" and metrics.address == "0.0.0.0"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from conf.errors import UsageError, unknown_name
+from conf.settings import key
 
 if TYPE_CHECKING:
     from featurize.trial import TrialConfig
@@ -50,11 +51,15 @@ class DeviceChoice:
     caching allocator may take this share of the card's memory, so that the card plays a smaller one; 1 becomes None.
     """
 
-    backend: str
-    count: int | None = None
+    backend: str = key("auto", "")
+    count: int | None = key(None, "devices that are simulated, or trials at a time on the CPU", "int 1 to 1024")
     spec: Mapping[str, Any] | None = None
-    memory_limit_mib: float | None = None
-    memory_fraction: float | None = None
+    memory_limit_mib: float | None = key(
+        None, "host memory a trial may take; default: 90 % of the machine's / count", "number >= 1"
+    )
+    memory_fraction: float | None = key(
+        None, "share of the card's memory that a trial may take, > 0 and <= 1: the card plays a smaller one"
+    )
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

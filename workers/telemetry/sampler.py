@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, unknown_name
+from conf.settings import key
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.patience import call_within
 
@@ -38,12 +39,23 @@ _READ_ON_S = 1.0  # at most, for a source that lags
 
 
 @dataclass(frozen=True, kw_only=True)
-class TelemetrySettings:
-    """Telemetry sources and their period. Raises `UsageError` naming the key."""
+class DcgmAddress:
+    """Where to ask for what NVIDIA's dcgm-exporter measures."""
 
-    sources: tuple[str, ...] = SOURCES
-    period_s: float = 0.1
-    dcgm_url: str = "http://localhost:9400/metrics"
+    dcgm_url: str = key("http://localhost:9400/metrics", "where a dcgm-exporter answers")
+
+    def __post_init__(self) -> None:
+        from workers.telemetry.dcgm import checked_url
+
+        checked_url(self.dcgm_url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetrySettings(DcgmAddress):
+    """Which sources to use and how often. Raises `UsageError` naming the key."""
+
+    sources: tuple[str, ...] = key(SOURCES, "which sensors to ask; missing ones are named once and leave NULLs")
+    period_s: float = key(0.1, "how often each is sampled", "number 0.001 to 3600")
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, str):
@@ -59,9 +71,7 @@ class TelemetrySettings:
             or not (math.isfinite(period) and period > 0)
         ):
             raise UsageError(f"telemetry.period_s must be a number > 0, got {period!r}")
-        from workers.telemetry.dcgm import checked_url
-
-        checked_url(self.dcgm_url)
+        super().__post_init__()
 
 
 def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[tuple[Sensor, ...], dict[str, str]]:
