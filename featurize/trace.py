@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conf.errors import UsageError
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
-from featurize.quantized import replace_bitsandbytes
+from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_trace import BATCH as BATCH
@@ -137,7 +137,7 @@ def trace_step(
             operators=tuple(recorder.operators),
             events=tuple(recorder.events),
             blocks=tuple(blocks),
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=elements(model),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
             notes=notes,

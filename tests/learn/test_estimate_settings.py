@@ -45,6 +45,11 @@ def test_settings_that_no_model_was_fitted_on_are_answered_by_the_trace_which_sa
     assert answered.breakdown["buffers and batch"] == pytest.approx(parameters_mib(), rel=0.2)
 
 
+def test_an_accumulated_step_waits_for_the_input_of_every_micro_step():
+    one, four = (estimate(net, SHAPE, accumulation=n, ema=True, loop="pipeline") for n in (1, 4))
+    assert four.step_time_ms > 3.5 * one.step_time_ms
+
+
 def test_other_methods_refuse_settings_that_they_do_not_know():
     with pytest.raises(UsageError, match="estimator=horus has no answer: it does not know accumulation=4"):
         estimate(net, SHAPE, accumulation=4, estimator="horus")
