@@ -28,7 +28,7 @@ from featurize.step_trace import Operator as Operator
 from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
 from featurize.trial_config import TrialConfig
-from featurize.wrappers import remarks
+from featurize.wrappers import remarks, unwrapped
 
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 
@@ -106,11 +106,11 @@ def trace_step(
     gc.disable()  # a collection at a random moment would make two traces differ
     doing = "the model cannot be built on the meta device"
     try:
-        model = on_meta(model) if isinstance(model, nn.Module) else build_on_meta(model)
-        notes: tuple[str, ...] = ()
+        notes: dict[str, None] = {}
+        model = on_meta(_noted(model, notes)) if isinstance(model, nn.Module) else build_on_meta(_noting(model, notes))
         if isinstance(model, nn.Module):
             _require_trainable(model)
-            notes = remarks(model)
+            model = unwrapped(model)
             replace_bitsandbytes(model)
         step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
         model = step.model
@@ -140,7 +140,7 @@ def trace_step(
             parameters=elements(model),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
-            notes=notes,
+            notes=tuple(notes),
         )
     except (UsageError, TraceError):
         raise
@@ -150,6 +150,20 @@ def trace_step(
     finally:
         if collecting:
             gc.enable()
+
+
+def _noted(model: nn.Module, notes: dict[str, None]) -> nn.Module:
+    """Note what the trace leaves out: before the model is copied, since a copy is not compiled any more."""
+    notes.update(dict.fromkeys(remarks(model)))
+    return model
+
+
+def _noting(factory: Callable[[], nn.Module], notes: dict[str, None]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        built = factory()
+        return _noted(built, notes) if isinstance(built, nn.Module) else built
+
+    return build
 
 
 def _require_trainable(model: nn.Module) -> None:
