@@ -36,8 +36,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { rm -rf $(VENV); echo "no virtual environment can be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_OPTIONS) "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	# Models to check estimates on. What timm asks for itself may bring another build of torch.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm
+	# Models and layers to check estimates on. What these ask for themselves may bring another build of torch.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps \
+	  timm peft accelerate bitsandbytes
 	$(BIN)/python infra/install_torchvision.py $(TORCH_OPTIONS)
 	touch $@
 

@@ -30,8 +30,8 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
 
     Args:
         model: transformers' and timm's models, also inside another module, have a switch of their own, which is used
-            for `full` and every=1. Of others, and for what these switches cannot do, the repeated blocks' forward
-            passes are wrapped; key-value caches are then switched off, since blocks would fill them twice.
+            for `full`. Of others, and for what these switches cannot do, the repeated blocks' forward passes are
+            wrapped; key-value caches are then switched off, since blocks would fill them twice.
         how: `full`, or `selective`: products and attention are saved, what is cheap is recomputed.
         every: Every n-th block is checkpointed, beginning with the first.
         reentrant: The variant of `torch.utils.checkpoint`.
@@ -39,7 +39,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     Raises:
         UsageError: The model has no repeated blocks.
     """
-    if how == "full" and every == 1 and _by_own_switches(model, reentrant):
+    if how == "full" and _by_own_switches(model, every, reentrant):
         return
     blocks = repeated_blocks(model)
     if not blocks:
@@ -79,17 +79,23 @@ def _is_block(module: nn.Module, nested: bool) -> bool:
     return any(True for _ in module.children()) and (nested or not isinstance(module, nn.Sequential))
 
 
-def _by_own_switches(model: nn.Module, reentrant: bool) -> bool:
-    """Whether the model, or else any of its members, has a switch, which is on now."""
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable) and getattr(model, "supports_gradient_checkpointing", True):
-        enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        return True
+def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
+    """Whether the model, or else any of its members, has a switch that can do it, which is on now."""
+    variant = {"use_reentrant": reentrant}
+    if getattr(model, "supports_gradient_checkpointing", True):
+        enable = getattr(model, "activation_checkpointing_enable", None)  # of transformers from 5 on
+        if callable(enable):
+            enable(activation_checkpointing_kwargs=variant, every_n_layers=every)
+            return True
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if callable(enable) and every == 1:
+            enable(gradient_checkpointing_kwargs=variant)
+            return True
     switch = getattr(model, "set_grad_checkpointing", None)
-    if callable(switch) and not reentrant:
+    if callable(switch) and every == 1 and not reentrant:
         switch(True)
         return True
-    return any([_by_own_switches(member, reentrant) for member in model.children()])
+    return any([_by_own_switches(member, every, reentrant) for member in model.children()])
 
 
 def _checkpointed(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:

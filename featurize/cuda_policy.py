@@ -63,6 +63,9 @@ def _fused_kernels() -> Iterator[None]:
         implementations.impl("_grouped_mm", "Meta", _grouped_product, False)
         implementations.impl("_cudnn_rnn", "Meta", cudnn_rnn.forward, False)
         implementations.impl("_cudnn_rnn_backward", "Meta", cudnn_rnn.backward, False)
+        if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+            implementations.impl("_fused_rms_norm", "Meta", _rms_norm, False)
+            implementations.impl("_fused_rms_norm_backward", "Meta", _rms_norm_backward, False)
         yield
     finally:
         library._destroy()
@@ -104,6 +107,19 @@ def _grouped_product(mat_a, mat_b, offs=None, bias=None, out_dtype=None):
     width = -(-columns // step) * step
     strides = (rows * width, width, 1)[-len(size) :]
     return torch.empty_strided(size, strides, dtype=dtype, device="meta")
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """One kernel, which keeps a float for each row (cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda)."""
+    rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, dtype=torch.float32)
+
+
+def _rms_norm_backward(
+    gradient: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, wanted: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    of_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
+    return of_input, torch.empty_like(weight) if wanted[1] and weight is not None else None
 
 
 def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:

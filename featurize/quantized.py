@@ -238,6 +238,13 @@ def replace_bitsandbytes(model: nn.Module) -> None:
             _put(model, name, Linear4Bit(module, double=double, compute_dtype=getattr(module, "compute_dtype", None)))
 
 
+def elements(model: nn.Module) -> int:
+    """Count the model's weights; two of 4 bits are two, though they share a byte."""
+    packed = [module for module in model.modules() if isinstance(module, Linear4Bit)]
+    unpacked = sum(layer.in_features * layer.out_features - layer.weight.numel() for layer in packed)
+    return sum(p.numel() for p in model.parameters()) + unpacked
+
+
 def _is_named(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
 

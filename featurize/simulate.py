@@ -65,6 +65,10 @@ def simulate(
     )
 
 
-def input_ms(trace: StepTrace, batch_size: int) -> float:
-    """Return what a plain training loop adds to each traced step, in ms: see `featurize.roofline.python_loader_ms`."""
-    return python_loader_ms(batch_size, sum(block.nbytes for block in trace.blocks if block.kind == "batch"))
+def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
+    """Return what a plain training loop adds to each traced step, in ms: see `featurize.roofline.python_loader_ms`.
+
+    `batch_size` is of one micro-step; each loads a batch.
+    """
+    nbytes = sum(block.nbytes for block in trace.blocks if block.kind == "batch")
+    return micro_steps * python_loader_ms(batch_size, nbytes // micro_steps)

@@ -19,7 +19,7 @@ from featurize import flash_attention
 from featurize.batches import Inputs, arguments, as_meta, call, mapped, own_loss, tensors_of
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
-from featurize.quantized import replace_bitsandbytes
+from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
 from featurize.step_trace import BATCH as BATCH
@@ -31,7 +31,7 @@ from featurize.step_trace import Operator as Operator
 from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
 from featurize.trial_config import TrialConfig
-from featurize.wrappers import remarks
+from featurize.wrappers import remarks, unwrapped
 
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 
@@ -109,16 +109,15 @@ def trace_step(
     gc.disable()  # a collection at a random moment would make two traces differ
     doing = "the model cannot be built on the meta device"
     try:
-        factory = model
-        model = (
-            on_meta(factory)
-            if isinstance(factory, nn.Module)
-            else flash_attention.building(lambda: build_on_meta(factory))
-        )
-        notes: tuple[str, ...] = ()
+        notes: dict[str, None] = {}
+        if isinstance(model, nn.Module):
+            model = on_meta(_noted(model, notes))
+        else:
+            factory = _noting(model, notes)
+            model = flash_attention.building(lambda: build_on_meta(factory))
         if isinstance(model, nn.Module):
             _require_trainable(model)
-            notes = remarks(model)
+            model = unwrapped(model)
             replace_bitsandbytes(model)
         step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
         model = step.model
@@ -146,11 +145,11 @@ def trace_step(
             operators=tuple(recorder.operators),
             events=tuple(recorder.events),
             blocks=tuple(blocks),
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=elements(model),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
             assumed=tuple(recorder.values.assumed),
-            notes=notes,
+            notes=tuple(notes),
         )
     except (CommandError, TraceError):
         raise
@@ -160,6 +159,20 @@ def trace_step(
     finally:
         if collecting:
             gc.enable()
+
+
+def _noted(model: nn.Module, notes: dict[str, None]) -> nn.Module:
+    """Note what the trace leaves out: before the model is copied, since a copy is not compiled any more."""
+    notes.update(dict.fromkeys(remarks(model)))
+    return model
+
+
+def _noting(factory: Callable[[], nn.Module], notes: dict[str, None]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        built = factory()
+        return _noted(built, notes) if isinstance(built, nn.Module) else built
+
+    return build
 
 
 def _require_trainable(model: nn.Module) -> None:

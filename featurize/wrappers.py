@@ -1,6 +1,6 @@
 """Wrappers that a trace does not follow, so that an estimate can warn of them: compiled and parallel modules.
 
-Start reading at `remarks`.
+Start reading at `unwrapped`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,32 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without the compiled modules in it, which would compile while they are traced, and without an
+    nn.DataParallel around it. Changes the model."""
+    while (inner := _compiled_inside(model) or _parallel_inside(model)) is not None:
+        model = inner
+    for module in list(model.modules()):
+        if getattr(module, _COMPILED_CALL, None) is not None:
+            setattr(module, _COMPILED_CALL, None)
+        for name, member in list(module.named_children()):
+            if (inner := _compiled_inside(member)) is not None:
+                setattr(module, name, inner)
+    return model
+
+
+_COMPILED_CALL = "_compiled_call_impl"  # of nn.Module.compile
+
+
 def _is_compiled(module: nn.Module) -> bool:
+    return _compiled_inside(module) is not None or getattr(module, _COMPILED_CALL, None) is not None
+
+
+def _compiled_inside(module: nn.Module) -> nn.Module | None:
     kind = type(module)  # compared by name: importing torch._dynamo takes a second
     by_call = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo")
-    return by_call or getattr(module, "_compiled_call_impl", None) is not None  # nn.Module.compile
+    return module.get_submodule("_orig_mod") if by_call else None
+
+
+def _parallel_inside(module: nn.Module) -> nn.Module | None:
+    return module.get_submodule("module") if isinstance(module, nn.DataParallel) else None

@@ -343,7 +343,7 @@ def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | N
 
     if loop != PIPELINE:
         return traced.step
-    waits = input_ms(traced.trace, job.batch_size)
+    waits = input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
     return simulate(traced.trace, device, job.settings, memory=traced.memory, input_ms=waits)
 
 

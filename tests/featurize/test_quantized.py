@@ -65,6 +65,7 @@ def test_quantized_weights_and_their_constants_take_what_their_format_says(how, 
     plain, trace = traced(), traced(quantize=how)
     assert sum_of(plain, "parameter") - sum_of(trace, "parameter") == LAYERS * (4 * ELEMENTS - weight)
     assert sum_of(trace, "buffer") == LAYERS * constants
+    assert trace.parameters == plain.parameters
 
 
 @pytest.mark.parametrize("how", ["nf4", "nf4-dq", "int8"])

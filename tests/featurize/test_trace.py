@@ -511,3 +511,22 @@ def test_what_a_model_says_of_autocast_itself_holds(precision):
     before = torch.autocast, torch.cuda.amp.autocast
     trace_step(lambda: Own(lambda x: torch.autocast("cuda")), vectors)
     assert (torch.autocast, torch.cuda.amp.autocast) == before
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+def test_rms_norm_is_one_kernel_that_keeps_a_float_a_row_unless_its_weight_is_of_another_type(weight):
+    def model():
+        norm = nn.RMSNorm(WIDTH).to(weight)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), norm, nn.Linear(WIDTH, CLASSES).bfloat16())
+
+    def batch(device):
+        (x,), target = vectors(device)
+        return (x.bfloat16(),), target
+
+    trace = trace_step(model, batch, settings=Training(optimizer="sgd"), training_loop=False)
+    fused = weight is torch.bfloat16
+    assert ("aten::_fused_rms_norm" in names(trace)) is fused
+    assert ("aten::_fused_rms_norm_backward" in names(trace)) is fused
+    if fused:
+        of_norm = [b.nbytes for b in trace.blocks if b.operator == "aten::_fused_rms_norm"]
+        assert set(of_norm) == {2 * BATCH * WIDTH, 4 * BATCH}

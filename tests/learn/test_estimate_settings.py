@@ -20,6 +20,11 @@ def net():
     return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512), nn.ReLU(), nn.Linear(512, 8))
 
 
+def compiled_in_place(module):
+    module.compile()
+    return module
+
+
 def parameters_mib():
     return 4 * sum(p.numel() for p in net().parameters()) / 2**20
 
@@ -43,6 +48,11 @@ def test_settings_that_no_model_was_fitted_on_are_answered_by_the_trace_which_sa
     assert set(answered.answered_by.values()) == {"trace"}
     assert any("no model was fitted on ema=True" in warning for warning in answered.warnings)
     assert answered.breakdown["buffers and batch"] == pytest.approx(parameters_mib(), rel=0.2)
+
+
+def test_an_accumulated_step_waits_for_the_input_of_every_micro_step():
+    one, four = (estimate(net, SHAPE, accumulation=n, ema=True, loop="pipeline") for n in (1, 4))
+    assert four.step_time_ms > 3.5 * one.step_time_ms
 
 
 def test_other_methods_refuse_settings_that_they_do_not_know():
@@ -92,9 +102,11 @@ def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, capsys):
     "wrap, words",
     [
         (lambda module: torch.compile(module), "is compiled"),
+        (lambda module: nn.Sequential(torch.compile(module)), "is compiled"),
+        (compiled_in_place, "is compiled"),
         (lambda module: nn.DataParallel(module), "is an nn.DataParallel"),
     ],
-    ids=["compile", "data_parallel"],
+    ids=["compile", "compiled_member", "compiled_in_place", "data_parallel"],
 )
 def test_wrappers_that_the_trace_does_not_follow_are_warned_of(wrap, words):
     plain, wrapped = estimate(net(), SHAPE), estimate(wrap(net()), SHAPE)
