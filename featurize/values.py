@@ -327,7 +327,7 @@ class Values:
         held = values.untyped_storage()
         same = tensor.stride() == values.stride() and tensor.storage_offset() == values.storage_offset()
         if not same or held.nbytes() < storage.nbytes():
-            held = torch.UntypedStorage(storage.nbytes(), device="cpu").fill_(0)
+            held = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
             into = torch.empty(0, dtype=tensor.dtype, device="cpu")
             into.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride()).copy_(values)
             ours = True
@@ -348,7 +348,8 @@ class Values:
                 self._know(made, out)
             return made
         if isinstance(out, tuple | list):
-            return type(out)(map(self._as_meta, out))
+            made_of = [self._as_meta(one) for one in out]
+            return made_of if isinstance(out, list) else tuple(made_of)
         return out
 
     def _on_cpu(self, value: object) -> object:
@@ -361,9 +362,11 @@ class Values:
         if isinstance(value, dict):
             named = {key: self._on_cpu(one) for key, one in value.items()}
             return _MISSING if any(one is _MISSING for one in named.values()) else named
-        if type(value) in (tuple, list):
+        if isinstance(value, tuple | list):
             given = [self._on_cpu(one) for one in value]
-            return _MISSING if any(one is _MISSING for one in given) else type(value)(given)
+            if any(one is _MISSING for one in given):
+                return _MISSING
+            return given if isinstance(value, list) else tuple(given)
         return value
 
 
