@@ -35,15 +35,6 @@ def origin(error: BaseException | None) -> tuple[str, str]:
     return "", ""
 
 
-@contextlib.contextmanager
-def reading_values(model: nn.Module) -> Iterator[None]:
-    """While entered, a model on meta reads values back as in a trace, and nothing is recorded."""
-    recorder = Recorder(model)
-    recorder.values.learn(model.buffers())
-    with recorder.values.of_data(), recorder.watched():
-        yield
-
-
 class Recorder(TorchDispatchMode):
     """Records one model's steps."""
 

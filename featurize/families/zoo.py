@@ -330,7 +330,6 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
     from torch import nn
 
     from featurize.plan_of_module import plan_of_module
-    from featurize.recorder import reading_values
     from featurize.skeleton import build_on_meta
 
     tensors = parse_tensors(inputs)
@@ -350,14 +349,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
 
     try:
         fed = Fed()
-        try:
-            plan = plan_of_module(fed, ())
-        except RuntimeError as error:
-            if "meta" not in str(error):
-                raise
-            with reading_values(fed):
-                plan = plan_of_module(fed, ())
-        return _Reading(tuple(plan), fed.targets)
+        return _Reading(tuple(plan_of_module(fed, ())), fed.targets)
     except UsageError:
         raise
     except Exception as error:  # a model may raise anything, and no memory can run out here
