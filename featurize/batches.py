@@ -41,7 +41,9 @@ def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
         return {key: mapped(one, function) for key, one in value.items()}
     if isinstance(value, list | tuple):
         made = [mapped(one, function) for one in value]
-        return getattr(type(value), "_make", type(value))(made)  # a named tuple takes no list
+        if isinstance(value, tuple):
+            return value._make(made) if hasattr(value, "_make") else tuple(made)
+        return made
     return value
 
 

@@ -155,6 +155,14 @@ class Recorder(TorchDispatchMode):
             traits = self._traits[func] = _Traits(func)
         return traits
 
+    def without_masks(self, traits: _Traits, args: tuple, mode: TorchDispatchMode) -> tuple:
+        """An indexing operator's arguments with places instead of known masks, found under the given mode."""
+
+        def nonzero(mask: Tensor) -> Tensor:
+            return mode.__torch_dispatch__(NONZERO, (), (mask,))
+
+        return self.values.without_masks(args, nonzero, put="put" in traits.name)
+
     def run(self, func, traits: _Traits, args: tuple, kwargs: dict):
         """What the operator gives on meta tensors, and values where they are read back."""
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
@@ -174,9 +182,9 @@ class Recorder(TorchDispatchMode):
             if (kept := taken_over(func, args)) is not None:
                 return kept
         traits = self.traits_of(func)
-        if traits.takes_masks:
-            args = self.values.without_masks(args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,)))
         try:
+            if traits.takes_masks:
+                args = self.without_masks(traits, args, self)
             out = self.run(func, traits, args, kwargs)
         except Exception as error:
             self.note_failure(error, traits.name)
@@ -304,9 +312,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         recorder, traits = self._recorder, self._recorder.traits_of(func)
-        if traits.takes_masks:
-            args = recorder.values.without_masks(args, lambda mask: self.__torch_dispatch__(NONZERO, (), (mask,)))
         try:
+            if traits.takes_masks:
+                args = recorder.without_masks(traits, args, self)
             return recorder.run(func, traits, args, kwargs or {})
         except Exception as error:
             recorder.note_failure(error, traits.name)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.utils._device
 from torch import Tensor
 
 from featurize.replacing import replaced
@@ -49,6 +50,11 @@ _ABOUT_FINITE = frozenset(
 )
 _MISSING = object()
 
+_NO_VALUE = "the model reads a value that only computing the step would give: meta tensors have none"
+_HOW_MANY = (
+    "the model picks elements by a mask that only computing the step would give, and how many they are is not known: "
+    "meta tensors have no values"
+)
 FINITE = "numbers that the step computes are taken to be finite where the model asks"
 SPREAD = "the choices of topk among numbers that the step computes are taken to be spread evenly"
 ALL_KEPT = "nonzero keeps everything where its argument is computed in the step: an upper bound"
@@ -112,6 +118,9 @@ class Values:
 
             return call
 
+        # torch lists these functions once, for `with torch.device(...)`: not while others stand in their place.
+        if list_once := getattr(torch.utils._device, "_device_constructors", None):
+            list_once()
         with contextlib.ExitStack() as stack:
             for owner, name, at in ((torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)):
                 stack.enter_context(replaced(owner, name, with_values(getattr(owner, name), at)))
@@ -143,7 +152,7 @@ class Values:
                 self.assume(ALL_KEPT)
                 return self._all_kept(args[0])
             if name in (READ, "aten::equal", "aten::is_nonzero"):
-                raise UnknownValue("the model reads a value that the step computes, and meta tensors have none")
+                raise UnknownValue(_NO_VALUE)
             return NotImplemented
         given, named = here
         assert isinstance(given, tuple) and isinstance(named, dict)
@@ -154,9 +163,10 @@ class Values:
             return out
         return self._as_meta(out)
 
-    def without_masks(self, args: tuple, nonzero: Callable[[Tensor], Tensor]) -> tuple:
+    def without_masks(self, args: tuple, nonzero: Callable[[Tensor], Tensor], *, put: bool) -> tuple:
         """The arguments of an indexing operator, each mask that is known replaced by the places where it is true, as
-        CUDA's kernels do before they index. `nonzero` runs that operator."""
+        CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another mask, but
+        where values are `put` into a tensor."""
         indices = args[1]
         if not any(isinstance(i, Tensor) and i.is_meta and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return args
@@ -165,7 +175,9 @@ class Values:
             if index is None or not index.is_meta or index.dtype not in (torch.bool, torch.uint8):
                 places.append(index)
             elif self.of(index) is None:
-                return args
+                if put:
+                    return args
+                raise UnknownValue(_HOW_MANY)
             else:
                 places.extend(nonzero(index).unbind(1))
         return args[0], places, *args[2:]
@@ -336,7 +348,8 @@ class Values:
                 self._know(made, out)
             return made
         if isinstance(out, tuple | list):
-            return type(out)(map(self._as_meta, out))
+            made_of = [self._as_meta(one) for one in out]
+            return made_of if isinstance(out, list) else tuple(made_of)
         return out
 
     def _on_cpu(self, value: object) -> object:
@@ -349,7 +362,7 @@ class Values:
         if isinstance(value, dict):
             named = {key: self._on_cpu(one) for key, one in value.items()}
             return _MISSING if any(one is _MISSING for one in named.values()) else named
-        if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        if isinstance(value, tuple | list):
             given = [self._on_cpu(one) for one in value]
             if any(one is _MISSING for one in given):
                 return _MISSING

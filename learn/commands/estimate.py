@@ -127,8 +127,8 @@ class EstimateSettings(TrainingKeys):
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
-    from learn.cases import name_of
     from learn.estimation.estimate_view import print_json, print_table
+    from learn.workload import name_of
 
     if settings.data is not None:
         from warehouse.folder import DataFolder

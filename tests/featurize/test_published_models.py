@@ -1,13 +1,18 @@
 """Models that people train, with masks, labels and the losses of their own: traced, and compared with a real step."""
 
+import functools
 import importlib.util
+import resource
 
 import pytest
 import torch
 import torch.nn.functional as F
 from published_models import BATCH, MODELS
+from torch import nn
 
+from featurize import detection
 from featurize.batches import arguments, call, own_loss, tensors_of
+from featurize.library_calls import library_calls
 from featurize.replacing import replaced
 from featurize.trace import trace_step
 from featurize.vision import mend_torchvision
@@ -95,3 +100,80 @@ def test_the_trace_keeps_what_a_real_step_keeps(name):
     assert trace.parameters == sum(p.numel() for p in model.parameters())
     assert bytes_of(trace, "gradient") == 2 * gradients
     assert kept_by_trace(trace) == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_detectors_samples_reach_their_limits(name):
+    model = model_of(name)
+    trace = trace_step(lambda: model.build("none"), model.batch())
+    heads = {
+        op.module: op.output_shapes[0][0]
+        for op in trace.operators
+        if op.phase == "forward" and op.name in ("aten::addmm", "aten::convolution")
+    }
+    assert heads["roi_heads.box_head.fc6"] == BATCH * 512
+    if name == "mask_rcnn":
+        assert heads["roi_heads.mask_head.0.0"] == BATCH * 128  # the quarter that matches an object
+    assert {detection.PROPOSALS, detection.MATCHES} <= set(trace.assumed)
+
+
+@pytest.mark.parametrize("length", [16, 20])
+def test_a_masked_fused_attention_is_the_memory_efficient_one_with_an_aligned_bias(length):
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(16, 16)
+
+        def forward(self, x, mask):
+            heads = self.line(x).unflatten(-1, (2, 8)).transpose(1, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None, :].bool())
+
+    batch = {"x": torch.ones(2, length, 16), "mask": torch.ones(2, length, dtype=torch.long)}
+    trace = trace_step(Attends, batch, loss=lambda y, _: y.float().mean(), precision="bf16")
+    names = [op.name for op in trace.operators if op.phase == "forward"]
+    assert "aten::_scaled_dot_product_efficient_attention" in names
+    assert ("aten::constant_pad_nd" in names) == (length % 8 != 0)
+
+
+def test_keys_that_several_queries_share_have_their_gradients_expanded():
+    def call_of(groups):
+        batch, heads, length, width = 2, 4, 128, 32
+        q = torch.empty(batch, heads, length, width, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(batch, heads // groups, length, width, dtype=torch.bfloat16, device="meta")
+        (call,) = library_calls("aten::_scaled_dot_product_flash_attention_backward", (q, q, k, k), (q, k, k))
+        return call.nbytes
+
+    assert call_of(2) - call_of(1) == 2 * 2 * 4 * 128 * 32 * 2
+
+
+def test_grouped_products_are_counted_and_padded_as_on_cuda():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 8, 6))
+
+        def forward(self, x, ends):
+            return {"loss": F.grouped_mm(x, self.weight, offs=ends).sum()}
+
+    batch = {"x": torch.ones(10, 8), "ends": torch.tensor([3, 5, 8, 10], dtype=torch.int32)}
+    trace = trace_step(Experts, batch)
+    products = [op for op in trace.operators if op.name == "aten::_grouped_mm"]
+    assert [op.flops for op in products] == [2 * 10 * 8 * 6] * len(products) and len(products) == 2
+    made = {block.nbytes for block in trace.blocks if block.operator == "aten::_grouped_mm"}
+    assert made >= {4 * (9 * 8 + 6), 4 * (31 * 8 + 6)}  # rows of six numbers begin at multiples of 16 bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flash_attention_2"])
+def test_seven_billion_parameters_take_little_memory_to_trace(attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ids = torch.ones(4, 2048, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[1, 1500:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    build = functools.partial(LlamaForCausalLM._from_config, LlamaConfig(), attn_implementation=attention)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trace = trace_step(build, batch, precision="bf16")
+    assert trace.parameters == 6_738_415_616
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB

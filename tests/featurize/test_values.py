@@ -1,10 +1,13 @@
-"""Constants that a model makes and reads back have their values; everything else has none."""
+"""What a model reads back: batch, buffers and constants have their values, and what is computed has few defaults."""
 
 import pytest
 import torch
 from torch import nn
 
+from conf.errors import UsageError
+from featurize import values
 from featurize.trace import TraceError, trace_step
+from learn import estimate
 
 X = torch.empty(2, 6, device="meta")
 
@@ -65,3 +68,153 @@ def test_a_view_of_a_constant_that_was_written_to_is_no_constant():
 
     with pytest.raises(TraceError, match="_local_scalar_dense"):
         way(ask)
+
+
+class Reads(nn.Module):
+    """Adds a layer where `ask` finds the keyword arguments to be so."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.table, self.more, self.ask = nn.Embedding(8, 6), nn.Linear(6, 6), ask
+        self.register_buffer("limits", torch.tensor([2, 5]))
+
+    def forward(self, ids, mask=None, labels=None, flag=None):
+        x = self.table(ids)
+        if self.ask(self, ids, mask, x):
+            x = self.more(x)
+        return {"loss": x.mean(), "logits": x}
+
+
+IDS, MASK = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+def layers(ask, **batch):
+    batch = batch or {"ids": IDS, "mask": MASK, "labels": IDS, "flag": True}
+    trace = trace_step(lambda: Reads(ask), batch)
+    return sum(op.name in ("aten::addmm", "aten::mm") and op.phase == "forward" for op in trace.operators), trace
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda self, ids, mask, x: not mask.all() and mask.any(),
+        lambda self, ids, mask, x: ids.max().item() == 5,
+        lambda self, ids, mask, x: torch.equal(mask, (ids != 0).long()),
+        lambda self, ids, mask, x: mask.bool().nonzero().shape == (5, 2),
+        lambda self, ids, mask, x: x[mask.bool()].shape == (5, 6) and ids[mask == 0].tolist() == [0],
+        lambda self, ids, mask, x: torch.masked_select(ids, mask.bool()).numel() == 5,
+        lambda self, ids, mask, x: torch.unique(ids).numel() == 6 and ids.cpu().sum() == 15,
+        lambda self, ids, mask, x: [len(p) for p in ids.flatten().split([*mask.sum(1).tolist(), 1])] == [3, 2, 1],
+        lambda self, ids, mask, x: (self.limits[1] - ids.shape[1]).item() == 2,
+        lambda self, ids, mask, x: (torch.tensor([0.5, 1.5], device=x.device) * 2).sum() == 4,
+    ],
+)
+def test_values_of_the_batch_and_of_buffers_are_read_back(ask):
+    assert layers(ask)[0] == 1
+    assert layers(lambda *asked: not ask(*asked))[0] == 0
+
+
+def test_a_write_of_known_values_is_followed():
+    def ask(self, ids, mask, x):
+        kept = torch.empty_like(mask)
+        kept.copy_(mask)[0].fill_(7)
+        kept[mask == 0] = 9
+        return kept.tolist() == [[7, 7, 7], [1, 1, 9]]
+
+    assert layers(ask)[0] == 1
+
+
+def test_a_mask_picks_as_many_elements_as_it_has_places_in_both_passes():
+    class Picks(Reads):
+        def forward(self, ids, mask):
+            return {"loss": self.more(self.table(ids)[mask.bool()]).mean()}
+
+    trace = trace_step(lambda: Picks(None), {"ids": IDS, "mask": MASK})
+    (product,) = (op for op in trace.operators if op.name == "aten::addmm")
+    assert product.output_shapes == ((5, 6),)
+    assert "aten::nonzero" in {op.name for op in trace.operators}
+
+
+def test_values_are_those_of_the_given_tensor_whatever_a_step_writes_to_its_copy():
+    mask = MASK.clone()
+
+    def ask(self, ids, mask, x):
+        asked = mask.all()
+        mask.fill_(1)
+        return asked
+
+    assert layers(ask, ids=IDS, mask=mask)[0] == 0
+    assert torch.equal(mask, MASK)
+
+
+def test_numbers_that_the_step_computes_are_finite():
+    def ask(self, ids, mask, x):
+        return not torch.isnan(x).any() and torch.isfinite(x).all() and not torch.isinf(x).any()
+
+    number, trace = layers(ask)
+    assert number == 1 and trace.assumed == (values.FINITE,)
+
+
+def test_choices_of_a_router_are_spread_evenly():
+    def ask(self, ids, mask, x):
+        _, experts = x.topk(2, dim=-1)
+        return torch.bincount(experts.flatten(), minlength=6).tolist() == [2] * 6
+
+    number, trace = layers(ask)
+    assert number == 1 and trace.assumed == (values.SPREAD,)
+
+
+def test_nonzero_of_what_the_step_computes_is_an_upper_bound():
+    number, trace = layers(lambda self, ids, mask, x: torch.where(x > 0)[0].numel() == 36)
+    assert number == 1 and trace.assumed == (values.ALL_KEPT,)
+
+
+def test_random_draws_are_the_same_in_every_trace_and_leave_the_callers_alone():
+    def ask(self, ids, mask, x):
+        draws.append(torch.randint(1000, (4,), device=x.device).tolist())
+        return False
+
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    draws = []
+    layers(ask)
+    half = len(draws)
+    layers(ask)
+    assert draws[:half] == draws[half:] and draws[0] != draws[1]
+    assert torch.rand(1) == expected
+
+
+def test_whole_numbers_without_values_count_as_one_and_the_trace_says_so_where_they_are_read():
+    empty = torch.empty(2, 3, dtype=torch.long, device="meta")
+    number, trace = layers(lambda self, ids, mask, x: mask.all(), ids=empty, mask=empty)
+    assert number == 1 and trace.assumed == (values.ONES,)
+    assert layers(lambda *_: False, ids=empty, mask=empty)[1].assumed == ()
+
+
+def test_an_estimate_takes_a_keyword_batch_and_the_models_own_loss_and_says_what_it_assumes():
+    batch = {"ids": IDS, "mask": MASK, "labels": IDS, "flag": None}
+    done = estimate(lambda: Reads(lambda self, ids, mask, x: torch.isfinite(x).all()), batch, estimator="trace")
+    assert done.parameters == 8 * 6 + 6 * 7
+    assert f"assumed: {values.FINITE}" in done.warnings
+
+
+def test_a_value_that_nothing_tells_is_refused_with_the_line_of_the_model():
+    def reads(self, ids, mask, x):
+        return bool(x.sum() > 0)
+
+    def picks(self, ids, mask, x):
+        return x[x > 0].sum() is None
+
+    for ask in (reads, picks):
+        line = ask.__code__.co_firstlineno + 1
+        with pytest.raises(UsageError, match=rf"test_values.py:{line}\)"):
+            estimate(lambda ask=ask: Reads(ask), {"ids": IDS, "mask": MASK}, estimator="trace")
+
+
+def test_a_trace_leaves_no_other_function_behind():
+    before = torch.tensor, torch.as_tensor, torch.Tensor.new_tensor
+    layers(lambda *_: False)
+    assert (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor) == before
+    with torch.device("meta"):
+        assert torch.tensor([1]).is_meta and torch.as_tensor([1]).is_meta

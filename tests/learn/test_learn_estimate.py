@@ -373,7 +373,10 @@ def test_mistakes_are_named(call, said):
         ("model=NETS", "model is MODULE:FACTORY"),
         ("model=NETS:needs", "missing 1 required positional argument"),
         ("model=NETS:number", "the factory gave int"),
-        ("model=NETS:peeks", "fails in operator aten::_local_scalar_dense of module '1': RuntimeError: Tensor.item()"),
+        (
+            "model=NETS:peeks",
+            "fails in operator aten::_local_scalar_dense of module '1': UnknownValue: the model reads",
+        ),
         ("model=NETS:Tokens", "input_dtype=int64"),
         ("run=no-such-run", "does not exist"),
         ("config={family: mlp}", "missing"),
