@@ -93,13 +93,12 @@ class _Run:
 
     def _execute(self) -> None:
         sys.argv = [self.script, *self.arguments]
+        sys.path[0] = os.getcwd() if self.module else str(Path(self.script).resolve().parent)
+        if (ROOT / "pyproject.toml").is_file():  # a checkout, whose other folders a script must not take for packages
+            sys.path[1:] = [path for path in sys.path[1:] if not path or Path(path).resolve() != ROOT]
         if self.module:
-            sys.path[0] = os.getcwd()
-            sys.path.append(str(ROOT))
             runpy.run_module(self.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(self.script).resolve().parent)
-            sys.path.append(str(ROOT))
             runpy.run_path(self.script, run_name="__main__")
 
     def _note_precisions(self, autocast: Any) -> None:
@@ -154,7 +153,7 @@ class _Run:
             trace=trace,
             problem=problem if trace is None else None,
             settings=settings,
-            batch_size=watch.batch_size or next(iter(recorder.batch_sizes), 1),
+            batch_size=watch.batch_size or recorder.batch_size(),
             backwards=watch.most_backwards,
             steps=watch.steps,
             notes=self.notes.all(),

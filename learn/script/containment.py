@@ -34,7 +34,17 @@ ENVIRONMENT = {
 }
 # What torchrun and accelerate set for one of several processes: here there is one.
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-_LOGGERS = ("wandb", "mlflow", "comet_ml", "neptune", "aim", "clearml", "swanlab", "tensorboardX", "torch.utils.tensorboard")
+_LOGGERS = (
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "neptune",
+    "aim",
+    "clearml",
+    "swanlab",
+    "tensorboardX",
+    "torch.utils.tensorboard",
+)
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -103,7 +113,13 @@ def _refuse_connections(notes: Notes) -> None:
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(host, str) and host and not host.startswith(_LOOPBACK) and not host[0].isdigit() and host != socket.gethostname():
+        if (
+            isinstance(host, str)
+            and host
+            and not host.startswith(_LOOPBACK)
+            and not host[0].isdigit()
+            and host != socket.gethostname()
+        ):
             notes.add("a network connection was refused: scripts run offline here")
             raise socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated")
         return resolve(host, *args, **kwargs)
@@ -155,8 +171,7 @@ class _SilentLoggers(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        self._notes.add(f"{spec.name} was kept from logging")
-        return _Silent(spec.name)
+        return _Silent(spec.name, self._notes)
 
     def exec_module(self, module: types.ModuleType) -> None: ...
 
@@ -164,12 +179,18 @@ class _SilentLoggers(MetaPathFinder, Loader):
 class _Silent(types.ModuleType):
     """Every attribute can be called, entered, indexed and asked for more."""
 
+    def __init__(self, name: str, notes: Notes) -> None:
+        super().__init__(name)
+        self._notes = notes
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Silent(f"{self.__name__}.{name}")
+        return _Silent(f"{self.__name__}.{name}", self._notes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        logger = next(name for name in _LOGGERS if f"{self.__name__}.".startswith(f"{name}."))
+        self._notes.add(f"{logger} was kept from logging")
         if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):  # a decorator
             return args[0]
         return self

@@ -104,6 +104,10 @@ def _same(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -
     return args[0]
 
 
+def _as_it_is(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+    return func(*args, **kwargs)
+
+
 def _false(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
     return False
 
@@ -170,6 +174,7 @@ def _backward(mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping
 
 
 _SPECIAL: dict[Callable, Callable] = {
+    torch.device: _as_it_is,
     Tensor.device.__get__: _device,
     Tensor.is_cuda.__get__: _is_cuda,
     Tensor.is_meta.__get__: _is_meta,

@@ -128,9 +128,7 @@ def estimate_script(
         done, traced = answer(
             job, spec, estimator=estimator, data=data, allocator=allocator, timeline=page is not None, loop=loop
         )
-    done = replace(
-        done, warnings=(*_notes(record), *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9
-    )
+    done = replace(done, warnings=(*_notes(record), *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
     return done

@@ -206,7 +206,9 @@ def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
             ("reset_max_memory_cached", reset), ("memory_stats", statistics),
         ):  # fmt: skip
             _replace(module, name, function)
-    _replace(cuda, "mem_get_info", lambda device=None: (max(0, total - recorder.live_bytes), int(spec.memory_mib * MIB)))
+    _replace(
+        cuda, "mem_get_info", lambda device=None: (max(0, total - recorder.live_bytes), int(spec.memory_mib * MIB))
+    )
     _replace(cuda.memory, "mem_get_info", cuda.mem_get_info)
 
 
@@ -220,10 +222,13 @@ def _install_accelerator(cuda: Any) -> None:
         _replace(accelerator, name, _giving(value))
     original = torch.Generator
 
-    def generator(device: Any = "cpu") -> torch.Generator:
-        return original("cpu" if names_cuda(device) else device)
+    class Generator(metaclass=_InstancesOf):
+        made_as = original
 
-    torch.Generator = generator  # type: ignore[assignment,misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return original("cpu" if names_cuda(device) else device)
+
+    torch.Generator = Generator  # type: ignore[misc]
     entering = default_device.DeviceContext.__init__
 
     def with_default(self: Any, device: Any) -> None:
@@ -238,9 +243,22 @@ def _install_accelerator(cuda: Any) -> None:
     _foreach_utils._get_foreach_kernels_supported_devices = foreach_devices
 
 
+class _InstancesOf(type):
+    """Instances of the class that another one stands in for are instances of that."""
+
+    made_as: type
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.made_as)
+
+
 def _install_dtypes(autocast: Any) -> None:
     """What asks whether autocast is on."""
-    enabled, dtype_of, any_enabled = torch.is_autocast_enabled, torch.get_autocast_dtype, torch._C._is_any_autocast_enabled
+    enabled, dtype_of, any_enabled = (
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+        torch._C._is_any_autocast_enabled,
+    )
 
     def is_enabled(device_type: Any = "cuda") -> bool:
         return autocast.dtype is not None if device_type in ("cuda", "meta") else enabled(device_type)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,8 +34,7 @@ class ScriptRecorder(Recorder):
         self.on_forward: Any = None
         self.live_bytes = self.peak_live_bytes = 0
         self._roots: list[weakref.ref[nn.Module]] = []
-        self.batch_sizes: list[int] = []
-        self._copied: set[int] = set()  # blocks that were copied from the host
+        self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
         self._loss = _LOSS
         self.last_module = ""
 
@@ -75,7 +75,7 @@ class ScriptRecorder(Recorder):
         self.name(tensors, kind)
         for tensor in tensors:
             block = self._live[tensor.untyped_storage()._cdata][0]
-            self._copied.discard(block)
+            self._copied.pop(block, None)
             if self._made_by[block] == BATCH:
                 self._made_by[block] = -1
 
@@ -93,12 +93,19 @@ class ScriptRecorder(Recorder):
         """Whether the first convolution's weight is in channels-last format."""
         weights = (p for p in self._parameters() if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1)
         first = next(weights, None)
-        return first is not None and not first.is_contiguous() and first.is_contiguous(memory_format=torch.channels_last)
+        return (
+            first is not None and not first.is_contiguous() and first.is_contiguous(memory_format=torch.channels_last)
+        )
 
     def _parameters(self) -> Iterator[Tensor]:
         for root in self._roots:
             if (module := root()) is not None:
                 yield from (p for p in module.parameters() if p.is_meta)
+
+    def batch_size(self) -> int:
+        """Return the commonest first dimension of what was copied from the host and belongs to no model."""
+        rows = Counter(rows for block, rows in self._copied.items() if self._kinds[block] in (None, "batch"))
+        return rows.most_common(1)[0][0] if rows else 1
 
     # -- the operators
 
@@ -123,10 +130,8 @@ class ScriptRecorder(Recorder):
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is None:
             return
-        self._copied.add(known[0])
+        self._copied[known[0]] = tensor.shape[0] if tensor.dim() else 1
         self._made_by[known[0]] = BATCH
-        if tensor.dim():
-            self.batch_sizes.append(tensor.shape[0])
 
     def run(self, func, name: str, args: tuple, kwargs: dict, mutates: bool):
         if name == READ and args[0].is_meta:

@@ -24,7 +24,9 @@ class StepWatch:
     Of several optimizers (a generator's and a discriminator's), a step ends when each has stepped.
     """
 
-    def __init__(self, recorder: ScriptRecorder, enter_policy: Callable[[str], None], on_done: Callable[[], None]) -> None:
+    def __init__(
+        self, recorder: ScriptRecorder, enter_policy: Callable[[str], None], on_done: Callable[[], None]
+    ) -> None:
         self.steps = 0  # done
         self.backwards = 0  # of the step that runs
         self.most_backwards = 0
@@ -76,7 +78,7 @@ class StepWatch:
             self._begin("forward")
         with torch._C.DisableTorchFunction():
             first = next((a for a in args if isinstance(a, Tensor) and a.dim()), None)
-            if first is not None and first.is_meta:
+            if first is not None and first.is_meta and next(module.parameters(), None) is not None:
                 self.batch_size = first.shape[0]
 
     def _after_backward(self) -> None:
@@ -92,7 +94,13 @@ class StepWatch:
         recorder = self._recorder
         with torch._C.DisableTorchFunction():
             recorder.name(
-                (v for s in optimizer.state.values() if isinstance(s, dict) for v in s.values() if isinstance(v, Tensor)),
+                (
+                    v
+                    for s in optimizer.state.values()
+                    if isinstance(s, dict)
+                    for v in s.values()
+                    if isinstance(v, Tensor)
+                ),
                 "optimizer_state",
             )
             trains = any(p.is_meta for group in optimizer.param_groups for p in group["params"])
