@@ -28,11 +28,9 @@ _FRAMES = ("/torch/", "/site-packages/", "/dist-packages/", "<frozen")
 
 
 def main(request_path: str) -> None:
-    """Run the script of a request (JSON: `record`, `device`, `script`, `module`, `arguments`, `memory_bytes`)."""
+    """Run the script of a request (JSON: `record`, `device`, `script`, `module`, `arguments`)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
-    if request["memory_bytes"]:
-        resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.path[0] = str(ROOT)
     from learn.script.containment import leave_out_distributed
@@ -59,6 +57,8 @@ class _Run:
 
     def run(self) -> None:
         """Run the script until its steps are done, and leave the record. Never returns."""
+        import torch
+
         from featurize.cuda_policy import as_on_cuda
         from featurize.releases import complete
         from featurize.vision import mend_torchvision
@@ -66,8 +66,6 @@ class _Run:
         from learn.script.device_mode import PretendCuda
         from learn.script.fake_cuda import install
         from learn.script.step_watch import StepWatch
-
-        import torch
 
         complete()
         mend_torchvision()

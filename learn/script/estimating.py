@@ -5,11 +5,8 @@ Start reading at `estimate_script`; `learn.script.child` is what runs the script
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +22,7 @@ from featurize.allocator_settings import AllocatorSettings
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
 from learn.estimation.loops import require_loop
+from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -86,8 +84,8 @@ def estimate_script(
     The script runs as this user, with this user's rights: estimate only scripts that you would run.
 
     Args:
-        command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`. It runs in the working folder, with
-            this process's Python.
+        command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`. It runs in the working
+            folder, with this process's Python.
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
@@ -176,14 +174,18 @@ def _recorded(
             "script": command.script,
             "module": command.module,
             "arguments": command.arguments,
-            "memory_bytes": memory_bytes,
         }
         request_path.write_text(json.dumps(request), encoding="utf-8")
         with open(Path(folder) / "output", "w+b") as output:
-            code = _run(request_path, None if show_output else output, time_limit_s)
+            end = run_limited(
+                [sys.executable, str(Path(__file__).with_name("child.py")), str(request_path)],
+                None if show_output else output,
+                time_limit_s=time_limit_s,
+                memory_limit_bytes=memory_bytes,
+            )
             last_lines = _last_lines(output)
         if not record_path.exists():
-            _explain_end(command, code, time_limit_s, memory_bytes, last_lines)
+            _explain_end(command, end, time_limit_s, memory_bytes, last_lines)
         try:
             record = read_record(record_path)
         except BadRecord as error:
@@ -191,26 +193,6 @@ def _recorded(
     if record.trace is None:
         raise UsageError(f"{command.name} cannot be followed: {record.problem}")
     return record
-
-
-def _run(request_path: Path, output: BinaryIO | None, time_limit_s: float) -> int | None:
-    """Return the exit code of the process; None where it took too long and was ended."""
-    child = Path(__file__).with_name("child.py")
-    process = subprocess.Popen(
-        [sys.executable, str(child), str(request_path)],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr.fileno() if output is None else output,
-        stderr=subprocess.STDOUT if output is not None else None,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(time_limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # the script's own children, too
-        process.wait()
 
 
 def _last_lines(output: BinaryIO) -> str:
@@ -221,19 +203,20 @@ def _last_lines(output: BinaryIO) -> str:
 
 
 def _explain_end(
-    command: _Command, code: int | None, time_limit_s: float, memory_bytes: int, last_lines: str
+    command: _Command, end: int | str, time_limit_s: float, memory_limit_bytes: int, last_lines: str
 ) -> NoReturn:
     shown = f"; its output ends: {last_lines}" if last_lines else ""
-    if code is None:
+    if end == TOO_LONG:
         raise UsageError(
-            f"{command.name} has not done two optimizer steps in {time_limit_s:g} s (time_limit_s= sets the limit){shown}"
+            f"{command.name} has not done two optimizer steps in {time_limit_s:g} s "
+            f"(time_limit_s= sets the limit){shown}"
         )
-    if code == -signal.SIGKILL:
-        raise UsageError(f"{command.name} was killed: this machine may have run out of memory{shown}")
-    raise UsageError(
-        f"{command.name} ended its process with code {code} before two optimizer steps were done; "
-        f"it may take {memory_bytes / 2**30:,.1f} GiB of memory here{shown}"
-    )
+    if end == TOO_LARGE:
+        raise UsageError(
+            f"{command.name} takes more than {memory_limit_bytes / 2**30:,.1f} GiB of this machine's memory "
+            f"(memory_limit_gib= sets the limit){shown}"
+        )
+    raise UsageError(f"{command.name} ended its process with code {end} before two optimizer steps were done{shown}")
 
 
 def _workload(record: ScriptRecord, name: str) -> Workload:

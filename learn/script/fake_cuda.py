@@ -200,8 +200,8 @@ def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
 
     for module in (cuda, cuda.memory, torch.accelerator):
         for name, function in (
-            ("memory_allocated", live), ("memory_reserved", live), ("memory_cached", live), ("device_memory_used", live),
-            ("max_memory_allocated", peak), ("max_memory_reserved", peak), ("max_memory_cached", peak),
+            ("memory_allocated", live), ("memory_reserved", live), ("memory_cached", live),
+            ("device_memory_used", live), ("max_memory_allocated", peak), ("max_memory_reserved", peak), ("max_memory_cached", peak),
             ("reset_peak_memory_stats", reset), ("reset_max_memory_allocated", reset),
             ("reset_max_memory_cached", reset), ("memory_stats", statistics),
         ):  # fmt: skip

@@ -20,6 +20,11 @@ from featurize.step_trace import BATCH
 
 _TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
 _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_")
+# Of a large tensor on the host, random values are left out: untouched, its memory is never taken. What initialisers do
+# with the random values of a parameter is left out as well.
+_LARGE = 2**20  # elements
+_RANDOM = frozenset({"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"})
+_ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "fill", "zero"))
 _LOSS = 1.0  # of a loss whose number of classes is not known
 
 
@@ -35,6 +40,7 @@ class ScriptRecorder(Recorder):
         self.live_bytes = self.peak_live_bytes = 0
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
+        self._cublas_phases = _ThreadsOfPhases()
         self._loss = _LOSS
         self.last_module = ""
 
@@ -112,6 +118,8 @@ class ScriptRecorder(Recorder):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunction():
             if not _concerns_meta(args, kwargs):
+                if _only_initialises(func, args):
+                    return args[0]
                 return func(*args, **(kwargs or {}))
             name = func._schema.name
             from_host = name in (_TO_COPY, _COPY) and any(isinstance(a, Tensor) and not a.is_meta for a in args)
@@ -169,6 +177,26 @@ class ScriptRecorder(Recorder):
     def _give_back(self, block: int) -> None:
         self.live_bytes -= self._sizes[block]
         super()._give_back(block)
+
+
+class _ThreadsOfPhases(set[str]):
+    """Phases, of which all but the backward pass run in one thread: a script also computes before its first step."""
+
+    def __contains__(self, phase: object) -> bool:
+        return super().__contains__(phase if phase == "backward" else "forward")
+
+    def add(self, phase: str) -> None:
+        super().add(phase if phase == "backward" else "forward")
+
+
+def _only_initialises(func: torch._ops.OpOverload, args: Any) -> bool:
+    name = func._schema.name
+    if name not in _RANDOM and name not in _ADJUSTING:
+        return False
+    tensor = args[0]
+    if not tensor.is_floating_point() or tensor.numel() < _LARGE:
+        return False
+    return name in _RANDOM or isinstance(tensor, nn.Parameter)
 
 
 def _concerns_meta(args: Any, kwargs: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Knows which step and phase a script is in: an optimizer's `step()` ends a step, `backward()` begins the backward pass.
+"""Knows which step and phase a script is in: an optimizer's `step()` ends a step.
 
 Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass ends the process: see `on_done`.
 """

@@ -109,7 +109,7 @@ def main():
         began = time.time()
         for _ in range(accumulation):
             with context:
-                logits, loss = model(x, y)
+                _logits, loss = model(x, y)
                 loss = loss / accumulation
             x, y = get_batch()
             scaler.scale(loss).backward()

@@ -1,7 +1,6 @@
-"""In the manner of timm's reference script: create_model, its optimizer and scheduler factories, native AMP, EMA-free."""
+"""In the manner of timm's reference script: create_model, its optimizer and scheduler factories, native AMP."""
 
 import logging
-from contextlib import suppress
 from functools import partial
 
 import timm

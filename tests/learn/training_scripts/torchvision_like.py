@@ -1,4 +1,4 @@
-"""In the manner of torchvision's reference classification script: channels-last optional, SGD, warm-up, real transforms."""
+"""In the manner of torchvision's reference classification script: SGD, warm-up, real transforms."""
 
 import argparse
 import time
