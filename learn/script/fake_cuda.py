@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,7 @@ _CUDA_VERSION = "12.8"
 _CUDNN_VERSION = 91002
 
 
-class Stream:
+class FakeStream:
     """The one stream that there is."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
@@ -44,16 +43,16 @@ class Stream:
     def is_capturing(self) -> bool:
         return False
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        return event or FakeEvent()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> FakeStream:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
 
-class Event:
+class FakeEvent:
     """An event that has happened. A millisecond lies between any two."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -110,7 +109,7 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
         uuid="GPU-00000000-0000-0000-0000-000000000000",
     )
     newer = spec.compute_capability >= (8, 0)
-    stream = Stream()
+    stream = FakeStream()
     constants: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
@@ -156,7 +155,7 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     _replace(cuda, "_exchange_device", _giving(0))
     _replace(cuda, "_maybe_exchange_device", _giving(0))
     for name, kind in (
-        ("Stream", Stream), ("ExternalStream", Stream), ("Event", Event), ("device", _DeviceContext),
+        ("Stream", FakeStream), ("ExternalStream", FakeStream), ("Event", FakeEvent), ("device", _DeviceContext),
         ("device_of", _DeviceContext),
     ):  # fmt: skip
         _replace(cuda, name, kind)
@@ -170,9 +169,8 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     _replace(torch.backends.cudnn, "version", _giving(_CUDNN_VERSION))
     _replace(torch.backends.cudnn, "is_acceptable", _giving(False))  # weights are not flattened
     _replace(torch.backends.cuda, "is_built", _giving(True))
-    nvtx = importlib.import_module("torch.cuda.nvtx")
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        _replace(nvtx, name, _giving(0))
+        _replace(torch.cuda.nvtx, name, _giving(0))
 
 
 def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
@@ -199,13 +197,14 @@ def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
         return figures
 
     for module in (cuda, cuda.memory, torch.accelerator):
-        for name, function in (
-            ("memory_allocated", live), ("memory_reserved", live), ("memory_cached", live),
-            ("device_memory_used", live), ("max_memory_allocated", peak), ("max_memory_reserved", peak), ("max_memory_cached", peak),
-            ("reset_peak_memory_stats", reset), ("reset_max_memory_allocated", reset),
-            ("reset_max_memory_cached", reset), ("memory_stats", statistics),
-        ):  # fmt: skip
-            _replace(module, name, function)
+        for function, names in (
+            (live, ("memory_allocated", "memory_reserved", "memory_cached", "device_memory_used")),
+            (peak, ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")),
+            (reset, ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")),
+            (statistics, ("memory_stats",)),
+        ):
+            for name in names:
+                _replace(module, name, function)
     _replace(
         cuda, "mem_get_info", lambda device=None: (max(0, total - recorder.live_bytes), int(spec.memory_mib * MIB))
     )

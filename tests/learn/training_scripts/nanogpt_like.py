@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 batch_size, block_size, layers, heads, width, vocabulary = 4, 128, 4, 4, 128, 512
-accumulation = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 device, device_type, dtype = "cuda", "cuda", "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
 
 
@@ -62,6 +61,7 @@ class GPT(nn.Module):
 
 
 def main():
+    accumulation = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     torch.manual_seed(1337)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True

@@ -12,11 +12,11 @@ model = torchvision.models.segmentation.fcn_resnet50(
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 writer = SummaryWriter("runs")
 for step in range(10):
+    optimizer.zero_grad()
     images = torch.randn(2, 3, 64, 64, device=device)
     masks = torch.zeros((2, 64, 64), dtype=torch.int64, device=device)
     outputs = model(images)
     loss = nn.functional.cross_entropy(outputs["out"], masks) + 0.5 * nn.functional.cross_entropy(outputs["aux"], masks)
-    optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     writer.add_scalar("loss", loss.item(), step)

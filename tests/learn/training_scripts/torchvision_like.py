@@ -52,6 +52,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="resnet34")
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--amp", action="store_true")
+parser.add_argument("--wd", type=float, default=1e-4)
 arguments = parser.parse_args()
 device = torch.device(arguments.device)
 torch.backends.cudnn.benchmark = True
@@ -61,7 +62,7 @@ loader = DataLoader(
 model = torchvision.models.get_model(arguments.model, weights=None, num_classes=10)
 model.to(device)
 criterion = nn.CrossEntropyLoss(label_smoothing=0.0)
-parameters = [{"params": list(model.parameters()), "weight_decay": 1e-4}]
+parameters = [{"params": list(model.parameters()), "weight_decay": arguments.wd}]
 optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 scaler = torch.cuda.amp.GradScaler() if arguments.amp else None
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=5)
