@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 import traceback
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class _Run:
         """Run the script until its steps are done, and leave the record. Never returns."""
         import torch
 
+        from featurize.autocast import Autocast
         from featurize.cuda_policy import as_on_cuda
         from featurize.releases import complete
         from featurize.vision import mend_torchvision
@@ -73,7 +75,9 @@ class _Run:
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
         problem = None
         with self.recorder.modules(), as_on_cuda(None, self.spec.compute_capability) as enter_policy:
-            autocast = enter_policy.__self__  # type: ignore[attr-defined]
+            assert isinstance(enter_policy, types.MethodType)
+            autocast = enter_policy.__self__
+            assert isinstance(autocast, Autocast)
             self._note_precisions(autocast)
             self.watch = StepWatch(self.recorder, enter_policy, self.finish)
             install(self.spec, self.recorder, autocast)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from learn.script.replacing import replace_attribute
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -70,12 +72,11 @@ def contain(notes: Notes) -> None:
     _run_eagerly(notes)
     _load_in_this_process()
     sys.meta_path.insert(0, _SilentLoggers(notes))
-    skip = torch.amp.GradScaler
 
     def always_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
 
-    skip._maybe_opt_step = always_step  # type: ignore[method-assign]
+    replace_attribute(torch.amp.GradScaler, "_maybe_opt_step", always_step)
 
 
 def _keep_from_saving(notes: Notes) -> None:
@@ -85,12 +86,12 @@ def _keep_from_saving(notes: Notes) -> None:
 
         return save
 
-    torch.save = instead("torch.save")
+    replace_attribute(torch, "save", instead("torch.save"))
     if importlib.util.find_spec("safetensors") is not None:
         import safetensors.torch
 
         for name in ("save_file", "save_model"):
-            setattr(safetensors.torch, name, instead(f"safetensors.torch.{name}"))
+            replace_attribute(safetensors.torch, name, instead(f"safetensors.torch.{name}"))
 
 
 def _refuse_connections(notes: Notes) -> None:
@@ -109,7 +110,7 @@ def _refuse_connections(notes: Notes) -> None:
             notes.add("a network connection was refused: scripts run offline here")
             raise ConnectionRefusedError("no network while a script is estimated")
 
-    socket.socket = Socket  # type: ignore[misc]
+    replace_attribute(socket, "socket", Socket)
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,7 @@ def _refuse_connections(notes: Notes) -> None:
             raise socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated")
         return resolve(host, *args, **kwargs)
 
-    socket.getaddrinfo = getaddrinfo
+    replace_attribute(socket, "getaddrinfo", getaddrinfo)
 
 
 def _run_eagerly(notes: Notes) -> None:
@@ -132,8 +133,8 @@ def _run_eagerly(notes: Notes) -> None:
         notes.add("torch.compile was left out: the figures are those of the eager model")
         return model if model is not None else lambda given: given
 
-    torch.compile = as_it_is
-    torch.nn.Module.compile = lambda self, *args, **kwargs: as_it_is()  # type: ignore[method-assign,assignment]
+    replace_attribute(torch, "compile", as_it_is)
+    replace_attribute(torch.nn.Module, "compile", lambda self, *args, **kwargs: as_it_is())
 
 
 def _load_in_this_process() -> None:
@@ -154,7 +155,7 @@ def _load_in_this_process() -> None:
         more = given.pop("kwargs", {})
         made(self, **given, **more)
 
-    DataLoader.__init__ = init  # type: ignore[method-assign]
+    replace_attribute(DataLoader, "__init__", init)
 
 
 class _SilentLoggers(MetaPathFinder, Loader):
@@ -205,9 +206,6 @@ class _Silent(types.ModuleType):
 
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-
     def __iter__(self) -> Any:
         return iter(())
 
@@ -216,13 +214,13 @@ class _Silent(types.ModuleType):
 
 
 def _is_a_probe() -> bool:
-    frame = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     for _ in range(6):
         if frame is None:
             return False
         if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

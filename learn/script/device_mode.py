@@ -5,6 +5,7 @@ Start reading at `PretendCuda.__torch_function__`. Code of `featurize` and `lear
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -173,11 +174,15 @@ def _backward(mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping
         )
 
 
+# The properties themselves, as descriptors.
+_DEVICE, _IS_CUDA, _IS_META, _DATA = (
+    inspect.getattr_static(Tensor, name) for name in ("device", "is_cuda", "is_meta", "data")
+)
 _SPECIAL: dict[Callable, Callable] = {
     torch.device: _as_it_is,
-    Tensor.device.__get__: _device,
-    Tensor.is_cuda.__get__: _is_cuda,
-    Tensor.is_meta.__get__: _is_meta,
+    _DEVICE.__get__: _device,
+    _IS_CUDA.__get__: _is_cuda,
+    _IS_META.__get__: _is_meta,
     Tensor.get_device: _get_device,
     Tensor.cuda: _cuda,
     Tensor.to: _to,
@@ -188,6 +193,6 @@ _SPECIAL: dict[Callable, Callable] = {
     Tensor.__format__: _format,
     Tensor.__repr__: _repr,
     Tensor.type: _type,
-    Tensor.data.__set__: _set_data,
+    _DATA.__set__: _set_data,
     Tensor.backward: _backward,
 }  # fmt: skip

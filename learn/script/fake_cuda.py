@@ -18,6 +18,7 @@ from torch.utils import _foreach_utils
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from learn.script.device_mode import CUDA, names_cuda
+from learn.script.replacing import replace_attribute
 from learn.script.script_recorder import ScriptRecorder
 
 _CUDA_VERSION = "12.8"
@@ -148,29 +149,29 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     )  # fmt: skip
     cuda = torch.cuda
     for name, value in constants.items():
-        _replace(cuda, name, _giving(value))
+        replace_attribute(cuda, name, _giving(value))
     for name in nothing:
-        _replace(cuda, name, _giving(None))
-    _replace(cuda, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8))
-    _replace(cuda, "_exchange_device", _giving(0))
-    _replace(cuda, "_maybe_exchange_device", _giving(0))
+        replace_attribute(cuda, name, _giving(None))
+    replace_attribute(cuda, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8))
+    replace_attribute(cuda, "_exchange_device", _giving(0))
+    replace_attribute(cuda, "_maybe_exchange_device", _giving(0))
     for name, kind in (
         ("Stream", FakeStream), ("ExternalStream", FakeStream), ("Event", FakeEvent), ("device", _DeviceContext),
         ("device_of", _DeviceContext),
     ):  # fmt: skip
-        _replace(cuda, name, kind)
-    _replace(cuda, "stream", lambda stream: contextlib.nullcontext(stream))
-    _replace(cuda, "StreamContext", lambda stream: contextlib.nullcontext(stream))
+        replace_attribute(cuda, name, kind)
+    replace_attribute(cuda, "stream", lambda stream: contextlib.nullcontext(stream))
+    replace_attribute(cuda, "StreamContext", lambda stream: contextlib.nullcontext(stream))
     _install_memory(spec, recorder)
     _install_accelerator(cuda)
     _install_dtypes(autocast)
     torch.version.cuda = _CUDA_VERSION
-    _replace(torch.backends.cudnn, "is_available", _giving(True))
-    _replace(torch.backends.cudnn, "version", _giving(_CUDNN_VERSION))
-    _replace(torch.backends.cudnn, "is_acceptable", _giving(False))  # weights are not flattened
-    _replace(torch.backends.cuda, "is_built", _giving(True))
+    replace_attribute(torch.backends.cudnn, "is_available", _giving(True))
+    replace_attribute(torch.backends.cudnn, "version", _giving(_CUDNN_VERSION))
+    replace_attribute(torch.backends.cudnn, "is_acceptable", _giving(False))  # weights are not flattened
+    replace_attribute(torch.backends.cuda, "is_built", _giving(True))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        _replace(torch.cuda.nvtx, name, _giving(0))
+        replace_attribute(torch.cuda.nvtx, name, _giving(0))
 
 
 def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
@@ -204,11 +205,11 @@ def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
             (statistics, ("memory_stats",)),
         ):
             for name in names:
-                _replace(module, name, function)
-    _replace(
+                replace_attribute(module, name, function)
+    replace_attribute(
         cuda, "mem_get_info", lambda device=None: (max(0, total - recorder.live_bytes), int(spec.memory_mib * MIB))
     )
-    _replace(cuda.memory, "mem_get_info", cuda.mem_get_info)
+    replace_attribute(cuda.memory, "mem_get_info", cuda.mem_get_info)
 
 
 def _install_accelerator(cuda: Any) -> None:
@@ -218,7 +219,7 @@ def _install_accelerator(cuda: Any) -> None:
         "current_device_index": 0, "current_device_idx": 0, "current_stream": cuda.current_stream(),
         "synchronize": None, "set_device_index": None, "set_device_idx": None, "set_stream": None, "empty_cache": None,
     }.items():  # fmt: skip
-        _replace(accelerator, name, _giving(value))
+        replace_attribute(accelerator, name, _giving(value))
     original = torch.Generator
 
     class Generator(metaclass=_InstancesOf):
@@ -227,13 +228,13 @@ def _install_accelerator(cuda: Any) -> None:
         def __new__(cls, device: Any = "cpu") -> Any:
             return original("cpu" if names_cuda(device) else device)
 
-    torch.Generator = Generator  # type: ignore[misc]
+    replace_attribute(torch, "Generator", Generator)
     entering = default_device.DeviceContext.__init__
 
     def with_default(self: Any, device: Any) -> None:
         entering(self, torch.device("meta") if names_cuda(device) else device)
 
-    default_device.DeviceContext.__init__ = with_default
+    replace_attribute(default_device.DeviceContext, "__init__", with_default)
     kernels = _foreach_utils._get_foreach_kernels_supported_devices
 
     def foreach_devices() -> list[str]:
@@ -267,16 +268,10 @@ def _install_dtypes(autocast: Any) -> None:
             return autocast.dtype or torch.float16
         return dtype_of(device_type)
 
-    _replace(torch, "is_autocast_enabled", is_enabled)
-    _replace(torch, "get_autocast_dtype", dtype)
-    _replace(torch, "get_autocast_gpu_dtype", lambda: dtype("cuda"))
-    _replace(torch._C, "_is_any_autocast_enabled", lambda: autocast.dtype is not None or any_enabled())
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute where the release has it."""
-    if hasattr(owner, name):
-        setattr(owner, name, value)
+    replace_attribute(torch, "is_autocast_enabled", is_enabled)
+    replace_attribute(torch, "get_autocast_dtype", dtype)
+    replace_attribute(torch, "get_autocast_gpu_dtype", lambda: dtype("cuda"))
+    replace_attribute(torch._C, "_is_any_autocast_enabled", lambda: autocast.dtype is not None or any_enabled())
 
 
 def _giving(value: Any) -> Callable[..., Any]:

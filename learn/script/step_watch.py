@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from featurize.trace import STEPS
+from learn.script.replacing import replace_attribute
 from learn.script.script_recorder import ScriptRecorder
 
 
@@ -57,8 +58,8 @@ class StepWatch:
                 if self._recorder.phase == "backward":
                     self._after_backward()
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
-        torch.autograd.backward = run_backward
+        replace_attribute(Optimizer, "__init__", init)
+        replace_attribute(torch.autograd, "backward", run_backward)
 
     def _begin(self, phase: str) -> None:
         self._recorder.phase = phase
