@@ -13,6 +13,7 @@ import resource
 import runpy
 import signal
 import sys
+import threading
 import traceback
 import types
 from pathlib import Path
@@ -82,6 +83,7 @@ class _Run:
             self.watch = StepWatch(self.recorder, enter_policy, self.finish)
             install(self.spec, self.recorder, autocast)
             self.watch.install()
+            self._follow_threads()
             with self.recorder, PretendCuda():
                 try:
                     self._execute()
@@ -102,6 +104,19 @@ class _Run:
             runpy.run_module(self.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.script, run_name="__main__")
+
+    def _follow_threads(self) -> None:
+        """Modes belong to threads: those that the script starts, to load data ahead, enter them too."""
+        from learn.script.device_mode import PretendCuda
+        from learn.script.replacing import replace_attribute
+
+        run = threading.Thread.run
+
+        def run_inside(thread: threading.Thread) -> None:
+            with self.recorder, PretendCuda():
+                run(thread)
+
+        replace_attribute(threading.Thread, "run", run_inside)
 
     def _note_precisions(self, autocast: Any) -> None:
         from featurize.training import AUTOCAST_DTYPES

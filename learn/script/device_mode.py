@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _device as default_device
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
@@ -101,6 +102,20 @@ def _to(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> 
     return func(*args, **_without_cuda(kwargs))
 
 
+def _from_values(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+    """Made on the host and copied, so that the values of small integers stay known."""
+    device = kwargs.get("device")
+    if device is None and not isinstance(args[0] if args else None, Tensor):
+        device = default_device.CURRENT_DEVICE
+    if device is None or not (names_cuda(device) or type(device) is int or torch.device(device).type == "meta"):
+        return func(*args, **_without_cuda(kwargs))
+    rest = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad", "pin_memory")}
+    if not (args and isinstance(args[0], Tensor)):
+        rest["device"] = "cpu"
+    made = func(*args, **rest).to(_META)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
 def _same(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
     return args[0]
 
@@ -111,10 +126,6 @@ def _as_it_is(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mappin
 
 def _false(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
     return False
-
-
-def _nothing(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> None:
-    return None
 
 
 def _tolist(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
@@ -183,12 +194,12 @@ _SPECIAL: dict[Callable, Callable] = {
     _DEVICE.__get__: _device,
     _IS_CUDA.__get__: _is_cuda,
     _IS_META.__get__: _is_meta,
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_values),
     Tensor.get_device: _get_device,
     Tensor.cuda: _cuda,
     Tensor.to: _to,
     Tensor.pin_memory: _same,
     Tensor.is_pinned: _false,
-    Tensor.record_stream: _nothing,
     Tensor.tolist: _tolist,
     Tensor.__format__: _format,
     Tensor.__repr__: _repr,

@@ -165,6 +165,8 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     _install_memory(spec, recorder)
     _install_accelerator(cuda)
     _install_dtypes(autocast)
+    # Its C++ takes torch's own streams only, and reads them before a mode is asked.
+    replace_attribute(torch.Tensor, "record_stream", _giving(None))
     torch.version.cuda = _CUDA_VERSION
     replace_attribute(torch.backends.cudnn, "is_available", _giving(True))
     replace_attribute(torch.backends.cudnn, "version", _giving(_CUDNN_VERSION))
