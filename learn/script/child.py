@@ -66,7 +66,7 @@ class _Run:
         from featurize.releases import complete
         from featurize.vision import mend_torchvision
         from learn.script.containment import contain
-        from learn.script.device_mode import PretendCuda
+        from learn.script.device_mode import PretendCuda, enter_in_backward_passes
         from learn.script.fake_cuda import install
         from learn.script.step_watch import StepWatch
 
@@ -84,6 +84,7 @@ class _Run:
             install(self.spec, self.recorder, autocast)
             self.watch.install()
             self._follow_threads()
+            enter_in_backward_passes()
             with self.recorder, PretendCuda():
                 try:
                     self._execute()

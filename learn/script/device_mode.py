@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
+from torch.utils import checkpoint
+
+from learn.script.replacing import replace_attribute
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
@@ -170,19 +173,22 @@ def _set_data(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mappin
     torch.utils.swap_tensors(tensor, replacement)
 
 
-def _backward(mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> None:
-    """With the mode entered: recomputed forward passes and hooks run inside it."""
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    tensor, *rest = args
-    given = {**dict(zip(names, rest, strict=False)), **kwargs}
-    with mode:
-        torch.autograd.backward(
-            tensor,
-            given.get("gradient"),
-            given.get("retain_graph"),
-            given.get("create_graph", False),
-            inputs=given.get("inputs"),
-        )
+def enter_in_backward_passes() -> None:
+    """Enter the mode around autograd's engine: it is left when `backward` is called, and forward passes that are
+    recomputed, hooks and custom functions run inside the engine."""
+    engine = torch.autograd._engine_run_backward
+
+    def run_inside(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_function_stack():
+            return engine(*args, **kwargs)
+        with PretendCuda():
+            return engine(*args, **kwargs)
+
+    replace_attribute(torch.autograd, "_engine_run_backward", run_inside)
+    # A checkpoint compares devices that it read below the mode, in the forward pass, and inside it.
+    checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
+    if "default" in checks:
+        checks["default"] = lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
 # The properties themselves, as descriptors.
@@ -205,5 +211,4 @@ _SPECIAL: dict[Callable, Callable] = {
     Tensor.__repr__: _repr,
     Tensor.type: _type,
     _DATA.__set__: _set_data,
-    Tensor.backward: _backward,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _device as default_device
 from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_map
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
@@ -165,6 +166,7 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     _install_memory(spec, recorder)
     _install_accelerator(cuda)
     _install_dtypes(autocast)
+    replace_attribute(torch.nn.DataParallel, "scatter", _to_one_device)
     # Its C++ takes torch's own streams only, and reads them before a mode is asked.
     replace_attribute(torch.Tensor, "record_stream", _giving(None))
     torch.version.cuda = _CUDA_VERSION
@@ -274,6 +276,15 @@ def _install_dtypes(autocast: Any) -> None:
     replace_attribute(torch, "get_autocast_dtype", dtype)
     replace_attribute(torch, "get_autocast_gpu_dtype", lambda: dtype("cuda"))
     replace_attribute(torch._C, "_is_any_autocast_enabled", lambda: autocast.dtype is not None or any_enabled())
+
+
+def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:
+    """What DataParallel gives its only replica."""
+
+    def moved(value: Any) -> Any:
+        return value.to(CUDA) if isinstance(value, torch.Tensor) else value
+
+    return (tree_map(moved, inputs),), (tree_map(moved, kwargs or {}),)
 
 
 def _giving(value: Any) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ class StepWatch:
         self, recorder: ScriptRecorder, enter_policy: Callable[[str], None], on_done: Callable[[], None]
     ) -> None:
         self.steps = 0  # done
+        self._in_backward = False
         self.backwards = 0  # of the step that runs
         self.most_backwards = 0
         self.batch_size = 0
@@ -51,12 +52,16 @@ class StepWatch:
             self._optimizers.add(optimizer)
 
         def run_backward(*args: Any, **kwargs: Any) -> None:
+            if self._in_backward:  # of a checkpoint that is recomputed
+                backward(*args, **kwargs)
+                return
             self._begin("backward")
+            self._in_backward = True
             try:
                 backward(*args, **kwargs)
             finally:
-                if self._recorder.phase == "backward":
-                    self._after_backward()
+                self._in_backward = False
+            self._after_backward()
 
         replace_attribute(Optimizer, "__init__", init)
         replace_attribute(torch.autograd, "backward", run_backward)
@@ -67,7 +72,7 @@ class StepWatch:
 
     def _forward(self, module: torch.nn.Module, args: Any) -> None:
         """The outermost module's forward pass begins."""
-        if not torch.is_grad_enabled():
+        if self._in_backward or not torch.is_grad_enabled():
             return
         recorder = self._recorder
         if self.steps >= STEPS:

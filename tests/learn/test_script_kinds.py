@@ -194,3 +194,44 @@ def test_nothing_of_scripts_is_imported_for_a_plain_estimate():
     program = "import sys, learn; print([name for name in sys.modules if name.startswith('learn.script')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+CHECKPOINTED = """
+import queue, threading, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+blocks = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)])
+model = nn.DataParallel(blocks).cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+batches = queue.Queue(2)
+
+
+def load():
+    while True:
+        batches.put(torch.randn(32, 64).cuda(non_blocking=True))
+
+
+threading.Thread(target=load, daemon=True).start()
+stream = torch.cuda.Stream()
+while True:
+    optimizer.zero_grad()
+    for _ in range(2):
+        x = batches.get()
+        x.record_stream(stream)
+        loss = checkpoint(model, x, use_reentrant=False).square().mean()
+        loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.isfinite(norm) and torch.tensor([3], device="cuda").item() == 3
+    optimizer.step()
+"""
+
+
+def test_a_checkpoint_recomputes_in_the_backward_pass_and_a_thread_may_load_ahead(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(CHECKPOINTED)
+    script = estimate_script(["python", str(path)], estimator="trace", time_limit_s=300)
+    assert script.warnings[0] == (
+        "the script trains with adam, fp32, 32 samples in a forward pass, 2 backward passes in a step"
+    )
+    assert script.breakdown["gradients"] == pytest.approx(script.breakdown["parameters"], rel=0.01)
