@@ -55,7 +55,7 @@ class Recorder(TorchDispatchMode):
         self._batch: list[int] = []
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
-        self._traits: dict[object, _Traits] = {}
+        self._traits: dict[object, Traits] = {}
         self._results = MetaResults()
         self.values = Values()
 
@@ -148,14 +148,14 @@ class Recorder(TorchDispatchMode):
         if "traced_at" not in vars(error):
             vars(error)["traced_at"] = operator, self._module_now()
 
-    def traits_of(self, func) -> _Traits:
+    def traits_of(self, func) -> Traits:
         """What is known of an operator overload."""
         traits = self._traits.get(func)
         if traits is None:
-            traits = self._traits[func] = _Traits(func)
+            traits = self._traits[func] = Traits(func)
         return traits
 
-    def without_masks(self, traits: _Traits, args: tuple, mode: TorchDispatchMode) -> tuple:
+    def without_masks(self, traits: Traits, args: tuple, mode: TorchDispatchMode) -> tuple:
         """An indexing operator's arguments with places instead of known masks, found under the given mode."""
 
         def nonzero(mask: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
 
         return self.values.without_masks(args, nonzero, put="put" in traits.name)
 
-    def run(self, func, traits: _Traits, args: tuple, kwargs: dict):
+    def run(self, func, traits: Traits, args: tuple, kwargs: dict):
         """What the operator gives on meta tensors, and values where they are read back."""
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
             self._note(traits, maker[1], args, inputs, outputs)
         return out
 
-    def _note(self, traits: _Traits, module: str, args, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _note(self, traits: Traits, module: str, args, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         changed = [t for i in traits.written for t in _meta_tensors(args[i : i + 1])]
         written = {id(t) for t in changed}
         live, made_by = self._live, self._made_by
@@ -321,7 +321,7 @@ class _Watch(TorchDispatchMode):
             raise
 
 
-class _Traits:
+class Traits:
     """What is the same for every call of one operator overload."""
 
     __slots__ = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
     runpy.run_path(str(Path(__file__).parents[1] / "conf" / "own_packages.py"), run_name="__main__")
@@ -20,6 +21,9 @@ from featurize.trial import TrialConfig
 from learn.estimation.answers import Estimate
 from learn.estimation.estimating import estimate, estimate_many
 from learn.fitting import Fit, FitSettings, fit
+
+if TYPE_CHECKING:
+    from learn.script.estimating import estimate_script
 
 __all__ = [
     "AllocatorSettings",
@@ -33,5 +37,15 @@ __all__ = [
     "UsageError",
     "estimate",
     "estimate_many",
+    "estimate_script",
     "fit",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `estimate_script` when it is asked for: a plain estimate needs nothing of it."""
+    if name != "estimate_script":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from learn.script.estimating import estimate_script
+
+    return estimate_script

@@ -1,6 +1,7 @@
 """`python -m learn.estimate`: estimate what a training job takes from a GPU, before it runs.
 
-The function is `learn.estimate`; the command's body is `learn.commands.estimate`.
+The function is `learn.estimate`; the command's body is `learn.commands.estimate`, and for `-- python train.py ARGS`
+`learn.commands.estimate_script`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,19 @@ from __future__ import annotations
 if __name__ == "learn.estimate":  # an imported module of this name would take the function's place in `learn`
     raise ImportError("learn.estimate is a function, and as a module a command only: from learn import estimate")
 
+import functools
+import sys
+
 from conf.cli import command
 from featurize.light_imports import without_compiler
 from learn.commands.estimate import entry
 
 if __name__ == "__main__":
     without_compiler()
+    if "--" in sys.argv:
+        from learn.commands.estimate_script import entry_of_script
+
+        at = sys.argv.index("--")
+        script_command, sys.argv[at:] = sys.argv[at + 1 :], []
+        command("estimate", functools.partial(entry_of_script, command=script_command))
     command("estimate", entry)

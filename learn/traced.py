@@ -68,12 +68,14 @@ def step_of(
 
     spec = describe_device(device)
     complete()
-    try:
-        trace = trace_step(
-            job.build, job.batch, loss=job.loss, device=spec, settings=job.settings, training_loop=job.training_loop
-        )
-    except TraceError as error:
-        raise _explained(error) from error
+    trace = job.recorded
+    if trace is None:
+        try:
+            trace = trace_step(
+                job.build, job.batch, loss=job.loss, device=spec, settings=job.settings, training_loop=job.training_loop
+            )
+        except TraceError as error:
+            raise _explained(error) from error
     memory = replay(trace, spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline)
     step = simulate(trace, spec, job.settings, memory=memory)
     return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from featurize.batches import Inputs
+    from featurize.step_trace import StepTrace
     from featurize.training import TrainingSettings
 
 
@@ -34,6 +35,7 @@ class Workload:
     config      the trial config, where the job is one of a family
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `featurize.training` takes it
     training_loop  it runs in the usual loop, as `featurize.trace.trace_step` has it; the farm's own trials do not
+    recorded    its step, where it has been traced already, as a script's is; nothing is built then
     """
 
     name: str
@@ -44,6 +46,7 @@ class Workload:
     config: TrialConfig | None = None
     loss: Callable | None = None
     training_loop: bool = True
+    recorded: StepTrace | None = None
 
 
 def of_config(config: TrialConfig) -> Workload:

@@ -25,6 +25,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "+arch=wide": "the family of a walk-through, which is not there",
     "estimator=constant": "the estimator of a walk-through, which is not there",
     "host_load": "the sensor of a walk-through, which is not there",
+    "-- python train.py": "needs a training script; tests/learn/test_script_kinds.py runs some",
     "estimator=xmem": "trains a ViT for real, for minutes",
     "wait=true": "stays until it is stopped; tests/farm/test_service.py runs it",
     "cluster.address=auto": "needs a running Ray cluster",
@@ -113,7 +114,10 @@ def test_a_documented_command_that_is_not_run_composes(command, monkeypatch, cap
     if "+arch=wide" in command.text:
         assert "wide" not in group_options("arch")
         return
-    arguments = [*command.arguments] if "--cfg" in command.arguments else [*command.arguments, "--cfg", "job"]
+    arguments = [*command.arguments]
+    if "--cfg" not in arguments:
+        at = arguments.index("--") if "--" in arguments else len(arguments)  # behind it is a script's own command
+        arguments[at:at] = ["--cfg", "job"]
     assert call(command.module, arguments, monkeypatch) == 0, capsys.readouterr().err
 
 

@@ -51,10 +51,15 @@ class EstimateSettings(TrainingKeys):
       python -m learn.estimate "config='$JSON'"  # JSON, as runs.config holds it, needs quotes of its own
       python -m learn.estimate run=RUN_ID format=json
       python -m learn.estimate configs=jobs.jsonl method=fast format=json  # a trial config a line, thousands a second
+      python -m learn.estimate device=H100-SXM5-80GB -- python train.py --batch 64  # a training script, unchanged
 
     The model never takes real memory: it is built and traced on the meta device (only estimator=xmem runs it, on the
     CPU). Figures come from the models that you fitted (python -m learn.fit), else from those that come with the project
     (learn/default_models/MODEL_CARD.md says what they know), and from the trace for what neither knows.
+    After `--`: a training script. It runs unchanged, in a child process on this machine's CPU, until two optimizer
+    steps are done. It sees one GPU of the model asked for, whose tensors take no memory. It runs with your rights:
+    estimate only scripts that you would run. Its data is read for real; checkpoints, experiment loggers and the network
+    are switched off.
     The report is one HTML page: memory over the step, the peak and its operator, what it consists of, module by module.
     """
 
@@ -105,6 +110,11 @@ class EstimateSettings(TrainingKeys):
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
     format: str = key("table", "table or json")
     data: str | None = data_key()
+    time_limit_s: float = key(600, "for a script: it is ended after this many seconds", "number > 0")
+    memory_limit_gib: float | None = key(
+        None, "for a script: memory of this machine that it may take; default three quarters", "number > 0 | null"
+    )
+    show_output: bool = key(False, "for a script: show what it prints, on standard error")
     trust: tuple[str, ...] = key(
         None,
         "modules whose code may run where run= or configs= name it, as in [mypackage]; default none",
@@ -112,12 +122,6 @@ class EstimateSettings(TrainingKeys):
     )
 
     def __post_init__(self) -> None:
-        given = [name for name in ("model", "config", "run", "configs") if getattr(self, name) is not None]
-        if len(given) != 1:
-            named = " and ".join(given) or "none"
-            raise UsageError(
-                f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}"
-            )
         if self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS)
         if self.model is None and self.input is not None:
@@ -127,6 +131,10 @@ class EstimateSettings(TrainingKeys):
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
+    given = [name for name in ("model", "config", "run", "configs") if getattr(settings, name) is not None]
+    if len(given) != 1:
+        named = " and ".join(given) or "none"
+        raise UsageError(f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}")
     from learn.estimation.estimate_view import print_json, print_table
     from learn.workload import name_of
 

@@ -1,0 +1,46 @@
+"""The command `learn.estimate -- python train.py ARGS`: a training script in, a table or JSON out.
+
+Start reading at `entry_of_script`; `learn.script.estimating` runs the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from conf.errors import UsageError
+from learn.cases import DEFAULT_DEVICE
+from learn.commands.estimate import DEFAULT_DTYPE, SETTINGS, EstimateSettings
+from learn.script.estimating import estimate_script
+
+# Keys that name another job, or that the script chooses itself.
+_OF_OTHER_JOBS = ("model", "input", "arguments", "config", "configs", "run", *SETTINGS)
+
+
+def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
+    """Estimate the training script that `command` starts, and print the estimate. Returns the exit code."""
+    from learn.estimation.estimate_view import print_json, print_table
+
+    given = [name for name in _OF_OTHER_JOBS if getattr(settings, name) is not None]
+    given += ["trust"] if settings.trust else []
+    given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
+    if given:
+        raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
+    if settings.method != "full":
+        raise UsageError("a script is estimated with method=full")
+    title = " ".join(command)
+    done = estimate_script(
+        command,
+        device=settings.device or DEFAULT_DEVICE,
+        allocator=settings.allocator,
+        estimator=settings.estimator,
+        data=settings.data,
+        loop=settings.loop,
+        machine=settings.machine,
+        report=settings.report,
+        name=title,
+        time_limit_s=settings.time_limit_s,
+        memory_limit_gib=settings.memory_limit_gib,
+        show_output=settings.show_output,
+    )
+    (print_json if settings.format == "json" else print_table)(title, done, None)
+    return 0

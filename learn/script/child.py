@@ -1,0 +1,225 @@
+"""The process that runs a script, with torch as on a machine with a GPU, and leaves a record of its training step.
+
+Start reading at `main`. It is started as a file, `python learn/script/child.py REQUEST`, so that nothing in the working
+folder stands in for what it imports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from learn.script.containment import Notes
+    from learn.script.script_recorder import ScriptRecorder
+    from learn.script.step_watch import StepWatch
+
+ROOT = Path(__file__).resolve().parents[2]
+_PR_SET_PDEATHSIG = 1
+_FRAMES = ("/torch/", "/site-packages/", "/dist-packages/", "<frozen")
+
+
+def main(request_path: str) -> None:
+    """Run the script of a request (JSON: `record`, `device`, `script`, `module`, `arguments`)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.path[0] = str(ROOT)
+    from learn.script.containment import leave_out_distributed
+
+    leave_out_distributed()
+    _Run(request).run()
+
+
+class _Run:
+    """One run of one script."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from featurize.device_spec import device_from_mapping
+        from learn.script.containment import Notes
+        from learn.script.script_recorder import ScriptRecorder
+
+        self.path = Path(request["record"])
+        self.spec = device_from_mapping(request["device"])
+        self.script, self.module, self.arguments = request["script"], request["module"], request["arguments"]
+        self.notes: Notes = Notes()
+        self.recorder: ScriptRecorder = ScriptRecorder()
+        self.watch: StepWatch | None = None
+        self.precisions: list[str] = []
+
+    def run(self) -> None:
+        """Run the script until its steps are done, and leave the record. Never returns."""
+        import torch
+
+        from featurize.autocast import Autocast
+        from featurize.cuda_policy import as_on_cuda
+        from featurize.releases import complete
+        from featurize.vision import mend_torchvision
+        from learn.script.containment import contain
+        from learn.script.device_mode import PretendCuda, enter_in_backward_passes
+        from learn.script.fake_cuda import install
+        from learn.script.step_watch import StepWatch
+
+        complete()
+        mend_torchvision()
+        contain(self.notes)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
+        problem = None
+        with self.recorder.modules(), as_on_cuda(None, self.spec.compute_capability) as enter_policy:
+            assert isinstance(enter_policy, types.MethodType)
+            autocast = enter_policy.__self__
+            assert isinstance(autocast, Autocast)
+            self._note_precisions(autocast)
+            self.watch = StepWatch(self.recorder, enter_policy, self.finish)
+            install(self.spec, self.recorder, autocast)
+            self.watch.install()
+            self._follow_threads()
+            enter_in_backward_passes()
+            with self.recorder, PretendCuda():
+                try:
+                    self._execute()
+                except SystemExit as error:
+                    if error.code not in (None, 0):
+                        problem = f"{self.script} exits with {error.code!r}"
+                except BaseException as error:  # whatever a script may raise
+                    traceback.print_exc()
+                    problem = self._explained(error)
+        self.finish(problem)
+
+    def _execute(self) -> None:
+        sys.argv = [self.script, *self.arguments]
+        sys.path[0] = os.getcwd() if self.module else str(Path(self.script).resolve().parent)
+        if (ROOT / "pyproject.toml").is_file():  # a checkout, whose other folders a script must not take for packages
+            sys.path[1:] = [path for path in sys.path[1:] if not path or Path(path).resolve() != ROOT]
+        if self.module:
+            runpy.run_module(self.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self.script, run_name="__main__")
+
+    def _follow_threads(self) -> None:
+        """Modes belong to threads: those that the script starts, to load data ahead, enter them too."""
+        from learn.script.device_mode import PretendCuda
+        from learn.script.replacing import replace_attribute
+
+        run = threading.Thread.run
+
+        def run_inside(thread: threading.Thread) -> None:
+            with self.recorder, PretendCuda():
+                run(thread)
+
+        replace_attribute(threading.Thread, "run", run_inside)
+
+    def _note_precisions(self, autocast: Any) -> None:
+        from featurize.training import AUTOCAST_DTYPES
+
+        names = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
+        switched = autocast.switched
+
+        def noting(dtype: Any) -> Any:
+            if dtype in names and self.recorder.step:
+                self.precisions.append(names[dtype])
+            return switched(dtype)
+
+        autocast.switched = noting
+
+    def _explained(self, error: BaseException) -> str:
+        """The script's own line, and what was raised there."""
+        from conf.plain_text import first_line
+        from featurize.recorder import origin
+
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [
+            f for f in frames
+            if not f.filename.startswith(str(ROOT) + os.sep + "learn" + os.sep)
+            and not f.filename.startswith(str(ROOT) + os.sep + "featurize" + os.sep)
+            and not any(part in f.filename for part in _FRAMES)
+        ]  # fmt: skip
+        script = str(Path(self.script).resolve())
+        near = [f for f in own if str(Path(f.filename).resolve()) == script] or own
+        where = f"{near[-1].filename}:{near[-1].lineno}: " if near else ""
+        operator, module = origin(error)
+        of = f" in operator {operator}" if operator else ""
+        of += f" of module {module!r}" if module else ""
+        text = first_line(error) if isinstance(error, Exception) else str(error)
+        return f"{where}{type(error).__name__}{of}: {text}"
+
+    def finish(self, problem: str | None = None) -> None:
+        """Leave the record and end the process at once, with whatever threads the script has."""
+        import torch
+
+        from featurize.trace import STEPS
+        from learn.script.record_file import ScriptRecord, write_record
+
+        assert self.watch is not None
+        watch, recorder = self.watch, self.recorder
+        with torch._C.DisableTorchFunction():
+            trace = self._trace(recorder) if watch.steps >= STEPS else None
+            settings = self._settings(watch)
+        if trace is None and problem is None:
+            problem = self._without_steps()
+        record = ScriptRecord(
+            trace=trace,
+            problem=problem if trace is None else None,
+            settings=settings,
+            batch_size=watch.batch_size or recorder.batch_size(),
+            backwards=watch.most_backwards,
+            steps=watch.steps,
+            notes=self.notes.all(),
+        )
+        write_record(self.path, record)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _without_steps(self) -> str:
+        assert self.watch is not None
+        recorder = self.recorder
+        if self.watch.steps:
+            return f"{self.script} ends after {self.watch.steps} optimizer step; two are needed"
+        if not recorder.events:
+            return f"{self.script} ends without using cuda"
+        last = f"; the last module to run was {recorder.last_module}" if recorder.last_module else ""
+        return f"{self.script} ends without an optimizer step on cuda{last}"
+
+    def _trace(self, recorder: ScriptRecorder) -> Any:
+        from featurize.step_trace import StepTrace
+
+        recorder.name_states()
+        recorder.name_batches()
+        recorder.stop()
+        blocks = recorder.final_blocks()
+        return StepTrace(
+            operators=tuple(recorder.operators),
+            events=tuple(recorder.events),
+            blocks=tuple(blocks),
+            parameters=recorder.parameters(),
+            parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
+            compute_capability=self.spec.compute_capability,
+        )
+
+    def _settings(self, watch: StepWatch) -> dict[str, str | bool]:
+        import torch
+
+        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+        if self.precisions:
+            precision = max(set(self.precisions), key=self.precisions.count)
+        return {
+            "optimizer": watch.optimizer_name,
+            "precision": precision,
+            "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+            "channels_last": self.recorder.channels_last(),
+        }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

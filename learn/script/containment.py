@@ -1,0 +1,231 @@
+"""Keeps a script from saving, logging to services, using the network, compiling and starting workers.
+
+Start reading at `contain`. It stops honest scripts from side effects; it is no sandbox against hostile ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from learn.script.replacing import replace_attribute
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "DISABLED",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "PL_DISABLE_FORK": "1",
+}
+# What torchrun and accelerate set for one of several processes: here there is one.
+DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_LOGGERS = (
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "neptune",
+    "aim",
+    "clearml",
+    "swanlab",
+    "tensorboardX",
+    "torch.utils.tensorboard",
+)
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+class Notes:
+    """What was kept from happening, each said once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, None] = {}
+
+    def add(self, text: str) -> None:
+        """Note this, unless it is noted already."""
+        self._texts.setdefault(text)
+
+    def all(self) -> tuple[str, ...]:
+        """Return the notes in the order of their first occurrence."""
+        return tuple(self._texts)
+
+
+def contain(notes: Notes) -> None:
+    """Replace what writes checkpoints, connects, compiles and starts workers, in this process."""
+    _keep_from_saving(notes)
+    _refuse_connections(notes)
+    _run_eagerly(notes)
+    _load_in_this_process()
+    sys.meta_path.insert(0, _SilentLoggers(notes))
+
+    def always_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
+
+    replace_attribute(torch.amp.GradScaler, "_maybe_opt_step", always_step)
+
+
+def _keep_from_saving(notes: Notes) -> None:
+    def instead(name: str) -> Callable[..., None]:
+        def save(*args: Any, **kwargs: Any) -> None:
+            notes.add(f"{name} was kept from writing")
+
+        return save
+
+    replace_attribute(torch, "save", instead("torch.save"))
+    if importlib.util.find_spec("safetensors") is not None:
+        import safetensors.torch
+
+        for name in ("save_file", "save_model"):
+            replace_attribute(safetensors.torch, name, instead(f"safetensors.torch.{name}"))
+
+
+def _refuse_connections(notes: Notes) -> None:
+    class Socket(socket.socket):
+        def connect(self, address: Any) -> None:
+            self._refuse(address)
+            super().connect(address)
+
+        def connect_ex(self, address: Any) -> int:
+            self._refuse(address)
+            return super().connect_ex(address)
+
+        def _refuse(self, address: Any) -> None:
+            if self.family not in (socket.AF_INET, socket.AF_INET6) or str(address[0]).startswith(_LOOPBACK):
+                return
+            notes.add("a network connection was refused: scripts run offline here")
+            raise ConnectionRefusedError("no network while a script is estimated")
+
+    replace_attribute(socket, "socket", Socket)
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            isinstance(host, str)
+            and host
+            and not host.startswith(_LOOPBACK)
+            and not host[0].isdigit()
+            and host != socket.gethostname()
+        ):
+            notes.add("a network connection was refused: scripts run offline here")
+            raise socket.gaierror(socket.EAI_FAIL, "no network while a script is estimated")
+        return resolve(host, *args, **kwargs)
+
+    replace_attribute(socket, "getaddrinfo", getaddrinfo)
+
+
+def _run_eagerly(notes: Notes) -> None:
+    def as_it_is(model: Any = None, **kwargs: Any) -> Any:
+        notes.add("torch.compile was left out: the figures are those of the eager model")
+        return model if model is not None else lambda given: given
+
+    replace_attribute(torch, "compile", as_it_is)
+    replace_attribute(torch.nn.Module, "compile", lambda self, *args, **kwargs: as_it_is())
+
+
+def _load_in_this_process() -> None:
+    made = DataLoader.__init__
+    signature = inspect.signature(made)
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        for name, value in (
+            ("num_workers", 0), ("pin_memory", False), ("persistent_workers", False), ("prefetch_factor", None),
+            ("multiprocessing_context", None), ("timeout", 0),
+        ):  # fmt: skip
+            if name in given:
+                given[name] = value
+        given.pop("pin_memory_device", None)
+        given.pop("self")
+        more = given.pop("kwargs", {})
+        made(self, **given, **more)
+
+    replace_attribute(DataLoader, "__init__", init)
+
+
+class _SilentLoggers(MetaPathFinder, Loader):
+    """Imports of experiment loggers give a module that takes every call and does nothing."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if not any(fullname == name or fullname.startswith(f"{name}.") for name in _LOGGERS):
+            return None
+        if _is_a_probe():  # a library that asks whether it is installed
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Silent(spec.name, self._notes)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+class _Silent(types.ModuleType):
+    """Every attribute can be called, entered, indexed and asked for more."""
+
+    def __init__(self, name: str, notes: Notes) -> None:
+        super().__init__(name)
+        self._notes = notes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Silent(f"{self.__name__}.{name}", self._notes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        logger = next(name for name in _LOGGERS if f"{self.__name__}.".startswith(f"{name}."))
+        self._notes.add(f"{logger} was kept from logging")
+        if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):  # a decorator
+            return args[0]
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _is_a_probe() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave_out_distributed() -> None:
+    """Forget that a launcher started this process, and set what keeps libraries offline."""
+    for name in DISTRIBUTED:
+        os.environ.pop(name, None)
+    os.environ.update(ENVIRONMENT)

@@ -1,0 +1,214 @@
+"""Makes meta tensors pass for CUDA tensors: device arguments that name a GPU become meta, and meta says it is cuda:0.
+
+Start reading at `PretendCuda.__torch_function__`. Code of `featurize` and `learn.script` sees the devices as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device as default_device
+from torch.utils import checkpoint
+
+from learn.script.replacing import replace_attribute
+
+CUDA = torch.device("cuda", 0)
+_META = torch.device("meta")
+_OWN = ("featurize.", "learn.script.")
+
+_TYPE_NAMES = {
+    torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16",
+    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+    torch.bool: "Bool",
+}  # fmt: skip
+
+
+def names_cuda(device: object) -> bool:
+    """Whether a device argument names a GPU: `cuda`, `cuda:1` or a device of that type."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and (device == "cuda" or device.startswith("cuda:"))
+
+
+class PretendCuda(TorchFunctionMode):
+    """While entered, tensors made for or moved to a GPU lie on meta and report `cuda:0`."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            special = _SPECIAL.get(func)
+        except TypeError:  # not hashable
+            special = None
+        if special is not None:
+            return special(self, func, args, kwargs)
+        for value in args:
+            if type(value) is torch.device or type(value) is str:
+                args = tuple(_META if names_cuda(value) else value for value in args)
+                break
+        if kwargs:
+            kwargs = _without_cuda(kwargs)
+        return func(*args, **kwargs)
+
+
+def _without_cuda(kwargs: Mapping) -> dict:
+    """The keyword arguments for meta: no pinned memory, no generator of a GPU."""
+    kwargs = dict(kwargs)
+    device = kwargs.get("device")
+    if device is not None and (names_cuda(device) or (type(device) is int)):
+        kwargs["device"] = _META
+    if "pin_memory" in kwargs:
+        kwargs["pin_memory"] = False
+    if kwargs.get("generator") is not None and str(kwargs.get("device")) == "meta":
+        kwargs["generator"] = None
+    return kwargs
+
+
+def _asked_by_own_code() -> bool:
+    """Whether the frame that reads a property is of this project: the handler is called from C++."""
+    return sys._getframe(3).f_globals.get("__name__", "").startswith(_OWN)
+
+
+def _device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
+    device = func(*args)
+    return CUDA if device.type == "meta" and not _asked_by_own_code() else device
+
+
+def _is_cuda(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
+    return func(*args) if _asked_by_own_code() else args[0].is_meta
+
+
+def _is_meta(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
+    return func(*args) and _asked_by_own_code()
+
+
+def _get_device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> int:
+    return 0 if args[0].is_meta else func(*args)
+
+
+def _cuda(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+    if (memory_format := kwargs.get("memory_format")) is not None:
+        return args[0].to(_META, memory_format=memory_format)
+    return args[0].to(_META)
+
+
+def _to(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+    # A bare index is a GPU; `to(other)` with a tensor needs nothing.
+    args = tuple(
+        _META if names_cuda(value) or (place == 1 and type(value) is int) else value for place, value in enumerate(args)
+    )
+    return func(*args, **_without_cuda(kwargs))
+
+
+def _from_values(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+    """Made on the host and copied, so that the values of small integers stay known."""
+    device = kwargs.get("device")
+    if device is None and not isinstance(args[0] if args else None, Tensor):
+        device = default_device.CURRENT_DEVICE
+    if device is None or not (names_cuda(device) or type(device) is int or torch.device(device).type == "meta"):
+        return func(*args, **_without_cuda(kwargs))
+    rest = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad", "pin_memory")}
+    if not (args and isinstance(args[0], Tensor)):
+        rest["device"] = "cpu"
+    made = func(*args, **rest).to(_META)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+def _same(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
+    return args[0]
+
+
+def _as_it_is(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+    return func(*args, **kwargs)
+
+
+def _false(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
+    return False
+
+
+def _tolist(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+    return func(args[0].detach().cpu() if args[0].is_meta else args[0])
+
+
+def _format(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> str:
+    tensor, *rest = args
+    if tensor.is_meta and tensor.dim() == 0:
+        return format(tensor.item(), *rest)
+    return func(*args, **kwargs)
+
+
+def _repr(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> str:
+    tensor = args[0]
+    if not tensor.is_meta:
+        return func(*args, **kwargs)
+    value = tensor.item() if tensor.dim() == 0 else "..."
+    return f"tensor({value}, size={tuple(tensor.shape)}, device='cuda:0', dtype={tensor.dtype})"
+
+
+def _type(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
+    if len(args) == 1 and not kwargs:
+        tensor = args[0]
+        return f"torch.cuda.{_TYPE_NAMES.get(tensor.dtype, 'Float')}Tensor" if tensor.is_meta else func(tensor)
+    if len(args) > 1 and isinstance(args[1], str) and args[1].startswith("torch.cuda."):
+        wanted = args[1].removeprefix("torch.cuda.").removesuffix("Tensor")
+        dtype = next((dtype for dtype, name in _TYPE_NAMES.items() if name == wanted), torch.float32)
+        return args[0].to(_META, dtype)
+    return func(*args, **kwargs)
+
+
+def _set_data(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> None:
+    """`p.data = p.data.cuda()`: set_data refuses another kind of tensor, which CUDA's is not."""
+    tensor, new = args
+    if tensor.is_meta == new.is_meta:
+        func(tensor, new)
+        return
+    replacement = new.detach().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        replacement = torch.nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, replacement)
+
+
+def enter_in_backward_passes() -> None:
+    """Enter the mode around autograd's engine: it is left when `backward` is called, and forward passes that are
+    recomputed, hooks and custom functions run inside the engine."""
+    engine = torch.autograd._engine_run_backward
+
+    def run_inside(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_function_stack():
+            return engine(*args, **kwargs)
+        with PretendCuda():
+            return engine(*args, **kwargs)
+
+    replace_attribute(torch.autograd, "_engine_run_backward", run_inside)
+    # A checkpoint compares devices that it read below the mode, in the forward pass, and inside it.
+    checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
+    if "default" in checks:
+        checks["default"] = lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}
+
+
+# The properties themselves, as descriptors.
+_DEVICE, _IS_CUDA, _IS_META, _DATA = (
+    inspect.getattr_static(Tensor, name) for name in ("device", "is_cuda", "is_meta", "data")
+)
+_SPECIAL: dict[Callable, Callable] = {
+    torch.device: _as_it_is,
+    _DEVICE.__get__: _device,
+    _IS_CUDA.__get__: _is_cuda,
+    _IS_META.__get__: _is_meta,
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_values),
+    Tensor.get_device: _get_device,
+    Tensor.cuda: _cuda,
+    Tensor.to: _to,
+    Tensor.pin_memory: _same,
+    Tensor.is_pinned: _false,
+    Tensor.tolist: _tolist,
+    Tensor.__format__: _format,
+    Tensor.__repr__: _repr,
+    Tensor.type: _type,
+    _DATA.__set__: _set_data,
+}  # fmt: skip

@@ -1,0 +1,258 @@
+"""The call `learn.estimate_script`: what a training script takes from a GPU, by running it, unchanged, without one.
+
+Start reading at `estimate_script`; `learn.script.child` is what runs the script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+from conf.errors import UsageError
+from conf.extras import naming_the_extra
+from conf.plain_text import one_line
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import describe_device
+from featurize.machine import MachineProfile
+from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answers import Estimate, answer
+from learn.estimation.loops import require_loop
+from learn.estimation.on_machine import machine_for
+from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from learn.estimation.estimating import Data
+    from learn.script.record_file import ScriptRecord
+    from learn.workload import Workload
+
+TIME_LIMIT_S = 600.0
+ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alone
+_MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
+_LAST_LINES = 3
+_LARGEST_OUTPUT = 2**20
+_PYTHONS = ("python", "python3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSettings:
+    """The training settings that a script was seen to choose, as `featurize.training.TrainingSettings` has them."""
+
+    optimizer: str
+    precision: str
+    cudnn_benchmark: bool
+    channels_last: bool
+
+
+@dataclass(frozen=True)
+class _Command:
+    """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`."""
+
+    script: str
+    module: bool
+    arguments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.script if self.module else Path(self.script).name
+
+
+def estimate_script(
+    command: Sequence[str],
+    *,
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    allocator: str | AllocatorSettings | None = None,
+    estimator: str | None = None,
+    data: Data | None = None,
+    loop: str | None = None,
+    machine: str | MachineProfile | None = None,
+    report: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    memory_limit_gib: float | None = None,
+    show_output: bool = False,
+) -> Estimate:
+    """Estimate the memory (MiB), GPU activity (0 to 1) and step time (ms) of an unmodified training script.
+
+    Runs the script in a child process, on this machine's CPU, until two optimizer steps are done. The script sees one
+    GPU of the model asked for; every tensor on it lies on the meta device. Data is loaded for real. Saving with torch
+    or safetensors, experiment loggers and network connections are kept from happening.
+
+    The script runs as this user, with this user's rights: estimate only scripts that you would run.
+
+    Args:
+        command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`. It runs in the working
+            folder, with this process's Python.
+        device: A GPU model of `conf/device`, by name or as its description.
+        allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
+        estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
+        machine: As in `learn.estimate`.
+        loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
+        report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
+        name: The job's name in the report.
+        time_limit_s: Seconds after which the script is ended.
+        memory_limit_gib: Memory of the host that the script may take, in GiB; None is three quarters of the machine's.
+        show_output: Whether the script's output goes to standard error.
+
+    Returns:
+        The estimate, with a note for each thing that was kept from happening.
+
+    Raises:
+        UsageError: The script cannot be followed; the message names its file and line.
+
+    Example:
+        >>> estimate_script(["python", "train.py", "--batch", "64"], device="A100-SXM4-40GB").peak_memory_mib
+    """
+    began = time.monotonic_ns()
+    parsed = _parsed(command)
+    loop = require_loop(loop)
+    spec = describe_device(device)
+    if estimator is not None and estimator not in ESTIMATORS:
+        raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
+    if isinstance(allocator, str):
+        allocator = AllocatorSettings.parse(allocator)
+    on = machine_for(machine, spec, data)
+    page = None
+    if report is not None:
+        from learn.estimation.step_report import checked_path, write_step_report
+
+        page = checked_path(Path(report))
+    record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
+    job = _workload(record, name or parsed.name)
+    with naming_the_extra():
+        done, traced = answer(
+            job, spec, estimator=estimator, data=data, allocator=allocator, timeline=page is not None, loop=loop, on=on
+        )
+    done = replace(done, warnings=(*_notes(record), *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
+    if page is not None:
+        write_step_report(page, job, spec, done, traced, allocator)
+    return done
+
+
+def _parsed(command: Sequence[str]) -> _Command:
+    form = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"
+    if isinstance(command, str) or not all(isinstance(word, str) for word in command):
+        raise UsageError(f"a script's command is a list of words: {form}")
+    words = list(command)
+    if not words:
+        raise UsageError(f"a script's command is missing: {form}")
+    runner = Path(words[0]).name
+    if runner.startswith(_PYTHONS):
+        words = words[1:]
+    elif not words[0].endswith(".py"):
+        raise UsageError(f"{words[0]} does not start a script here; give {form}")
+    while words[:1] in (["-u"], ["-O"]):
+        words = words[1:]
+    if words[:1] == ["-m"] and len(words) > 1:
+        return _Command(words[1], True, tuple(words[2:]))
+    if not words or words[0].startswith("-"):
+        raise UsageError(f"a script's command is {form}, got {' '.join(command)}")
+    if not Path(words[0]).is_file():
+        raise UsageError(f"{words[0]}: there is no such file")
+    return _Command(words[0], False, tuple(words[1:]))
+
+
+def _recorded(
+    command: _Command, spec: DeviceSpec, time_limit_s: float, memory_limit_gib: float | None, show_output: bool
+) -> ScriptRecord:
+    """Run the script and read what it left. Raises `UsageError` where it did not reach two steps."""
+    from learn.script.record_file import BadRecord, read_record
+
+    memory_bytes = int(
+        memory_limit_gib * 2**30
+        if memory_limit_gib is not None
+        else _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    with tempfile.TemporaryDirectory(prefix="gpufarm-script-") as folder:
+        record_path, request_path = Path(folder) / "record.json", Path(folder) / "request.json"
+        request = {
+            "record": str(record_path),
+            "device": spec.to_mapping(),
+            "script": command.script,
+            "module": command.module,
+            "arguments": command.arguments,
+        }
+        request_path.write_text(json.dumps(request), encoding="utf-8")
+        with open(Path(folder) / "output", "w+b") as output:
+            end = run_limited(
+                [sys.executable, str(Path(__file__).with_name("child.py")), str(request_path)],
+                None if show_output else output,
+                time_limit_s=time_limit_s,
+                memory_limit_bytes=memory_bytes,
+            )
+            last_lines = _last_lines(output)
+        if not record_path.exists():
+            _explain_end(command, end, time_limit_s, memory_bytes, last_lines)
+        try:
+            record = read_record(record_path)
+        except BadRecord as error:
+            raise UsageError(f"{command.name} left a record that cannot be read: {error}") from error
+    if record.trace is None:
+        raise UsageError(f"{command.name} cannot be followed: {record.problem}")
+    return record
+
+
+def _last_lines(output: BinaryIO) -> str:
+    output.seek(0, os.SEEK_END)
+    output.seek(max(0, output.tell() - _LARGEST_OUTPUT))
+    lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    return " | ".join(one_line(line.strip()) for line in lines[-_LAST_LINES:])
+
+
+def _explain_end(
+    command: _Command, end: int | str, time_limit_s: float, memory_limit_bytes: int, last_lines: str
+) -> NoReturn:
+    shown = f"; its output ends: {last_lines}" if last_lines else ""
+    if end == TOO_LONG:
+        raise UsageError(
+            f"{command.name} has not done two optimizer steps in {time_limit_s:g} s "
+            f"(time_limit_s= sets the limit){shown}"
+        )
+    if end == TOO_LARGE:
+        raise UsageError(
+            f"{command.name} takes more than {memory_limit_bytes / 2**30:,.1f} GiB of this machine's memory "
+            f"(memory_limit_gib= sets the limit){shown}"
+        )
+    raise UsageError(f"{command.name} ended its process with code {end} before two optimizer steps were done{shown}")
+
+
+def _workload(record: ScriptRecord, name: str) -> Workload:
+    from learn.workload import Workload
+
+    settings: dict[str, Any] = {
+        "optimizer": "adam", "precision": "fp32", "cudnn_benchmark": False, "channels_last": False, **record.settings
+    }  # fmt: skip
+
+    def absent(*_: object) -> NoReturn:
+        raise UsageError("a script has no module that could be built by itself")
+
+    return Workload(
+        name=name,
+        build=absent,
+        batch=absent,
+        settings=ScriptSettings(
+            optimizer=str(settings["optimizer"]),
+            precision=str(settings["precision"]),
+            cudnn_benchmark=bool(settings["cudnn_benchmark"]),
+            channels_last=bool(settings["channels_last"]),
+        ),
+        batch_size=max(1, record.batch_size),
+        recorded=record.trace,
+    )
+
+
+def _notes(record: ScriptRecord) -> Iterator[str]:
+    settings = record.settings
+    micro = f", {record.backwards} backward passes in a step" if record.backwards > 1 else ""
+    yield (
+        f"the script trains with {settings.get('optimizer')}, {settings.get('precision')}, "
+        f"{record.batch_size} samples in a forward pass{micro}"
+    )
+    yield from record.notes

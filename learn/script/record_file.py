@@ -1,0 +1,201 @@
+"""The file in which the process that runs a script leaves what it recorded: JSON, checked value by value when read.
+
+Start reading at `ScriptRecord`. The script could have written anything there, so nothing in it is trusted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.plain_text import one_line
+from featurize.library_calls import LibraryCall
+from featurize.step_trace import BLOCK_KINDS, PHASES, Block, Event, Operator, StepTrace
+
+LARGEST_FILE_BYTES = 2**30
+_LARGEST_INT = 2**62
+_LONGEST_TEXT = 2000
+_STEPS = 3
+
+
+class BadRecord(ValueError):
+    """The file is no record of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRecord:
+    """What one run of a script left.
+
+    trace      of its first two optimizer steps; None where it did not get there
+    problem    why there is no trace, with the script's file and line where they are known
+    settings   what the script chose: `optimizer`, `precision`, `cudnn_benchmark`, `channels_last`
+    batch_size samples in a forward pass
+    backwards  backward passes in a step: more than one accumulate gradients
+    steps      optimizer steps that were done
+    notes      what was kept from happening or done differently
+    """
+
+    trace: StepTrace | None
+    problem: str | None
+    settings: Mapping[str, str | bool]
+    batch_size: int
+    backwards: int
+    steps: int
+    notes: tuple[str, ...]
+
+
+def write_record(path: Path, record: ScriptRecord) -> None:
+    """Write the record in one step."""
+    content = {
+        "trace": None if record.trace is None else _trace_to_json(record.trace),
+        "problem": record.problem,
+        "settings": dict(record.settings),
+        "batch_size": record.batch_size,
+        "backwards": record.backwards,
+        "steps": record.steps,
+        "notes": list(record.notes),
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_record(path: Path) -> ScriptRecord:
+    """Read a record. Raises `BadRecord` for what is none."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > LARGEST_FILE_BYTES:
+            raise BadRecord("not a plain file of a reasonable size")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        trace = _fields(content, dict)["trace"]
+        problem = content["problem"]
+        settings = {
+            key: _fields(value, str | bool) if isinstance(value, bool) else _text(value)
+            for key, value in _fields(content["settings"], dict).items()
+        }
+        return ScriptRecord(
+            trace=None if trace is None else _trace_of_json(_fields(trace, dict)),
+            problem=None if problem is None else _text(problem),
+            settings=settings,
+            batch_size=_count(content["batch_size"]),
+            backwards=_count(content["backwards"]),
+            steps=_count(content["steps"]),
+            notes=tuple(_text(note) for note in _fields(content["notes"], list)[:100]),
+        )
+    except BadRecord:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise BadRecord(f"{type(error).__name__}: {error}") from error
+
+
+def _trace_to_json(trace: StepTrace) -> dict[str, Any]:
+    return {
+        "operators": trace.operators,
+        "events": trace.events,
+        "blocks": trace.blocks,
+        "parameters": trace.parameters,
+        "parameter_bytes": trace.parameter_bytes,
+        "compute_capability": trace.compute_capability,
+        "assumed": trace.assumed,
+        "notes": trace.notes,
+    }
+
+
+def _trace_of_json(content: Mapping[str, Any]) -> StepTrace:
+    blocks = tuple(_block(row) for row in _fields(content["blocks"], list))
+    operators = tuple(_operator(row) for row in _fields(content["operators"], list))
+    for place, operator in enumerate(operators):
+        if not all(-2 <= source < place for source in operator.sources):
+            raise BadRecord("an operator reads what a later one makes")
+    major, minor = content["compute_capability"]
+    return StepTrace(
+        operators=operators,
+        events=_events(_fields(content["events"], list), blocks),
+        blocks=blocks,
+        parameters=_count(content["parameters"]),
+        parameter_bytes=_count(content["parameter_bytes"]),
+        compute_capability=(_count(major), _count(minor)),
+        assumed=tuple(map(_text, _fields(content["assumed"], list))),
+        notes=tuple(map(_text, _fields(content["notes"], list))),
+    )
+
+
+def _events(rows: list, blocks: tuple[Block, ...]) -> tuple[Event, ...]:
+    """Each block is taken once and given back at most once, after that."""
+    events = []
+    live: set[int] = set()
+    seen: set[int] = set()
+    for row in rows:
+        block, nbytes, step, phase = row
+        event = Event(_count(block), _integer(nbytes), _count(step), _one_of(phase, PHASES))
+        if event.step >= _STEPS:
+            raise BadRecord("an event after the last step")
+        size = blocks[event.block].nbytes
+        if event.nbytes < 0:
+            if event.block not in live or event.nbytes != -size:
+                raise BadRecord("memory is given back that was not taken")
+            live.discard(event.block)
+        else:
+            if event.nbytes != size or (event.block in seen and size):
+                raise BadRecord("memory is taken twice")
+            seen.add(event.block)
+            if size:
+                live.add(event.block)
+        events.append(event)
+    return tuple(events)
+
+
+def _block(row: Any) -> Block:
+    nbytes, kind, operator, module, call = row
+    return Block(_count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call))
+
+
+def _call(row: Any) -> LibraryCall | None:
+    if row is None:
+        return None
+    kind, shapes, element_bytes, channels_last, groups, nbytes = row
+    return LibraryCall(
+        _text(kind), _shapes(shapes), _count(element_bytes), bool(channels_last), _count(groups), _count(nbytes)
+    )
+
+
+def _operator(row: Any) -> Operator:
+    name, phase, dtype, inputs, outputs, flops, read, written, launches, module, sources = row
+    return Operator(
+        _text(name), _one_of(phase, PHASES), _text(dtype), _shapes(inputs), _shapes(outputs), _count(flops),
+        _integer(read), _integer(written), _count(launches), _text(module), tuple(map(_integer, sources)),
+    )  # fmt: skip
+
+
+def _shapes(rows: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(_count, row)) for row in rows)
+
+
+def _fields(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise BadRecord(f"{type(value).__name__} instead of {kind}")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or abs(value) > _LARGEST_INT:
+        raise BadRecord("no whole number of a reasonable size")
+    return value
+
+
+def _count(value: Any) -> int:
+    if _integer(value) < 0:
+        raise BadRecord("a negative count")
+    return value
+
+
+def _text(value: Any) -> str:
+    return one_line(_fields(value, str)[:_LONGEST_TEXT])
+
+
+def _one_of(value: Any, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise BadRecord("an unknown name")
+    return value

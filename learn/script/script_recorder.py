@@ -1,0 +1,213 @@
+"""A recorder for a script: it learns the model as it goes, and answers reads of values that meta tensors do not have.
+
+Start reading at `ScriptRecorder`; `learn.script.step_watch` says which step and phase it is.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from featurize.recorder import Recorder, Traits
+from featurize.step_trace import BATCH
+from featurize.values import READ, UnknownValue
+
+_TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
+_IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_")
+# Of a large tensor on the host, random values are left out: untouched, its memory is never taken. What initialisers do
+# with the random values of a parameter is left out as well.
+_LARGE = 2**20  # elements
+_RANDOM = frozenset({"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"})
+_ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "fill", "zero"))
+_CONDITIONS = ("aten::equal", "aten::is_nonzero")
+_LOSS = 1.0  # of a loss whose number of classes is not known
+
+
+class ScriptRecorder(Recorder):
+    """Records whatever an unmodified script does with meta tensors.
+
+    on_forward   called with the outermost module and its positional arguments, before its forward pass
+    """
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module())
+        self.on_forward: Any = None
+        self.live_bytes = self.peak_live_bytes = 0
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
+        self._loss = _LOSS
+        self.last_module = ""
+
+    # -- the model
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            outermost = not self._running
+            if outermost and id(module) not in self._names:
+                self.add_root(module)
+        if outermost and self.on_forward is not None:
+            self.on_forward(module, args)
+        super()._entered(module, args)
+        self.last_module = self._running[-1]
+
+    def add_root(self, module: nn.Module) -> None:
+        """Learn the names of a model and of its parts."""
+        self._roots.append(weakref.ref(module))
+        self._names.update({id(m): name or type(m).__name__ for name, m in module.named_modules()})
+
+    def name_states(self) -> None:
+        """Say which blocks are parameters, buffers and gradients of the models that have run."""
+        with torch._C.DisableTorchFunction():
+            for module in [root() for root in self._roots]:
+                if module is not None:
+                    self._name_of_model(module.parameters(), "parameter")
+                    self._name_of_model(module.buffers(), "buffer")
+
+    def name_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Say which blocks are gradients, and which parameters these belong to."""
+        with torch._C.DisableTorchFunction():
+            parameters = list(parameters)
+            self._name_of_model(parameters, "parameter")
+            self.name((p.grad for p in parameters if p.grad is not None), "gradient")
+
+    def _name_of_model(self, tensors: Iterable[Tensor], kind: str) -> None:
+        tensors = [t for t in tensors if t.is_meta]
+        self.name(tensors, kind)
+        for tensor in tensors:
+            block = self._live[tensor.untyped_storage()._cdata][0]
+            self._copied.pop(block, None)
+            if self._made_by[block] == BATCH:
+                self._made_by[block] = -1
+
+    def name_batches(self) -> None:
+        """What was copied from the host and belongs to no model is a batch."""
+        for block in self._copied:
+            if self._kinds[block] is None:
+                self._kinds[block] = "batch"
+
+    def parameters(self) -> int:
+        """Return the elements of the parameters of the models that have run."""
+        return sum({id(p): p.numel() for p in self._parameters()}.values())
+
+    def channels_last(self) -> bool:
+        """Whether the first convolution's weight is in channels-last format."""
+        weights = (p for p in self._parameters() if p.dim() == 4 and p.shape[1] > 1 and max(p.shape[2:]) > 1)
+        first = next(weights, None)
+        return (
+            first is not None and not first.is_contiguous() and first.is_contiguous(memory_format=torch.channels_last)
+        )
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for root in self._roots:
+            if (module := root()) is not None:
+                yield from (p for p in module.parameters() if p.is_meta)
+
+    def batch_size(self) -> int:
+        """Return the commonest first dimension of what was copied from the host and belongs to no model."""
+        rows = Counter(rows for block, rows in self._copied.items() if self._kinds[block] in (None, "batch"))
+        return rows.most_common(1)[0][0] if rows else 1
+
+    # -- the operators
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunction():
+            if not _concerns_meta(args, kwargs):
+                if _only_initialises(func, args):
+                    return args[0]
+                return func(*args, **(kwargs or {}))
+            name = func._schema.name
+            from_host = name in (_TO_COPY, _COPY) and any(isinstance(a, Tensor) and not a.is_meta for a in args)
+            keep, self.keep_operators = self.keep_operators, self.keep_operators and not from_host
+            try:
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.keep_operators = keep
+            if from_host and name == _TO_COPY and isinstance(out, Tensor) and out.is_meta:
+                self._copied_from_host(out)
+            elif name == "aten::_log_softmax":
+                self._loss = math.log(max(2, args[0].shape[args[1]]))
+            return out
+
+    def _copied_from_host(self, tensor: Tensor) -> None:
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return
+        self._copied[known[0]] = tensor.shape[0] if tensor.dim() else 1
+        self._made_by[known[0]] = BATCH
+
+    def run(self, func, traits: Traits, args: tuple, kwargs: dict):
+        name = traits.name
+        if name == READ and args[0].is_meta:
+            values = self.values.of(args[0])
+            return self._plausible(args[0].dtype) if values is None else values.item()
+        if name == _TO_COPY and args[0].is_meta and "device" in kwargs and kwargs["device"].type != "meta":
+            return self._on_host(args[0], kwargs.get("dtype"))
+        if name == _COPY and not args[0].is_meta and args[1].is_meta:
+            return args[0].copy_(self._on_host(args[1], None))
+        if name == "aten::bincount":  # its length depends on the values; metrics say the least that they need
+            least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+            return torch.empty(max(1, least), dtype=torch.int64, device="meta")
+        if name.startswith(_IN_PLACE_UPDATES) and traits.mutates:
+            return None if not func._schema.returns else args[0]
+        try:
+            return super().run(func, traits, args, kwargs)
+        except UnknownValue:
+            if name in _CONDITIONS:
+                return True
+            raise
+
+    def _on_host(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        values = self.values.of(tensor)
+        if values is None:
+            single = tensor.numel() == 1 or tensor.dtype is torch.bool
+            fill = self._plausible(tensor.dtype) if single else 0
+            values = torch.full(tensor.shape, fill, dtype=tensor.dtype)
+        return values.to(dtype or tensor.dtype, copy=True)
+
+    def _plausible(self, dtype: torch.dtype) -> bool | int | float:
+        """A value that nobody computed: a loss, a count of 0, a condition that holds."""
+        if dtype is torch.bool:
+            return True
+        return self._loss if dtype.is_floating_point else 0
+
+    # -- the memory
+
+    def _take(self, nbytes: int, kind: str | None, maker: tuple) -> int:
+        self.live_bytes += nbytes
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        return super()._take(nbytes, kind, maker)
+
+    def _give_back(self, block: int) -> None:
+        self.live_bytes -= self._sizes[block]
+        super()._give_back(block)
+
+
+def _only_initialises(func: torch._ops.OpOverload, args: Any) -> bool:
+    name = func._schema.name
+    if name not in _RANDOM and name not in _ADJUSTING:
+        return False
+    tensor = args[0]
+    if not tensor.is_floating_point() or tensor.numel() < _LARGE:
+        return False
+    return name in _RANDOM or isinstance(tensor, nn.Parameter)
+
+
+def _concerns_meta(args: Any, kwargs: Any) -> bool:
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.is_meta or value.is_sparse:
+                return True
+        elif isinstance(value, list | tuple) and _concerns_meta(value, None):
+            return True
+    if kwargs:
+        device = kwargs.get("device")
+        if device is not None and device.type == "meta":
+            return True
+        return _concerns_meta(kwargs.values(), None)
+    return False

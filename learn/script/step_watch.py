@@ -1,0 +1,139 @@
+"""Knows which step and phase a script is in: an optimizer's `step()` ends a step.
+
+Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass ends the process: see `on_done`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from featurize.trace import STEPS
+from learn.script.replacing import replace_attribute
+from learn.script.script_recorder import ScriptRecorder
+
+
+class StepWatch:
+    """Follows a script's training loop by its optimizers.
+
+    Of several optimizers (a generator's and a discriminator's), a step ends when each has stepped.
+    """
+
+    def __init__(
+        self, recorder: ScriptRecorder, enter_policy: Callable[[str], None], on_done: Callable[[], None]
+    ) -> None:
+        self.steps = 0  # done
+        self._in_backward = False
+        self.backwards = 0  # of the step that runs
+        self.most_backwards = 0
+        self.batch_size = 0
+        self.optimizer_name = ""
+        self.autocast_dtypes: set[str] = set()
+        self._recorder, self._enter_policy, self._on_done = recorder, enter_policy, on_done
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def install(self) -> None:
+        """Hook into every optimizer and every backward pass of this process."""
+        self._recorder.on_forward = self._forward
+        optimizers.register_optimizer_step_pre_hook(self._before_step)
+        optimizers.register_optimizer_step_post_hook(self._after_step)
+        made = Optimizer.__init__
+        backward = torch.autograd.backward
+
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        def run_backward(*args: Any, **kwargs: Any) -> None:
+            if self._in_backward:  # of a checkpoint that is recomputed
+                backward(*args, **kwargs)
+                return
+            self._begin("backward")
+            self._in_backward = True
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._in_backward = False
+            self._after_backward()
+
+        replace_attribute(Optimizer, "__init__", init)
+        replace_attribute(torch.autograd, "backward", run_backward)
+
+    def _begin(self, phase: str) -> None:
+        self._recorder.phase = phase
+        self._enter_policy(phase)
+
+    def _forward(self, module: torch.nn.Module, args: Any) -> None:
+        """The outermost module's forward pass begins."""
+        if self._in_backward or not torch.is_grad_enabled():
+            return
+        recorder = self._recorder
+        if self.steps >= STEPS:
+            self._on_done()
+        if recorder.phase in ("backward", "optimizer", "setup"):
+            recorder.name_states()
+            if recorder.step == 0:
+                recorder.step = 1
+            self._begin("forward")
+        with torch._C.DisableTorchFunction():
+            first = next((a for a in args if isinstance(a, Tensor) and a.dim()), None)
+            if first is not None and first.is_meta and next(module.parameters(), None) is not None:
+                self.batch_size = first.shape[0]
+
+    def _after_backward(self) -> None:
+        self.backwards += 1
+        parameters = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        self._recorder.name_gradients(parameters)
+        self._begin("optimizer")
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._begin("optimizer")
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        with torch._C.DisableTorchFunction():
+            recorder.name(
+                (
+                    v
+                    for s in optimizer.state.values()
+                    if isinstance(s, dict)
+                    for v in s.values()
+                    if isinstance(v, Tensor)
+                ),
+                "optimizer_state",
+            )
+            trains = any(p.is_meta for group in optimizer.param_groups for p in group["params"])
+        if not trains:
+            return
+        again = optimizer in self._stepped
+        self._stepped.add(optimizer)
+        with torch._C.DisableTorchFunction():
+            waiting = [o for o in self._optimizers if o not in self._stepped and _has_gradients(o)]
+        if waiting and not again:
+            return
+        self._stepped.clear()
+        self.optimizer_name = self.optimizer_name or name_of(optimizer)
+        self.most_backwards = max(self.most_backwards, self.backwards)
+        self.steps, self.backwards = self.steps + 1, 0
+        if self.steps < STEPS:
+            recorder.step, recorder.keep_operators = self.steps + 1, self.steps + 1 == STEPS
+            self._begin("forward")
+        else:
+            recorder.keep_operators = False
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """The optimizer's name as the project spells it: its class, and `momentum` for SGD with one."""
+    name = type(optimizer).__name__.lower()
+    return "momentum" if name == "sgd" and optimizer.param_groups[0].get("momentum") else name
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.is_meta for group in optimizer.param_groups for p in group["params"])

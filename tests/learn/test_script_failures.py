@@ -1,0 +1,169 @@
+"""A script that cannot be followed ends in one line with exit code 2; what it leaves is data, and never believed."""
+
+import dataclasses
+import json
+import re
+import socket
+import sys
+
+import pytest
+
+from conf.errors import UsageError
+from featurize.step_trace import Block, Event, Operator, StepTrace
+from learn import estimate_script
+from learn.commands import estimate_script as command_module
+from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
+from learn.script.record_file import BadRecord, ScriptRecord, read_record, write_record
+
+LOOP = """
+import torch
+model = torch.nn.Linear(8, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(2, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def write_script(folder, text):
+    path = folder / "train.py"
+    path.write_text(text)
+    return ["python", str(path)]
+
+
+def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
+    command = write_script(
+        tmp_path, "import torch\nmodel = torch.nn.Linear(8, 4).cuda()\nmodel(torch.zeros(2, 9).cuda())\n"
+    )
+    with pytest.raises(UsageError, match=r"^train.py cannot be followed: .*train.py:3: RuntimeError in operator"):
+        estimate_script(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import torch\nprint('all there is')\n", "train.py ends without using cuda"),
+        (
+            "import torch\nx = torch.nn.Linear(8, 4).cuda()(torch.zeros(2, 8).cuda())\n",
+            "without an optimizer step on cuda",
+        ),
+        (LOOP.replace("range(3)", "range(1)"), "ends after 1 optimizer step; two are needed"),
+        ("raise SystemExit(3)\n", "exits with 3"),
+        ("import os\nprint('last words', flush=True)\nos._exit(4)\n", "with code 4 .*its output ends: last words"),
+        ("x = )\n", "SyntaxError"),
+    ],
+)
+def test_a_script_without_two_steps_is_told_so(tmp_path, text, reason):
+    command = write_script(tmp_path, text)
+    with pytest.raises(UsageError, match=reason) as raised:
+        estimate_script(command)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "missing"),
+        ("python train.py", "a list of words"),
+        (["torchrun", "train.py"], "torchrun does not start a script here"),
+        (["python"], "python SCRIPT.py"),
+        (["python", "-c", "print(1)"], "python SCRIPT.py"),
+        (["python", "absent.py"], "absent.py: there is no such file"),
+    ],
+)
+def test_a_command_that_starts_no_script_is_refused(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        estimate_script(command)
+
+
+def test_an_estimator_that_needs_a_module_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="trace, hybrid, gnn, got estimator='xmem'"):
+        estimate_script(write_script(tmp_path, LOOP), estimator="xmem")
+
+
+def test_keys_of_other_jobs_are_refused_beside_a_script(monkeypatch, capsys):
+    from conf.cli import run
+
+    code = run("estimate", lambda cfg: command_module.entry_of_script(cfg, ["python", "train.py"]), ["optimizer=sgd"])
+    assert code == 2
+    assert capsys.readouterr().err == "error: a script says itself what it trains; leave optimizer out\n"
+
+
+def test_a_process_that_takes_too_long_or_too_much_is_ended():
+    sleeping = [sys.executable, "-c", "import signal; signal.pause()"]
+    large = [sys.executable, "-c", "import signal; kept = b'x' * 2**28; signal.pause()"]
+    with open("/dev/null", "wb") as nowhere:
+        assert run_limited(sleeping, nowhere, time_limit_s=0.1, memory_limit_bytes=2**40) == TOO_LONG
+        assert run_limited(large, nowhere, time_limit_s=60, memory_limit_bytes=2**27) == TOO_LARGE
+
+
+@pytest.mark.slow
+def test_side_effects_are_kept_from_happening_and_noted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)):
+        command = write_script(
+            tmp_path,
+            "import socket, sys, torch, wandb, torch.distributed\n"
+            "wandb.init(project='p', config={}).log({'x': 1})\n"
+            "try:\n    socket.create_connection(('192.0.2.1', 80), timeout=1)\n    sys.exit('connected')\n"
+            "except OSError:\n    pass\n" + LOOP + "    torch.save(model.state_dict(), 'model.pt')\n",
+        )
+        notes = estimate_script(command, estimator="trace").warnings
+    assert "torch.save was kept from writing" in notes
+    assert "wandb was kept from logging" in notes
+    assert "a network connection was refused: scripts run offline here" in notes
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+TRACE = StepTrace(
+    operators=(Operator("aten::mm", "forward", "float32", ((2, 2),), ((2, 2),), 16, 32, 16, 1, "fc", (-1,)),),
+    events=(Event(0, 16, 0, "setup"), Event(1, 32, 1, "forward"), Event(1, -32, 1, "backward")),
+    blocks=(Block(16, "parameter"), Block(32, "activation", "aten::mm", "fc")),
+    parameters=4,
+    parameter_bytes=16,
+    compute_capability=(8, 0),
+)
+RECORD = ScriptRecord(
+    trace=TRACE, problem=None, settings={"optimizer": "adam", "precision": "fp32", "cudnn_benchmark": False},
+    batch_size=2, backwards=1, steps=2, notes=("a note",),
+)  # fmt: skip
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    write_record(tmp_path / "record.json", RECORD)
+    assert read_record(tmp_path / "record.json") == RECORD
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.pop("trace"),
+        lambda content: content.update(batch_size=-1),
+        lambda content: content.update(steps="2"),
+        lambda content: content["settings"].update(optimizer=["adam"]),
+        lambda content: content["trace"]["events"].append([9, 16, 1, "forward"]),
+        lambda content: content["trace"]["events"].append([0, 8, 1, "forward"]),
+        lambda content: content["trace"]["events"].append([1, -32, 1, "forward"]),
+        lambda content: content["trace"]["events"].append([0, -16, 9, "forward"]),
+        lambda content: content["trace"]["blocks"][0].__setitem__(1, "junk"),
+        lambda content: content["trace"]["blocks"][0].__setitem__(0, 2**80),
+        lambda content: content["trace"]["operators"][0].__setitem__(10, [5]),
+        lambda content: content["trace"]["operators"][0].__setitem__(5, 1.5),
+    ],
+)
+def test_a_record_that_the_script_has_written_over_is_refused(tmp_path, damage):
+    path = tmp_path / "record.json"
+    write_record(path, RECORD)
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadRecord):
+        read_record(path)
+
+
+def test_texts_of_a_record_reach_no_terminal_as_they_are(tmp_path):
+    write_record(tmp_path / "record.json", dataclasses.replace(RECORD, notes=("\x1b[31mred\n",)))
+    assert re.fullmatch(r"\\x1b\[31mred\\n", read_record(tmp_path / "record.json").notes[0])

@@ -1,0 +1,237 @@
+"""Unmodified training scripts are estimated as the same job given as a module is."""
+
+import importlib.util
+import os
+import runpy
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from featurize.vision import mend_torchvision
+from learn import estimate, estimate_script
+
+SCRIPTS = Path(__file__).parent / "training_scripts"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a script trains, as a module: a factory, its input shapes, and keyword arguments of `estimate`."""
+
+    make: object
+    inputs: list
+    settings: dict = field(default_factory=dict)
+
+
+def torchvision_model(name, **arguments):
+    def make():
+        import torchvision
+
+        return torchvision.models.get_model(name, **arguments)
+
+    return make
+
+
+class WithLabels(nn.Module):
+    """A model of transformers on positional tokens and labels."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, labels=None):
+        return self.model(input_ids=tokens, labels=tokens if labels is None else labels)
+
+
+def own_loss(output, _target):
+    return output.loss
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    return WithLabels(LlamaForCausalLM(config))
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=2000,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        num_labels=3,
+    )
+    return WithLabels(BertForSequenceClassification(config))
+
+
+def gpt():
+    return runpy.run_path(str(SCRIPTS / "nanogpt_like.py"))["GPT"]()
+
+
+def vit():
+    import timm
+
+    return timm.create_model("vit_tiny_patch16_224", num_classes=100)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+        self.encoder = nn.Embedding(1000, 256)
+        self.rnn = nn.LSTM(256, 256, 2, dropout=0.2, batch_first=True)
+        self.decoder = nn.Linear(256, 1000)
+
+    def forward(self, tokens):
+        output, _hidden = self.rnn(self.drop(self.encoder(tokens)))
+        return self.decoder(self.drop(output))
+
+
+def two_losses(output, target):
+    losses = (nn.functional.cross_entropy(output[name], target) for name in ("out", "aux"))
+    return next(losses) + 0.5 * next(losses)
+
+
+TOKENS = {"input_dtype": "int64"}
+RESNET18 = torchvision_model("resnet18", num_classes=10)
+RESNET34 = torchvision_model("resnet34", num_classes=10)
+MOBILENET = torchvision_model("mobilenet_v2", num_classes=10)
+FCN = torchvision_model("fcn_resnet50", weights=None, weights_backbone=None, aux_loss=True, num_classes=5)
+IMAGES = [8, 3, 64, 64]
+LLAMA = {"optimizer": "adamw", "loss": own_loss, **TOKENS}
+MOMENTUM = {"optimizer": "momentum", "cudnn_benchmark": True}
+SEGMENTATION = {"optimizer": "adamw", "target": [2, 64, 64], "loss": two_losses}
+JOBS = {
+    "plain_amp --amp none": Job(RESNET18, IMAGES),
+    "plain_amp --amp bf16": Job(RESNET18, IMAGES, {"precision": "bf16"}),
+    "hf_trainer": Job(llama, [[8, 64]], LLAMA),
+    "hf_trainer --bf16": Job(llama, [[8, 64]], {**LLAMA, "precision": "bf16"}),
+    "accelerate_loop": Job(bert, [[8, 64], [8]], {**LLAMA, "precision": "bf16"}),
+    "lightning_fit": Job(MOBILENET, [16, 3, 64, 64], {"optimizer": "adamw", "precision": "bf16"}),
+    "timm_like": Job(vit, [8, 3, 224, 224], {"optimizer": "adamw", "precision": "fp16", "cudnn_benchmark": True}),
+    "torchvision_like --wd 0": Job(RESNET34, IMAGES, MOMENTUM),
+    "rnn_loop": Job(Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
+    "segmentation_loop": Job(FCN, [2, 3, 64, 64], SEGMENTATION),
+}
+NEEDS = {
+    "plain_amp": ("torchvision",), "hf_trainer": ("transformers", "accelerate"),
+    "accelerate_loop": ("transformers", "accelerate"), "lightning_fit": ("torchvision", "lightning"),
+    "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
+}  # fmt: skip
+
+
+def run(command, **settings):
+    name, *arguments = command.split()
+    for package in NEEDS.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    if "torchvision" in NEEDS.get(name, ()):
+        mend_torchvision()
+    return estimate_script(["python", str(SCRIPTS / f"{name}.py"), *arguments], **settings)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def check_same(command, job):
+    script = run(command, estimator="trace")
+    module = estimate(job.make, job.inputs, estimator="trace", **job.settings)
+    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+    assert script.parameters == module.parameters
+    assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.1)  # clipping and logging take time too
+    return script
+
+
+def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path):
+    script = check_same("plain_amp --amp fp16", Job(RESNET18, IMAGES, {"precision": "fp16"}))
+    assert script.warnings[0] == "the script trains with adam, fp16, 8 samples in a forward pass"
+    assert not os.listdir(tmp_path)
+
+
+def test_a_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
+    settings = {"optimizer": "adamw", "precision": "bf16", "loss": lambda output, _target: output[1], **TOKENS}
+    script = check_same("nanogpt_like", Job(gpt, [[4, 128], [4, 128]], settings))
+    assert "torch.compile was left out: the figures are those of the eager model" in script.warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", JOBS)
+def test_a_script_is_estimated_as_its_module(command):
+    check_same(command, JOBS[command])
+
+
+@pytest.mark.slow
+def test_gradients_are_accumulated_over_a_scripts_backward_passes():
+    once, four = (run(f"nanogpt_like {times}", estimator="trace") for times in (1, 4))
+    assert "4 backward passes in a step" in four.warnings[0]
+    assert four.step_time_ms > 2 * once.step_time_ms
+    assert four.peak_memory_mib >= once.peak_memory_mib
+
+
+@pytest.mark.slow
+def test_the_default_models_answer_for_a_script_too():
+    script = run("plain_amp")
+    module = estimate(RESNET18, IMAGES)
+    assert script.answered_by == module.answered_by
+    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+    assert script.upper_mib == pytest.approx(module.upper_mib, rel=0.01)
+
+
+def test_nothing_of_scripts_is_imported_for_a_plain_estimate():
+    import subprocess
+
+    program = "import sys, learn; print([name for name in sys.modules if name.startswith('learn.script')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+CHECKPOINTED = """
+import queue, threading, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+blocks = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)])
+model = nn.DataParallel(blocks).cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+batches = queue.Queue(2)
+
+
+def load():
+    while True:
+        batches.put(torch.randn(32, 64).cuda(non_blocking=True))
+
+
+threading.Thread(target=load, daemon=True).start()
+stream = torch.cuda.Stream()
+while True:
+    optimizer.zero_grad()
+    for _ in range(2):
+        x = batches.get()
+        x.record_stream(stream)
+        loss = checkpoint(model, x, use_reentrant=False).square().mean()
+        loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.isfinite(norm) and torch.tensor([3], device="cuda").item() == 3
+    optimizer.step()
+"""
+
+
+def test_a_checkpoint_recomputes_in_the_backward_pass_and_a_thread_may_load_ahead(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(CHECKPOINTED)
+    script = estimate_script(["python", str(path)], estimator="trace", time_limit_s=300)
+    assert script.warnings[0] == (
+        "the script trains with adam, fp32, 32 samples in a forward pass, 2 backward passes in a step"
+    )
+    assert script.breakdown["gradients"] == pytest.approx(script.breakdown["parameters"], rel=0.01)
