@@ -236,7 +236,7 @@ def _workload(record: ScriptRecord, name: str) -> Workload:
     return Workload(
         name=name,
         build=absent,
-        batch=absent,
+        batch=lambda _device: ((), None),  # which a report would list
         settings=ScriptSettings(
             optimizer=str(settings["optimizer"]),
             precision=str(settings["precision"]),
