@@ -116,6 +116,11 @@ TABLE = {
         "learn.evaluation.benchmark_settings:BenchmarkSettings",
         "Every estimator on the same rows, in one table: of the warehouse's runs, or of published measurements.",
     ),
+    "calibrate": Command(
+        "learn.calibrate",
+        "learn.calibrate:CalibrateSettings",
+        "Tell estimates what lies outside PyTorch's allocator on your machine, from one to five measured numbers.",
+    ),
     "build_defaults": Command(
         "learn.build_defaults",
         "learn.build_defaults:BuildSettings",

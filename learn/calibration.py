@@ -19,8 +19,8 @@ from conf.errors import CommandError, UsageError, unknown_name
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.machine import CURRENT, PARTS, MachineProfile, machine
-from featurize.trial import TrialConfig
-from learn.workload import Workload, of_config, of_module
+from featurize.trial import TrialConfig, config_from_mapping
+from learn.workload import Workload, of_config
 
 if TYPE_CHECKING:
     from warehouse.folder import DataFolder
@@ -31,7 +31,7 @@ KINDS = {
     "process": "a training process, in nvidia-smi's list",
     "card": "the whole card while the process trains",
 }
-_JOB_COLUMNS = ("reserved_mib", "cudnn", "config", "model", "input", "input_dtype", "optimizer", "precision")
+_JOB_COLUMNS = ("reserved_mib", "cudnn", "config")
 COLUMNS = ("kind", "mib", *_JOB_COLUMNS)
 MOST_RUNS = 50  # the newest; each is traced once, for whether it loads cuDNN
 # How far a machine may be from the typical one, and a figure from the truth: standard deviations in MiB.
@@ -126,8 +126,8 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
     """Return the numbers of a CSV file.
 
     Columns: `kind` (one of `KINDS`) and `mib`. For `process` and `card` also the job: `reserved_mib`
-    (`torch.cuda.max_memory_reserved` in MiB) with `cudnn` (true or false), or a trial `config` as JSON, or a `model`
-    (MODULE:FACTORY) with `input`, `input_dtype`, `optimizer` and `precision`. A job without `reserved_mib` is traced.
+    (`torch.cuda.max_memory_reserved` in MiB) with `cudnn` (true or false), or a trial `config` as JSON, to be traced.
+    The file is data: code that a config names is not imported.
 
     Raises:
         UsageError: A file that cannot be read, or a bad line; the message names it.
@@ -170,30 +170,12 @@ def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> Measur
 
 def _job_of_line(line: Mapping[str, str], device: DeviceSpec) -> tuple[float, bool]:
     """Return the MiB that the line's job reserves and whether it loads cuDNN, as measured or as traced."""
-    if "config" not in line and "model" not in line:
+    if "config" not in line:
         if "reserved_mib" not in line or line.get("cudnn") not in ("true", "false"):
-            raise UsageError("a job is reserved_mib with cudnn=true or false, or a config, or a model with its input")
+            raise UsageError("a job is reserved_mib with cudnn=true or false, or a config")
         return float(line["reserved_mib"]), line["cudnn"] == "true"
-    job = _job(line)
-    reserved_mib, loads_cudnn = _traced(job, device)
+    reserved_mib, loads_cudnn = _traced(of_config(config_from_mapping(json.loads(line["config"]))), device)
     return (float(line["reserved_mib"]) if "reserved_mib" in line else reserved_mib), loads_cudnn
-
-
-def _job(line: Mapping[str, str]) -> Workload:
-    from featurize.own_code import config_of_user
-    from featurize.training import Training
-    from learn.estimation.model_names import load_factory
-
-    if "config" in line:
-        return of_config(config_of_user(json.loads(line["config"])))
-    if "input" not in line:
-        raise UsageError("a model needs its input, as in [64,3,224,224]")
-    return of_module(
-        load_factory(line["model"], None),
-        json.loads(line["input"]),
-        Training(optimizer=line.get("optimizer", "adam"), precision=line.get("precision", "fp32")),
-        input_dtype=line.get("input_dtype", "float32"),
-    )
 
 
 def _traced(job: Workload, device: DeviceSpec) -> tuple[float, bool]:

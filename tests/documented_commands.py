@@ -55,16 +55,16 @@ class Documented:
 
 
 def documented_commands() -> list[Documented]:
-    """Return each different command line of the documents once, in their order."""
+    """Return each different command line once, those of `--help` first: documents ingest rows of other sources."""
     texts: dict[str, tuple[str, str]] = {}
+    for command, of_command in sorted(COMMANDS.items()):  # `fit` before `ingest`
+        for module, text in commands_in("\n".join(description(command))):
+            texts.setdefault(text, (f"{of_command} --help", module))
     for path in sorted({path for pattern in _SOURCES for path in ROOT.glob(pattern)}):
         name = path.relative_to(ROOT).as_posix()
         if name not in _NOT_READ:
             for module, text in commands_in(path.read_text(encoding="utf-8")):
                 texts.setdefault(text, (name, module))
-    for command, of_command in COMMANDS.items():
-        for module, text in commands_in("\n".join(description(command))):
-            texts.setdefault(text, (f"{of_command} --help", module))
     arguments = _split(list(texts))
     return [
         Documented(source, text, module, words)

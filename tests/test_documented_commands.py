@@ -31,6 +31,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "cluster.address=auto": "needs a running Ray cluster",
     "estimators=[trace,lightgbm]": "traces and fits for half a minute; tests/learn/test_benchmark.py runs it",
     "published=": "needs the published measurements; tests/learn/test_benchmark.py runs it on files like these",
+    "learn.calibrate data=": "needs runs of a GPU; tests/learn/test_calibration.py runs it on files like these",
     "learn.build_defaults": "needs the published measurements; tests/learn/test_build_defaults.py runs it",
     "source=gpumemnet": "needs GPUMemNet's files; tests/warehouse/test_ingest.py runs it on files like these",
     "source=dataset": "loads what measured runs lie in datasets/; tests/warehouse/test_dataset.py runs it",
@@ -73,6 +74,7 @@ def place(tmp_path_factory):
     (place / "mypackage").mkdir(parents=True)
     (place / "mypackage" / "nets.py").write_text(NETS)
     (place / "jobs.jsonl").write_text(f"{JSON}\n{JSON}\n")
+    (place / "numbers.csv").write_text("kind,mib,reserved_mib,cudnn\nidle,300,,\nprocess,900,64,true\n")
     (place / "mine.csv").write_text("net,bs,mem,end\nresnet18,8,1000,ok\nresnet50,8,2000,ok\n")
     (place / "timm_a100.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nresnet18,resnet,8,1000\n")
     data = DataFolder.resolve(place / "data").create()

@@ -205,6 +205,7 @@ REFUSED_BY_THE_COMMAND = {
     ),
     "fit": ("target=x", "estimator=x", "family=x", "bin_gb=5", "seed=-1", "seed=2147483648", "snapshot=x",
         "data=nope"),
+    "calibrate": ("format=x", "measured=/nope/x.csv", "device=cpu", "data=nope", "data=file idle_mib=5"),
     "benchmark": ("target=x", "estimators=[]", "files=[a]", "folds=1", "by=x", "rows=0", "limit_s=0",
         "out=/nope/x", "split=x"),
     "build_defaults": ("distil=5", "distil=null", "distil=nan", "distil=1e400", "workers=half", "seed=true",

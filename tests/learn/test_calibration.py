@@ -5,11 +5,14 @@ import json
 import pytest
 from torch import nn
 
+import learn.calibrate as calibrate_command
+from conf import cli
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import load_device
 from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile, machine, read_machine
 from learn import estimate
 from learn.calibration import MeasuredMemory, calibrate, measured_in_csv, to_mapping
+from tests.learn.learn_rows import make_configs, write_runs
 from warehouse.folder import DataFolder
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
@@ -151,3 +154,35 @@ def test_an_unknown_machine_names_the_known_ones():
         estimate(mlp, [32, 64], machine="dgx")
     with pytest.raises(UsageError, match="context_mib must be a number from 0"):
         MachineProfile(name="x", context_mib=float("nan"), kernels_mib=0, cudnn_mib=0)
+
+
+def test_the_command_keeps_a_profile_that_the_next_estimate_uses(tmp_path, capsys):
+    data = f"data={tmp_path / 'd'}"
+    assert cli.run("calibrate", calibrate_command.entry, [data, "idle_mib=300", "context_mib=500", "format=json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["machine"]["other_mib"] == pytest.approx(300, abs=1)
+    done = estimate(mlp, [32, 64], data=tmp_path / "d")
+    assert done.machine == "calibrated" and done.card_mib - done.process_mib == printed["machine"]["other_mib"]
+    assert cli.run("calibrate", calibrate_command.entry, [data, "idle_mib=300", "name=second"]) == 0
+    assert "machine second with A100-SXM4-40GB" in capsys.readouterr().out
+
+
+def test_without_numbers_the_folders_own_measured_runs_are_taken(tmp_path, capsys):
+    folder = DataFolder(tmp_path / "d").create()
+    assert cli.run("calibrate", calibrate_command.entry, [f"data={folder.root}"]) == 2
+    assert "holds no measured run on A100-SXM4-40GB; give numbers" in capsys.readouterr().err
+    assert not (folder.root / "machines").exists()
+
+
+def test_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, capsys):
+    configs = make_configs(6, families=("mlp",))
+    outside_mib = TRUE.outside_mib(False)
+    for source, uuid, more_mib in (("measured", "GPU-1", 0), ("measured", None, 5000), ("imported", None, 7000)):
+        write_runs(
+            tmp_path / "d", configs, source=source, job=f"job-{source}-{uuid}", device_uuid=uuid,
+            peak_reserved_mib=100.0, labels={"peak_memory_mib": [100.0 + outside_mib + more_mib] * len(configs)},
+        )  # fmt: skip
+    assert cli.run("calibrate", calibrate_command.entry, [f"data={tmp_path / 'd'}", "format=json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert len(printed["measured"]) == len(configs)
+    assert printed["machine"]["context_mib"] + printed["machine"]["kernels_mib"] == pytest.approx(outside_mib, abs=1)
