@@ -55,16 +55,25 @@ class Documented:
 
 
 def documented_commands() -> list[Documented]:
-    """Return each different command line once, those of `--help` first: documents ingest rows of other sources."""
+    """Return each different command line once: of the README, of `--help`, then of the other documents.
+
+    Documents ingest rows of another source, which fits and benchmarks of one source would refuse."""
     texts: dict[str, tuple[str, str]] = {}
-    for command, of_command in sorted(COMMANDS.items()):  # `fit` before `ingest`
-        for module, text in commands_in("\n".join(description(command))):
-            texts.setdefault(text, (f"{of_command} --help", module))
-    for path in sorted({path for pattern in _SOURCES for path in ROOT.glob(pattern)}):
-        name = path.relative_to(ROOT).as_posix()
-        if name not in _NOT_READ:
-            for module, text in commands_in(path.read_text(encoding="utf-8")):
-                texts.setdefault(text, (name, module))
+
+    def add(name: str, text: str) -> None:
+        for module, command in commands_in(text):
+            texts.setdefault(command, (name, module))
+
+    documents = {path.relative_to(ROOT).as_posix(): path for pattern in _SOURCES for path in ROOT.glob(pattern)}
+    read = {name: path.read_text(encoding="utf-8") for name, path in sorted(documents.items()) if name not in _NOT_READ}
+    for name, text in read.items():
+        if "/" not in name:
+            add(name, text)
+    for command, module in sorted(COMMANDS.items()):
+        add(f"{module} --help", "\n".join(description(command)))
+    for name, text in read.items():
+        if "/" in name:
+            add(name, text)
     arguments = _split(list(texts))
     return [
         Documented(source, text, module, words)
