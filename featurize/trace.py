@@ -123,16 +123,16 @@ def trace_step(
         model = step.model
         _require_trainable(model)  # quantized weights are frozen
         recorder = Recorder(model)
+        if callable(inputs):  # before CUDA's rules hold: a family may plan its network here, and keeps the plan
+            with torch.device("meta"):
+                made, target = inputs("meta")
+        else:
+            made = inputs
+        given = arguments(mapped(made, as_meta))
+        target = None if target is None else as_meta(target)
         policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability, recorder.values.assume)
+        doing = "the model cannot be traced: it fails"
         with recorder.modules(), policy as enter_policy:
-            if callable(inputs):
-                with torch.device("meta"):
-                    made, target = inputs("meta")
-            else:
-                made = inputs
-            given = arguments(mapped(made, as_meta))
-            target = None if target is None else as_meta(target)
-            doing = "the model cannot be traced: it fails"
             if target is None:
                 target = _target_for(recorder, step, given, loss)
             recorder.hold(model.parameters(), "parameter")
