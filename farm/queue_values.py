@@ -77,7 +77,8 @@ def device_key(choice: DeviceChoice) -> str:
 def device_from_key(key: str) -> DeviceChoice:
     """Return the device that `device_key` wrote. Raises `UsageError`."""
     with _refusing(key, "is no device"):
-        return DeviceChoice(**json.loads(key))
+        fields = json.loads(key)
+        return DeviceChoice(backend=fields.pop("backend"), **fields)
 
 
 @contextlib.contextmanager

@@ -122,22 +122,32 @@ class EstimateSettings(TrainingKeys):
     )
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise unknown_name("format", self.format, FORMATS)
+        object.__setattr__(self, "trust", parse_trust(self.trust))
+
+    def require_one_job(self) -> None:
+        """Raise `UsageError` unless the keys name one job that is no script, and what belongs to it."""
+        given = [name for name in ("model", "config", "run", "configs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            named = " and ".join(given) or "none"
+            raise UsageError(
+                f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}"
+            )
         if self.model is None and self.input is not None:
             raise UsageError("input is for model=; a trial config has its own inputs")
-        object.__setattr__(self, "trust", parse_trust(self.trust))
+
+    def require_format(self) -> None:
+        """Raise `UsageError` for an unknown format."""
+        if self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS)
 
 
 def entry(settings: EstimateSettings) -> int:
     """Estimate one of model=, config=, run= and configs=, and print it. Returns the exit code."""
-    given = [name for name in ("model", "config", "run", "configs") if getattr(settings, name) is not None]
-    if len(given) != 1:
-        named = " and ".join(given) or "none"
-        raise UsageError(f"give one of model=MODULE:FACTORY, config={{...}}, run=RUN_ID and configs=FILE; got {named}")
     from learn.estimation.estimate_view import print_json, print_table
     from learn.workload import name_of
 
+    settings.require_one_job()
+    settings.require_format()
     if settings.data is not None:
         from warehouse.folder import DataFolder
 

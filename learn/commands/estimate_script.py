@@ -25,6 +25,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
     if given:
         raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")
+    settings.require_format()
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
     title = " ".join(command)
