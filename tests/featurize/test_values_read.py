@@ -208,7 +208,7 @@ def test_a_value_that_nothing_tells_is_refused_with_the_line_of_the_model():
 
     for ask in (reads, picks):
         line = ask.__code__.co_firstlineno + 1
-        with pytest.raises(UsageError, match=rf"test_values.py:{line}\)"):
+        with pytest.raises(UsageError, match=rf"test_values_read.py:{line}\)"):
             estimate(lambda ask=ask: Reads(ask), {"ids": IDS, "mask": MASK}, estimator="trace")
 
 
