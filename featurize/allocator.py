@@ -229,9 +229,9 @@ class CachingAllocator:
         pool = (self._pools.get(stream) or self._new_pools(stream))[size > SMALL_REQUEST]
         counted = self._large_requests
         at = bisect_left(pool.keys, size << KEY_SHIFT)
-        found = (self._pick(pool, at, size) if self._picky else at) < len(pool.keys)
+        fits = (self._pick(pool, at, size) if self._picky else at) < len(pool.keys)
         self._large_requests = counted
-        if found:
+        if fits:
             return False
         if not self._expandable and self._collect_above is not None and self.reserved_bytes > self._collect_above:
             return True
@@ -259,10 +259,10 @@ class CachingAllocator:
             # The last piece before unmapped space counts as large as it can become, so that it is kept for later.
             while at + 1 < len(keys) and self._reach(pool, at + 1) < self._reach(pool, at):
                 at += 1
-        found = pool.by_key[keys[at]].size
-        if size < self._max_split <= found:
+        cached = pool.by_key[keys[at]].size
+        if size < self._max_split <= cached:
             return len(keys)
-        if size >= self._max_split and found >= size + self._non_split_rounding:
+        if size >= self._max_split and cached >= size + self._non_split_rounding:
             return len(keys)
         return at
 

@@ -152,10 +152,10 @@ def _bound(value: object) -> str:
 def _descriptions() -> dict[str, dict]:
     import yaml
 
-    found = {}
+    descriptions = {}
     for entry in resources.files("conf").joinpath("device").iterdir():
         if entry.name.endswith(".yaml"):
             mapping = yaml.safe_load(entry.read_text(encoding="utf-8"))
             if isinstance(mapping, dict) and "backend" not in mapping:
-                found[entry.name.removesuffix(".yaml")] = mapping
-    return found
+                descriptions[entry.name.removesuffix(".yaml")] = mapping
+    return descriptions

@@ -69,7 +69,7 @@ def _plan_features(plan: list[Layer], batch_size: int) -> dict[str, float]:
         most_elements = max(most_elements, layer.output_elements)
         most_parameters = max(most_parameters, layer.parameters)
     all_elements, all_parameters = sum(elements.values()), sum(parameters.values())
-    found: dict[str, float] = {
+    features: dict[str, float] = {
         "layers": len(plan),
         "parameters": all_parameters,
         "output_elements": all_elements,
@@ -82,10 +82,10 @@ def _plan_features(plan: list[Layer], batch_size: int) -> dict[str, float]:
         "batch_flops": batch_size * flops,
     }
     for kind in KINDS:
-        found[f"count_{kind}"] = counts[kind]
-        found[f"elements_{kind}"] = elements[kind]
-        found[f"parameters_{kind}"] = parameters[kind]
-    return {name: float(value) for name, value in found.items()}
+        features[f"count_{kind}"] = counts[kind]
+        features[f"elements_{kind}"] = elements[kind]
+        features[f"parameters_{kind}"] = parameters[kind]
+    return {name: float(value) for name, value in features.items()}
 
 
 def group_key(config: TrialConfig) -> str:

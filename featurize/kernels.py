@@ -269,12 +269,12 @@ class Pricer:
         memory_s = dram_s / BANDWIDTH_EFFICIENCY
         limit = TENSOR_WARPS_LIMIT if rate else FP32_WARPS_LIMIT
         held = min(limit, (TENSOR_WARPS if rate else held) * max(1.0, blocks / sms))
-        found = (
+        cost = (
             max(best, memory_s), best > memory_s, share, held / self.warps_per_sm, dram_s, peak_s,
             0.0 if rate else peak_s, blocks / sms, 0,
         )  # fmt: skip
-        self._products[key] = found
-        return found
+        self._products[key] = cost
+        return cost
 
 
 def _together(parts: Iterable[tuple], launches: int) -> tuple:

@@ -54,8 +54,8 @@ class LibraryCall(NamedTuple):
 
 def library_calls(name: str, args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     """The calls of one dispatched ATen operator, in their order; none for most. cuBLAS's are noted once a thread."""
-    found = _CALLS.get(name)
-    return found(args, outputs) if found is not None else ()
+    calls_of = _CALLS.get(name)
+    return calls_of(args, outputs) if calls_of is not None else ()
 
 
 def has_library_calls(name: str) -> bool:

@@ -79,22 +79,22 @@ def _fits(target: Tensor, other: object) -> bool:
 
 def _key(values) -> tuple:
     """What of the arguments decides the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
-    found: list[Hashable] = []
+    parts: list[Hashable] = []
     for value in values:
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is int or kind is float:
-            found.append((kind, value))
+            parts.append((kind, value))
         elif isinstance(value, Tensor):
             if value.is_sparse or (not value.is_meta and value.dim()):  # its values may matter
                 raise _Uncached
-            found.append((value.shape, value.stride(), value.dtype, value.is_meta))
+            parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif kind is tuple or kind is list:
-            found.append(_key(value))
+            parts.append(_key(value))
         elif kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
-            found.append(value)
+            parts.append(value)
         else:
             raise _Uncached
-    return tuple(found)
+    return tuple(parts)
 
 
 class _Spec(tuple):

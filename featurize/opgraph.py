@@ -195,8 +195,8 @@ def _edges(sources, inputs, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     """Edges (2, e), the bytes of each, and how many inputs of each operator come from before the step."""
     counts = [len(s) for s in sources]
     reader = np.repeat(np.arange(len(counts)), counts)
-    source = np.array([s for found in sources for s in found], dtype=np.int64)
-    elements = np.array([n for found in inputs for n in found], dtype=np.int64)
+    source = np.array([s for of_node in sources for s in of_node], dtype=np.int64)
+    elements = np.array([n for of_node in inputs for n in of_node], dtype=np.int64)
     outside = np.bincount(reader[source < 0], minlength=len(counts))
     inside = source >= 0
     # The same tensor read twice counts once; two of the same size from one source look the same, and do too.
@@ -223,10 +223,10 @@ def product_dims(op: Operator) -> tuple[float, ...]:
     kind = VOCABULARY[category(op.name)]
     find = _DIMS_OF.get(kind)
     try:
-        found = find(op, "backward" in kind) if find is not None else None
+        dims = find(op, "backward" in kind) if find is not None else None
     except (IndexError, ValueError, ZeroDivisionError):  # not shaped as its class is
-        found = None
-    return found or (0.0,) * len(_DIMS)
+        dims = None
+    return dims or (0.0,) * len(_DIMS)
 
 
 def _matmul_dims(op: Operator, _backward: bool) -> tuple[float, ...] | None:

@@ -92,12 +92,12 @@ class _Reader(TorchFunctionMode):
         return module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)
 
     def plan(self, model: nn.Module) -> list[Layer]:
-        found = [layer for layer in self._plan if layer is not None]
+        layers = [layer for layer in self._plan if layer is not None]
         loose = [p for p in model.parameters() if id(p) not in self._counted]
         if loose:
             elements = sum(p.numel() for p in loose)
-            found.insert(0, Layer("position", elements, elements))
-        return found
+            layers.insert(0, Layer("position", elements, elements))
+        return layers
 
     def _enter(self, _module: nn.Module, _inputs: tuple) -> None:
         self._inside.append([len(self._plan), 0])

@@ -251,8 +251,8 @@ def _is_named(path: str, name: str) -> bool:
 
 def _output_layer(model: nn.Module, layers: dict[str, nn.Linear]) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
-    if callable(getter) and (found := getter()) is not None:
-        return found
+    if callable(getter) and (layer := getter()) is not None:
+        return layer
     return next(reversed(layers.values()), None)
 
 

@@ -348,23 +348,23 @@ class Traits:
 
 def _meta_tensors(values: Iterable) -> list[Tensor]:
     """Those that have memory of their own; of a sparse one, its indices and its values."""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
             if value.is_sparse:
-                found.extend(_meta_tensors((value._indices(), value._values())))
+                tensors.extend(_meta_tensors((value._indices(), value._values())))
             elif value.is_meta:
-                found.append(value)
+                tensors.append(value)
         elif isinstance(value, list | tuple):
             for item in value:
                 if isinstance(item, Tensor):
                     if item.is_sparse:
-                        found.extend(_meta_tensors((item,)))
+                        tensors.extend(_meta_tensors((item,)))
                     elif item.is_meta:
-                        found.append(item)
+                        tensors.append(item)
                 elif isinstance(item, list | tuple):  # an operator that returns lists among others
-                    found.extend(_meta_tensors(item))
-    return found
+                    tensors.extend(_meta_tensors(item))
+    return tensors
 
 
 def _nbytes(tensor: Tensor) -> int:

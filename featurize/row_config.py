@@ -41,8 +41,8 @@ def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
     except UsageError as error:
         raise UnreadableConfig(printable(str(error), 300)) from error
     except _ODD as error:
-        said = printable(f"{type(error).__name__}: {error}", 200)
-        raise UnreadableConfig(f"config makes no sense: {said}") from error
+        message = printable(f"{type(error).__name__}: {error}", 200)
+        raise UnreadableConfig(f"config makes no sense: {message}") from error
     return trusting(config, trust)
 
 
@@ -84,13 +84,13 @@ def _plain(text: object) -> Mapping[str, Any]:
         raise UnreadableConfig("the row has no config")
     if not isinstance(text, str):
         raise UnreadableConfig(f"config is {type(text).__name__}, not JSON")
-    found = _parsed(text, "config")
-    for name, value in found.items():
+    values = _parsed(text, "config")
+    for name, value in values.items():
         if isinstance(value, str) and value.lstrip().startswith("{"):
             _parsed(value, name)  # what a family takes for YAML in what people type is JSON in what it stores
         if name in _REPEATED and isinstance(value, int) and value > MOST_REPEATS:
             raise UnreadableConfig(f"{name} must be at most {MOST_REPEATS:,}, got {value}")
-    return found
+    return values
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
@@ -98,18 +98,18 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     if len(text) > MOST_CHARACTERS:
         raise UnreadableConfig(f"{name} has {len(text):,} characters, more than {MOST_CHARACTERS:,}")
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and endless brackets
         raise UnreadableConfig(f"{name} is no JSON: {printable(str(error))}") from error
-    if not isinstance(found, dict):
-        raise UnreadableConfig(f"{name} is JSON of a {type(found).__name__}, not of an object")
-    if problem := _problem_of_values(found):
+    if not isinstance(values, dict):
+        raise UnreadableConfig(f"{name} is JSON of a {type(values).__name__}, not of an object")
+    if problem := _problem_of_values(values):
         raise UnreadableConfig(f"{name} {problem}")
-    return found
+    return values
 
 
-def _problem_of_values(found: dict[str, Any]) -> str | None:
-    waiting: list[tuple[Any, int]] = [(found, 0)]
+def _problem_of_values(mapping: dict[str, Any]) -> str | None:
+    waiting: list[tuple[Any, int]] = [(mapping, 0)]
     count = 0
     while waiting:
         group, depth = waiting.pop()

@@ -217,8 +217,8 @@ def _writes_into_real(func: Callable, args: tuple, kwargs: dict) -> bool:
     return in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
 
 
-def _some(values: Iterable, found: Callable[[object], bool]) -> bool:
-    return any(found(v) or (isinstance(v, list | tuple) and any(map(found, v))) for v in values)
+def _some(values: Iterable, matches: Callable[[object], bool]) -> bool:
+    return any(matches(v) or (isinstance(v, list | tuple) and any(map(matches, v))) for v in values)
 
 
 def _is_tensor(value: object) -> bool:

@@ -265,9 +265,9 @@ def targets_for(output, loss: Callable | None = None) -> Tensor:
     if not isinstance(logits, Tensor) or logits.dim() == 0 or not logits.is_floating_point():
         if loss is not None:
             return torch.zeros((), dtype=torch.long)
-        said = f"shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        kind = f"shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise UsageError(
-            f"the model's output ({said}) has no logits to take cross entropy of; "
+            f"the model's output ({kind}) has no logits to take cross entropy of; "
             "wrap the model in one that returns a tensor [N, classes] or [N, T, classes], or give a loss"
         )
     if logits.dim() == 1:  # one figure a sample: class probabilities of the same shape cost the same

@@ -166,7 +166,7 @@ class Training:
             (self.offload_optimizer and self.scales_loss, "offload_optimizer has no GradScaler: take precision=bf16"),
             (self.offload_optimizer and self.implementation is not None, "offload_optimizer takes no implementation"),
         )  # fmt: skip
-        found = [problem for broken, problem in rules if broken]
+        problems = [problem for broken, problem in rules if broken]
         if self.optimizer_in_backward:
             others = {
                 "accumulation": self.accumulation != 1,
@@ -177,8 +177,8 @@ class Training:
                 "set_to_none=false": self.set_to_none is False,
             }
             if given := [name for name, value in others.items() if value]:
-                found.append(f"optimizer_in_backward frees each gradient at once: leave {', '.join(given)} out")
-        return found
+                problems.append(f"optimizer_in_backward frees each gradient at once: leave {', '.join(given)} out")
+        return problems
 
 
 _CHOICES = {

@@ -138,15 +138,15 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
     from learn.evaluation.benchmark_figures import Given
 
     names = sorted({name for i in index for name in selection.estimates[i]})
-    found: dict[str, dict[int, Given]] = {}
+    estimates: dict[str, dict[int, Given]] = {}
     for name in names:
         with_it = {selection.file[i] for i in index if name in selection.estimates[i]}
-        found[f"{name} {PUBLISHED}"] = {
+        estimates[f"{name} {PUBLISHED}"] = {
             i: Given(estimate=selection.estimates[i].get(name), reason="not published for this row")
             for i in index.tolist()
             if selection.file[i] in with_it
         }
-    return found
+    return estimates
 
 
 def _said_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: Sequence[str]) -> list[str]:
@@ -169,10 +169,10 @@ def _said_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: 
 
 def _alike(warnings: Sequence[str]) -> list[str]:
     """One of those that differ by their numbers only."""
-    found: dict[str, str] = {}
+    notes_by_shape: dict[str, str] = {}
     for text in warnings:
-        found.setdefault(re.sub(r"[\d.]+", "#", text), text)
-    return list(found.values())
+        notes_by_shape.setdefault(re.sub(r"[\d.]+", "#", text), text)
+    return list(notes_by_shape.values())
 
 
 def _counted(

@@ -182,9 +182,9 @@ def build(settings: BuildSettings, *, progress: Callable[[str, int, int], None])
     return home if settings.out is None else Path(settings.out)
 
 
-def _prefix(home: Path, what: str) -> str:
+def _prefix(home: Path, stage: str) -> str:
     """Of the hidden folders beside `home`: `build`, models that are being made; `old`, those that they replace."""
-    return f".{home.name}-{what}-"
+    return f".{home.name}-{stage}-"
 
 
 @contextlib.contextmanager

@@ -66,12 +66,12 @@ class Case:
         if self.config is None:
             return None
         spec = self.spec
-        said = {
+        described = {
             "config": self.config.to_mapping(),
             "device": spec.to_mapping() if spec is not None else None,
             "training_loop": self.training_loop,
         }
-        return hashlib.sha256(canonical_json(said).encode()).hexdigest()[:24]
+        return hashlib.sha256(canonical_json(described).encode()).hexdigest()[:24]
 
 
 def of_configs(configs: Iterable[TrialConfig], device: str = DEFAULT_DEVICE, **about) -> tuple[Case, ...]:

@@ -67,8 +67,8 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
         "",
     ]
     lines += [f"| | {' | '.join(metas)} |", f"|---|{'---|' * len(metas)}"]
-    for name, said in _METRICS.items():
-        lines.append(f"| {said} | {' | '.join(_cell(name, meta) for meta in metas.values())} |")
+    for name, heading in _METRICS.items():
+        lines.append(f"| {heading} | {' | '.join(_cell(name, meta) for meta in metas.values())} |")
     lines += ["", "`learn.benchmark` says how they compare with published estimators, family by family.", ""]
     lines += _of_fast(fast)
     path.write_text("\n".join(lines) + "\n")
@@ -110,7 +110,7 @@ def _of_fast(fast: FastPath) -> list[str]:
             "| family | bound over point | the models' own | needs below the bound | above the models' bound |",
             "|---|---|---|---|---|",
         ]
-    for family, said in fast.bounds.items():
-        ratios = f"{said['median']:.2f} / {said['p90']:.2f} | {said['teacher_median']:.2f} / {said['teacher_p90']:.2f}"
-        lines.append(f"| {family} | {ratios} | {said['covered']:.1%} | {said['above_teacher']:.1%} |")
+    for family, of in fast.bounds.items():
+        ratios = f"{of['median']:.2f} / {of['p90']:.2f} | {of['teacher_median']:.2f} / {of['teacher_p90']:.2f}"
+        lines.append(f"| {family} | {ratios} | {of['covered']:.1%} | {of['above_teacher']:.1%} |")
     return lines

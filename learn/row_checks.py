@@ -89,9 +89,9 @@ def named(run_ids: Sequence[str]) -> str:
     return f"{len(run_ids):,} row{'s' if len(run_ids) != 1 else ''} (run {shown}{more})"
 
 
-def _sentence(rows: Sequence[tuple[str, str]], what: str) -> str:
+def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
     """How many rows, some of them, and the commonest reasons with their counts."""
     counts = Counter(reason for _, reason in rows)
     shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
     more = "; ..." if len(counts) > _REASONS else ""
-    return f"{named([run_id for run_id, _ in rows])} {what}: {shown}{more}"
+    return f"{named([run_id for run_id, _ in rows])} {problem}: {shown}{more}"

@@ -102,16 +102,16 @@ def breakdown(memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0
 def _explained(error: TraceError) -> CannotTrace:
     """With the line of the user's code, and with what may help."""
     cause = error.__cause__ or error
-    said = str(cause).lower()
+    message = str(cause).lower()
     frames = traceback.extract_tb(cause.__traceback__)
     ours = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "featurize"))
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
     where = f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
-    tokens = error.operator == "aten::embedding" and "long" in said
+    tokens = error.operator == "aten::embedding" and "long" in message
     hint = "; token ids are given with input_dtype=int64, or as an integer tensor" if tokens else ""
-    return CannotTrace(f"{error}{where}{hint}", limit=isinstance(cause, NotImplementedError) or wants_values(said))
+    return CannotTrace(f"{error}{where}{hint}", limit=isinstance(cause, NotImplementedError) or wants_values(message))
 
 
-def wants_values(said: str) -> bool:
+def wants_values(message: str) -> bool:
     """Whether an error's text is about tensors without values, rather than about what the model does."""
-    return any(word in said.lower() for word in ("meta", "fake", "datadependent", "data-dependent"))
+    return any(word in message.lower() for word in ("meta", "fake", "datadependent", "data-dependent"))

@@ -224,8 +224,8 @@ def _maker(value, dtype) -> Callable[[str], Tensor]:
         return make
     if not _is_shape(value):
         known = hasattr(value, "__array__")  # printed, it may take many lines
-        said = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
-        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {said}")
+        given_text = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
+        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")
     if min(value) < 1:
         raise UsageError(f"input sizes must be >= 1, got {list(value)}")
     shape = tuple(map(int, value))

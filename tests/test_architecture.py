@@ -23,7 +23,7 @@ COMMANDS_ONLY = {"learn.estimate", "learn.fit"}  # as modules; in Python they ar
 
 VAGUE_NAMES = {"found", "said", "told", "what", "it"}
 CLEARLY_NAMED = (  # folders whose variables all say what they hold
-    "conf", "farm", "infra", "warehouse", "workers", "featurize/families", "learn/evaluation", "learn/learned",
+    "conf", "farm", "infra", "warehouse", "workers", "featurize", "learn",
     "tests/bench", "tests/conf", "tests/contracts", "tests/farm", "tests/faults", "tests/gpu", "tests/infra",
     "tests/warehouse", "tests/workers",
 )  # fmt: skip

@@ -19,12 +19,12 @@ GROUPS = 32  # of every group norm
 
 def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str) -> nn.Sequential:
     """[N, C_in, H, W] -> [N, C_out, H, W]: twice a 3x3 convolution (without bias before a norm), norm, activation."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for channels in (inputs, outputs):
-        found.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=not batch_norm))
-        found += [nn.BatchNorm2d(outputs)] if batch_norm else []
-        found.append(activation(activation_name))
-    return nn.Sequential(*found)
+        layers.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(outputs)] if batch_norm else []
+        layers.append(activation(activation_name))
+    return nn.Sequential(*layers)
 
 
 def enlarge(inputs: int, outputs: int, *, transposed: bool) -> nn.Module:

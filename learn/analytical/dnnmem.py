@@ -106,7 +106,7 @@ def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
     from featurize.batches import call
     from learn.analytical.modules import loss_of, tensors_in
 
-    found: list[_Operator] = []
+    operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
     made_here: set[int] = set()
 
@@ -127,12 +127,12 @@ def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
             read = tuple(storage for storage, floats in given if floats and storage in made_here)
             made_here.update(made)
             if made:
-                found.append(_Operator(made, read, _workspace(func, args)))
+                operators.append(_Operator(made, read, _workspace(func, args)))
             return result
 
     with Recorder():
         loss_of(workload, call(model, inputs), targets)
-    return found
+    return operators
 
 
 def _workspace(func, args) -> int:

@@ -235,13 +235,13 @@ def _quiet_profiler() -> Iterator[None]:
 def _events(roots: Iterable) -> list[ProfilerEvent]:
     """The memory events of a profile's tree in the order of time, each with the phase that was last begun."""
     marks: list[tuple[int, str]] = []
-    found: list[tuple[int, int, int, bool]] = []
+    moves: list[tuple[int, int, int, bool]] = []
     stack = [(root, False) for root in roots]
     while stack:
         node, in_operator = stack.pop()
         kind, fields = node.typed
         if kind.name == "Allocation":
-            found.append((node.start_time_ns, fields.ptr, fields.alloc_size, in_operator))
+            moves.append((node.start_time_ns, fields.ptr, fields.alloc_size, in_operator))
             continue
         marked = node.name.startswith(PREFIX)
         if marked:
@@ -249,7 +249,7 @@ def _events(roots: Iterable) -> list[ProfilerEvent]:
         stack += [(child, in_operator or (kind.name == "TorchOp" and not marked)) for child in node.children]
     marks.sort()
     events, at = [], -1
-    for when, address, nbytes, in_operator in sorted(found, key=lambda row: row[0]):
+    for when, address, nbytes, in_operator in sorted(moves, key=lambda row: row[0]):
         while at + 1 < len(marks) and marks[at + 1][0] <= when:
             at += 1
         step, _, phase = marks[at][1].partition(":") if at >= 0 else ("0", "", None)

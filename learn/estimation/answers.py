@@ -395,8 +395,8 @@ def _assembled(
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
     else:
         missing = [target for target in TARGETS if target not in by]
-        what = f"{', '.join(missing)}: not known" if missing else "not traced"
-        notes.append(f"{what}, since {failure}")
+        unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
+        notes.append(f"{unknown}, since {failure}")
         values["parameters"] = _parameters(job)
     by_trace = by["memory"] == "trace"
     upper = values.get("upper_mib")

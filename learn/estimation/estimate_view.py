@@ -37,7 +37,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
         cells = [name, text(value)]
         if past is not None:
             column = _COLUMN[name]
-            in_run = past.found[column] if column else None
+            in_run = past.labels[column] if column else None
             cells += [text(in_run) if column else "", _difference(done, past, target) if column else ""]
         table.add_row(*cells, done.loops.get(target, ""), done.answered_by.get(target, ""))
     if done.fits_device is not None:
@@ -112,7 +112,7 @@ def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
     mapping: dict[str, object] = {"subject": title, **done.to_mapping()}
     if past is not None:
         mapping["run"] = {
-            "run_id": past.run_id, "status": past.status, "source": past.source, "loop": past.loop, **past.found
+            "run_id": past.run_id, "status": past.status, "source": past.source, "loop": past.loop, **past.labels
         }  # fmt: skip
     print(json.dumps(mapping, indent=1))
 
@@ -148,7 +148,7 @@ def figures(done: Estimate):
 def _difference(done: Estimate, past: PastRun, target: str) -> str:
     """The estimate less what the run showed; in words where a figure would say nothing."""
     column = get_target(target).column
-    estimated, in_run = getattr(done, column), past.found[column]
+    estimated, in_run = getattr(done, column), past.labels[column]
     if estimated is None or in_run is None:
         return ""
     if target != "memory" and done.loops.get(target) != past.loop:  # memory hardly depends on the loop

@@ -37,9 +37,9 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
     """
     began = time.perf_counter_ns()
     path = _loaded(DEFAULT_MODELS / "fast")
-    found = path.answer(configs, device)
-    columns = {get_target(name).column: figures.tolist() for name, figures in found.figures.items()}
-    upper = [None] * len(configs) if found.upper_mib is None else found.upper_mib.tolist()
+    outlook = path.answer(configs, device)
+    columns = {get_target(name).column: figures.tolist() for name, figures in outlook.figures.items()}
+    upper = [None] * len(configs) if outlook.upper_mib is None else outlook.upper_mib.tolist()
     by = dict.fromkeys(path.targets, NAME)
     errors = {
         family: {target: {name: error[name] for name in ("median", "p90")} for target, error in of_family.items()}
@@ -68,7 +68,7 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
             trace_memory_mib=None,
             device=device.name,
             device_memory_mib=device.memory_mib,
-            warnings=(*_warnings(memory[i], upper[i], found.unlike[i], device), *_of_teacher(config, device), *stale),
+            warnings=(*_warnings(memory[i], upper[i], outlook.unlike[i], device), *_of_teacher(config, device), *stale),
             estimator="fast",
             answered_by=by,
             loops=loops,
@@ -88,12 +88,12 @@ def _moved_mib(config: TrialConfig, device: DeviceSpec, on: MachineProfile) -> f
 
 
 def _warnings(mib: float, upper: float | None, unlike: Sequence[str], device: DeviceSpec) -> tuple[str, ...]:
-    said = [f"unlike what the fast path was distilled on: {reason}" for reason in unlike]
+    notes = [f"unlike what the fast path was distilled on: {reason}" for reason in unlike]
     if mib > device.memory_mib:
-        said.append(f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB")
+        notes.append(f"out of memory: {device.name} has {device.memory_mib:,.0f} MiB")
     elif upper is not None and upper > device.memory_mib:
-        said.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
-    return tuple(said)
+        notes.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
+    return tuple(notes)
 
 
 def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
@@ -101,7 +101,7 @@ def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
     known = _familiarity()
     if known is None:
         return []
-    said = known.settings_said(
+    reasons = known.settings_said(
         {
             "net_math_bits": MATH_BITS[config.precision],
             "net_states": OPTIMIZER_STATES[config.optimizer],
@@ -110,8 +110,8 @@ def _of_teacher(config: TrialConfig, device: DeviceSpec) -> list[str]:
         }
     )
     if plain_device(device.name) not in known.devices:
-        said.append(known.device_said(device.name))
-    return [f"unlike what was measured: {reason}" for reason in said]
+        reasons.append(known.device_said(device.name))
+    return [f"unlike what was measured: {reason}" for reason in reasons]
 
 
 @lru_cache(maxsize=1)

@@ -20,14 +20,14 @@ from learn.targets import get_target
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run of the warehouse: its config and what was found then (column -> figure, missing ones None)."""
+    """A run of the warehouse: its config and what was measured then (column -> figure, missing ones None)."""
 
     run_id: str
     config: TrialConfig
     status: str
     source: str
     device: str | None
-    found: Mapping[str, float | None]
+    labels: Mapping[str, float | None]
 
     @property
     def loop(self) -> str:
@@ -62,7 +62,7 @@ def load_run(data, run_id: str, trust: Sequence[str] = ()) -> PastRun:
 def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
     """Whether the estimate's figure is the very one that the run was simulated with, so that agreeing says nothing."""
     column = get_target(target).column
-    estimated, in_run = getattr(done, column), past.found[column]
+    estimated, in_run = getattr(done, column), past.labels[column]
     return (
         past.source == "simulated"
         and done.answered_by.get(target) == "trace"

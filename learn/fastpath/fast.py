@@ -53,11 +53,11 @@ class _Fields:
     def learn(cls, configs: Sequence[TrialConfig]) -> Self:
         numbers, words = {}, {}
         for name in sorted(configs[0].to_mapping().keys() - {"family"}):
-            found = [getattr(config, name) for config in configs]
-            if all(isinstance(value, int | float) and not isinstance(value, bool) for value in found):
-                numbers[name] = (float(min(found)), float(max(found)))
+            values = [getattr(config, name) for config in configs]
+            if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+                numbers[name] = (float(min(values)), float(max(values)))
             else:
-                words[name] = tuple(sorted(set(found), key=str))
+                words[name] = tuple(sorted(set(values), key=str))
         return cls(numbers, words)
 
     def matrix(self, configs: Sequence[TrialConfig]) -> np.ndarray:
@@ -73,16 +73,16 @@ class _Fields:
 
     def unlike(self, config: TrialConfig) -> list[str]:
         """The fields outside what was distilled on."""
-        said = []
+        reasons = []
         for name, (low, high) in self.numbers.items():
             value = getattr(config, name)
             slack = _SLACK * (high - low)
             if value is None or not low - slack <= value <= high + slack:
-                said.append(f"{name} {_plain(value)}: distilled on {_plain(low)} to {_plain(high)}")
+                reasons.append(f"{name} {_plain(value)}: distilled on {_plain(low)} to {_plain(high)}")
         for name, known in self.words.items():
             if getattr(config, name) not in known:
-                said.append(f"{name} {_plain(getattr(config, name))}: distilled on {', '.join(map(_plain, known))}")
-        return said
+                reasons.append(f"{name} {_plain(getattr(config, name))}: distilled on {', '.join(map(_plain, known))}")
+        return reasons
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ class FastPath:
     def errors(self) -> dict[str, dict]:
         """family -> target -> `median`, `p90`, `p99` of the error against the teacher on held-out cases: relative where
         the target is judged by its logarithm, absolute for ratios."""
-        return {name: {k: dict(v) for k, v in found.errors.items()} for name, found in sorted(self._families.items())}
+        return {name: {k: dict(v) for k, v in known.errors.items()} for name, known in sorted(self._families.items())}
 
     @property
     def bounds(self) -> dict[str, dict[str, float]]:
         """family -> the figures of `learn.fastpath.fast_bound.calibrate`; none where the teacher had no bound."""
-        return {name: dict(found.bounds) for name, found in sorted(self._families.items())} if self.bounded else {}
+        return {name: dict(known.bounds) for name, known in sorted(self._families.items())} if self.bounded else {}
 
     @classmethod
     def distil(cls, cases: Sequence[Case], taught: Mapping[str, Taught], seed: int = 0) -> Self:
@@ -163,12 +163,12 @@ class FastPath:
         families = {}
         for family in sorted({case.family for case in cases}):
             mine = np.array([i for i in order if cases[i].family == family])
-            for name, said in taught.items():
-                if (found := int(np.isfinite(said.point[mine]).sum())) < LEAST_CASES:
+            for name, prediction in taught.items():
+                if (answered := int(np.isfinite(prediction.point[mine]).sum())) < LEAST_CASES:
                     raise UsageError(
-                        f"target={name}, family {family}: {found} answers to distil, {LEAST_CASES} are needed"
+                        f"target={name}, family {family}: {answered} answers to distil, {LEAST_CASES} are needed"
                     )
-            own = {name: said.rows(mine) for name, said in taught.items()}
+            own = {name: prediction.rows(mine) for name, prediction in taught.items()}
             families[family] = _learn_family([subjects[i] for i in mine], own, targets, bounded, seed)
         names = sorted({subject.spec.name for subject in subjects})
         return cls(targets, bounded, {plain_device(name): name for name in names}, families, FEATURES_STAMP)
@@ -190,11 +190,11 @@ class FastPath:
             known = self._families[configs[rows[0]].family]
             asked = [configs[i] for i in rows]
             sketch = step_sketch(asked, spec)
-            said = known.nets.predict(_inputs(known.fields, asked, sketch, spec))
+            corrections = known.nets.predict(_inputs(known.fields, asked, sketch, spec))
             place = np.array(rows)
             for column, name in enumerate(self.targets):
                 space = get_target(name).space
-                figures[name][place] = from_space(to_space(sketch.base[name], space) + said[:, column], space)
+                figures[name][place] = from_space(to_space(sketch.base[name], space) + corrections[:, column], space)
             rough = sketch.base["memory"]
             if "memory" in figures:
                 figures["memory"][place] = np.maximum(figures["memory"][place], sketch.least_mib)
@@ -205,7 +205,7 @@ class FastPath:
                     reasons.append(f"about {mib:,.0f} MiB: distilled on {low:,.0f} to {high:,.0f} MiB")
                 unlike[i] = (*of_device, *reasons)
             if upper is not None and known.bound is not None:
-                log_ratio = known.bound.log_ratio(said[:, -1], np.array([len(unlike[i]) for i in rows]))
+                log_ratio = known.bound.log_ratio(corrections[:, -1], np.array([len(unlike[i]) for i in rows]))
                 upper[place] = figures["memory"][place] * np.exp(log_ratio)
         return FastAnswers(figures, upper, tuple(unlike))
 
@@ -249,16 +249,16 @@ class FastPath:
         families = {
             name: _OfFamily(
                 fields=_Fields(
-                    {k: tuple(v) for k, v in found["numbers"].items()},
-                    {k: tuple(v) for k, v in found["words"].items()},
+                    {k: tuple(v) for k, v in stored["numbers"].items()},
+                    {k: tuple(v) for k, v in stored["words"].items()},
                 ),
                 nets=Nets.load(folder / f"fast-{name}.npz"),
-                bound=None if found["bound"] is None else Bound(**found["bound"]),
-                memory_mib=tuple(found["memory_mib"]),
-                errors=found["errors"],
-                bounds=found["bounds"],
+                bound=None if stored["bound"] is None else Bound(**stored["bound"]),
+                memory_mib=tuple(stored["memory_mib"]),
+                errors=stored["errors"],
+                bounds=stored["bounds"],
             )
-            for name, found in state["families"].items()
+            for name, stored in state["families"].items()
         }
         return cls(state["targets"], state["bounded"], state["devices"], families, state["teacher"])
 

@@ -34,15 +34,17 @@ class Taught:
     needs: np.ndarray | None = None
 
     @classmethod
-    def of(cls, said: Prediction) -> Self:
+    def of(cls, prediction: Prediction) -> Self:
         """With its bound, where it has one."""
-        upper = said.upper(LEVEL)
+        upper = prediction.upper(LEVEL)
         if upper is None:
-            return cls(said.point)
-        return cls(said.point, upper, np.stack([said.quantile((i + 0.5) / NEEDS) for i in range(NEEDS)], axis=1))
+            return cls(prediction.point)
+        return cls(
+            prediction.point, upper, np.stack([prediction.quantile((i + 0.5) / NEEDS) for i in range(NEEDS)], axis=1)
+        )
 
     def rows(self, places: np.ndarray) -> Taught:
-        upper, needs = (None if found is None else found[places] for found in (self.upper, self.needs))
+        upper, needs = (None if values is None else values[places] for values in (self.upper, self.needs))
         return Taught(self.point[places], upper, needs)
 
     @property

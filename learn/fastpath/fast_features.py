@@ -166,9 +166,9 @@ class _Flat:
 
     def before(self, values: np.ndarray) -> np.ndarray:
         """Of the layer before; 0 for a first one."""
-        found = np.concatenate([[0.0], values[:-1]])
-        found[self.starts] = 0.0
-        return found
+        shifted = np.concatenate([[0.0], values[:-1]])
+        shifted[self.starts] = 0.0
+        return shifted
 
     def by_layer(self, of_config: np.ndarray) -> np.ndarray:
         return np.repeat(of_config, self.lengths)

@@ -40,8 +40,8 @@ class Nets:
         x = np.minimum(np.maximum(x, -_FAR), _FAR)
         x = np.tanh(np.matmul(x, self.weights_1) + self.bias_1)
         x = np.tanh(np.matmul(x, self.weights_2) + self.bias_2)
-        found = (np.matmul(x, self.weights_3) + self.bias_3).mean(axis=0)
-        return np.clip(found, self.low, self.high).astype(float)
+        mean = (np.matmul(x, self.weights_3) + self.bias_3).mean(axis=0)
+        return np.clip(mean, self.low, self.high).astype(float)
 
     def save(self, path: Path) -> None:
         np.savez(path, **{field.name: getattr(self, field.name) for field in fields(self)})
