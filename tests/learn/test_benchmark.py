@@ -108,7 +108,7 @@ def test_a_process_that_dies_hangs_or_hoards_costs_its_row_only(tmp_path, monkey
     by_name = {figures.estimator: figures for figures in benchmark(chosen).figures}
     assert by_name["hundreds"].answered_ok == 2
     assert by_name["hundreds"].refusals == {"its process ended with code 9": 1}
-    assert list(by_name["hoarder"].refusals) == ["MemoryError: "] and by_name["hoarder"].answered_ok == 0
+    assert list(by_name["hoarder"].refusals) == ["MemoryError"] and by_name["hoarder"].answered_ok == 0
 
     path = write(tmp_path / "one.csv", [(7, 200, OK), (2, 200, OK)])
     (figures,) = benchmark(settings(path, workers=1)).figures

@@ -55,6 +55,7 @@ class InBackground:
     """Runs a task in a thread, so that the test can do something to its process meanwhile."""
 
     def __init__(self, worker, spec):
+        worker.ready()  # whose server may not be there yet
         self._thread = threading.Thread(target=lambda: setattr(self, "result", worker.run(spec)))
         self._thread.start()
         self.server = psutil.Process(worker._server.pid)
