@@ -34,12 +34,12 @@ model.train()
 for images, targets in loader:
     images = list(image.to(device) for image in images)
     targets = [{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in t.items()} for t in targets]
+    optimizer.zero_grad()  # the references do so after the forward pass, where gradients then take memory too
     loss_dict = model(images, targets)
     losses = sum(loss for loss in loss_dict.values())
     loss_value = sum(loss.detach() for loss in loss_dict.values()).item()
     if not math.isfinite(loss_value):
         print(f"Loss is {loss_value}, stopping training")
         sys.exit(1)
-    optimizer.zero_grad()
     losses.backward()
     optimizer.step()
