@@ -74,7 +74,7 @@ def _asked_by_own_code() -> bool:
     return sys._getframe(3).f_globals.get("__name__", "").startswith(_OWN)
 
 
-def _of_index(value: object) -> object:
+def _of_index(value: Any) -> Any:
     return torch.device("cuda", value) if type(value) is int else value
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
@@ -233,9 +233,32 @@ def _workload(record: ScriptRecord, name: str) -> Workload:
         name=name,
         build=absent,
         batch=lambda _device: ((), None),  # which a report would list
-        settings=replace(ScriptSettings(), **record.settings),
+        settings=_settings(record.settings),
         batch_size=max(1, record.batch_size),
         recorded=record.trace,
+    )
+
+
+def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
+    """Return a record's settings, which were checked when it was read; what it does not name has its default."""
+
+    def text(name: str) -> str | None:
+        return str(chosen[name]) if name in chosen else None
+
+    def number(name: str) -> float | None:
+        return float(chosen[name]) if name in chosen else None
+
+    return ScriptSettings(
+        optimizer=text("optimizer") or ScriptSettings.optimizer,
+        precision=text("precision") or ScriptSettings.precision,
+        cudnn_benchmark=bool(chosen.get("cudnn_benchmark")),
+        channels_last=bool(chosen.get("channels_last")),
+        implementation=text("implementation"),
+        accumulation=int(chosen.get("accumulation", 1)),
+        clip_norm=number("clip_norm"),
+        clip_value=number("clip_value"),
+        checkpointing=text("checkpointing"),
+        checkpoint_reentrant=bool(chosen.get("checkpoint_reentrant")),
     )
 
 

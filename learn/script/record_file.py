@@ -183,8 +183,8 @@ def _fields(value: Any, kind: Any) -> Any:
 
 
 def _setting(name: str, value: Any) -> str | bool | int | float:
-    kind = SETTINGS.get(name)
-    if kind is None or type(value) is not kind:
+    given = type(value)
+    if given is not SETTINGS.get(name):
         raise BadRecord("a setting of an unknown name or type")
     if isinstance(value, str):
         return _text(value)
