@@ -87,6 +87,7 @@ def _install_group(note: Callable[[str], None]) -> None:
         note(NOTE)
         backends[0] = str(backend or "nccl")
         begin("fake", store=FakeStore(), rank=0, world_size=1)
+        _refuse_fully_shard()
 
     def world(*_: Any, **__: Any) -> Any:
         return dist.group.WORLD
@@ -99,6 +100,19 @@ def _install_group(note: Callable[[str], None]) -> None:
     ):
         for module in (dist, distributed_c10d):
             replace_attribute(module, name, function)
+
+
+def _refuse_fully_shard() -> None:
+    """Its parameters are distributed tensors, which do not move to meta as others do."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    except ImportError:  # a release without it
+        return
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("fully_shard cannot be followed: estimate one process without it")
+
+    replace_attribute(FSDPState, "init", refuse)
 
 
 def _install_collectives() -> None:

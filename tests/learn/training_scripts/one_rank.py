@@ -15,6 +15,7 @@ def main(rank, views):
     dist.init_process_group("nccl", rank=rank, world_size=1)
     assert dist.get_backend() == "nccl" and dist.get_world_size() == 1 and dist.get_rank() == 0
     torch.cuda.set_device(rank)
+    assert torch.device(rank) == torch.device("cuda", 0)
     network = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))
     model = DDP(network.to(rank), device_ids=[rank], gradient_as_bucket_view=views)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
