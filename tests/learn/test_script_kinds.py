@@ -166,6 +166,7 @@ def check_same(command, job):
 def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path):
     script = check_same("plain_amp --amp fp16", Job(RESNET18, IMAGES, {"precision": "fp16"}))
     assert script.warnings[0] == "the script trains with adam, fp16, 8 samples in a forward pass"
+    assert "data loaders run in the script's own process: num_workers was put to 0" in script.warnings
     assert not os.listdir(tmp_path)
 
 
