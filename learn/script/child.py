@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from learn.script.choices import Setting
     from learn.script.containment import Notes
     from learn.script.script_recorder import ScriptRecorder
     from learn.script.step_watch import StepWatch
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
-_FRAMES = ("/torch/", "/site-packages/", "/dist-packages/", "<frozen")
+# Of a model whose weights are all of that type.
+_LOW_PRECISIONS = {"torch.bfloat16": "bf16-true", "torch.float16": "fp16-true"}
 
 
 def main(request_path: str) -> None:
@@ -66,8 +68,10 @@ class _Run:
         from featurize.releases import complete
         from featurize.vision import mend_torchvision
         from learn.script.containment import contain
-        from learn.script.device_mode import PretendCuda, enter_in_backward_passes
+        from learn.script.device_mode import PretendCuda, enter_everywhere
+        from learn.script.explaining import explained
         from learn.script.fake_cuda import install
+        from learn.script.one_process import install_one_process
         from learn.script.step_watch import StepWatch
 
         complete()
@@ -75,7 +79,8 @@ class _Run:
         contain(self.notes)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
         problem = None
-        with self.recorder.modules(), as_on_cuda(None, self.spec.compute_capability) as enter_policy:
+        assume = self.recorder.values.assume
+        with self.recorder.modules(), as_on_cuda(None, self.spec.compute_capability, assume) as enter_policy:
             assert isinstance(enter_policy, types.MethodType)
             autocast = enter_policy.__self__
             assert isinstance(autocast, Autocast)
@@ -83,8 +88,9 @@ class _Run:
             self.watch = StepWatch(self.recorder, enter_policy, self.finish)
             install(self.spec, self.recorder, autocast)
             self.watch.install()
+            install_one_process(self.recorder, self.notes.add)
             self._follow_threads()
-            enter_in_backward_passes()
+            enter_everywhere()
             with self.recorder, PretendCuda():
                 try:
                     self._execute()
@@ -93,7 +99,7 @@ class _Run:
                         problem = f"{self.script} exits with {error.code!r}"
                 except BaseException as error:  # whatever a script may raise
                     traceback.print_exc()
-                    problem = self._explained(error)
+                    problem = explained(error, self.script)
         self.finish(problem)
 
     def _execute(self) -> None:
@@ -131,27 +137,6 @@ class _Run:
             return switched(dtype)
 
         autocast.switched = noting
-
-    def _explained(self, error: BaseException) -> str:
-        """The script's own line, and what was raised there."""
-        from conf.plain_text import first_line
-        from featurize.recorder import origin
-
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [
-            f for f in frames
-            if not f.filename.startswith(str(ROOT) + os.sep + "learn" + os.sep)
-            and not f.filename.startswith(str(ROOT) + os.sep + "featurize" + os.sep)
-            and not any(part in f.filename for part in _FRAMES)
-        ]  # fmt: skip
-        script = str(Path(self.script).resolve())
-        near = [f for f in own if str(Path(f.filename).resolve()) == script] or own
-        where = f"{near[-1].filename}:{near[-1].lineno}: " if near else ""
-        operator, module = origin(error)
-        of = f" in operator {operator}" if operator else ""
-        of += f" of module {module!r}" if module else ""
-        text = first_line(error) if isinstance(error, Exception) else str(error)
-        return f"{where}{type(error).__name__}{of}: {text}"
 
     def finish(self, problem: str | None = None) -> None:
         """Leave the record and end the process at once, with whatever threads the script has."""
@@ -205,19 +190,25 @@ class _Run:
             parameters=recorder.parameters(),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=self.spec.compute_capability,
+            assumed=tuple(recorder.values.assumed),
         )
 
-    def _settings(self, watch: StepWatch) -> dict[str, str | bool]:
+    def _settings(self, watch: StepWatch) -> dict[str, Setting]:
         import torch
 
         precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
         if self.precisions:
             precision = max(set(self.precisions), key=self.precisions.count)
+        elif (dtype := self.recorder.weight_dtype()) is not None:
+            precision = _LOW_PRECISIONS.get(str(dtype), precision)
+        accumulation = {"accumulation": watch.most_backwards} if watch.most_backwards > 1 else {}
         return {
             "optimizer": watch.optimizer_name,
             "precision": precision,
             "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
             "channels_last": self.recorder.channels_last(),
+            **accumulation,
+            **watch.choices.seen,
         }
 
 

@@ -11,15 +11,13 @@ import inspect
 import os
 import socket
 import sys
-import types
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from learn.script.loggers import SilentLoggers
 from learn.script.replacing import replace_attribute
 
 ENVIRONMENT = {
@@ -36,17 +34,6 @@ ENVIRONMENT = {
 }
 # What torchrun and accelerate set for one of several processes: here there is one.
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-_LOGGERS = (
-    "wandb",
-    "mlflow",
-    "comet_ml",
-    "neptune",
-    "aim",
-    "clearml",
-    "swanlab",
-    "tensorboardX",
-    "torch.utils.tensorboard",
-)
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -70,8 +57,8 @@ def contain(notes: Notes) -> None:
     _keep_from_saving(notes)
     _refuse_connections(notes)
     _run_eagerly(notes)
-    _load_in_this_process()
-    sys.meta_path.insert(0, _SilentLoggers(notes))
+    _load_in_this_process(notes)
+    sys.meta_path.insert(0, SilentLoggers(notes.add))
 
     def always_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
@@ -137,13 +124,15 @@ def _run_eagerly(notes: Notes) -> None:
     replace_attribute(torch.nn.Module, "compile", lambda self, *args, **kwargs: as_it_is())
 
 
-def _load_in_this_process() -> None:
+def _load_in_this_process(notes: Notes) -> None:
     made = DataLoader.__init__
     signature = inspect.signature(made)
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
+        if given.get("num_workers"):
+            notes.add("data loaders run in the script's own process: num_workers was put to 0")
         for name, value in (
             ("num_workers", 0), ("pin_memory", False), ("persistent_workers", False), ("prefetch_factor", None),
             ("multiprocessing_context", None), ("timeout", 0),
@@ -158,74 +147,9 @@ def _load_in_this_process() -> None:
     replace_attribute(DataLoader, "__init__", init)
 
 
-class _SilentLoggers(MetaPathFinder, Loader):
-    """Imports of experiment loggers give a module that takes every call and does nothing."""
-
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if not any(fullname == name or fullname.startswith(f"{name}.") for name in _LOGGERS):
-            return None
-        if _is_a_probe():  # a library that asks whether it is installed
-            return None
-        return ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _Silent(spec.name, self._notes)
-
-    def exec_module(self, module: types.ModuleType) -> None: ...
-
-
-class _Silent(types.ModuleType):
-    """Every attribute can be called, entered, indexed and asked for more."""
-
-    def __init__(self, name: str, notes: Notes) -> None:
-        super().__init__(name)
-        self._notes = notes
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Silent(f"{self.__name__}.{name}", self._notes)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        logger = next(name for name in _LOGGERS if f"{self.__name__}.".startswith(f"{name}."))
-        self._notes.add(f"{logger} was kept from logging")
-        if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):  # a decorator
-            return args[0]
-        return self
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def __getitem__(self, key: Any) -> Any:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def _is_a_probe() -> bool:
-    frame: types.FrameType | None = sys._getframe(2)
-    for _ in range(6):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
-            return True
-        frame = frame.f_back
-    return False
-
-
 def leave_out_distributed() -> None:
-    """Forget that a launcher started this process, and set what keeps libraries offline."""
-    for name in DISTRIBUTED:
-        os.environ.pop(name, None)
+    """Forget that a launcher started several processes, and set what keeps libraries offline."""
+    if os.environ.get("WORLD_SIZE") != "1":
+        for name in DISTRIBUTED:
+            os.environ.pop(name, None)
     os.environ.update(ENVIRONMENT)

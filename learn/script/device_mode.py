@@ -74,6 +74,15 @@ def _asked_by_own_code() -> bool:
     return sys._getframe(3).f_globals.get("__name__", "").startswith(_OWN)
 
 
+def _of_index(value: Any) -> Any:
+    return torch.device("cuda", value) if type(value) is int else value
+
+
+def _make_device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
+    """A bare index is a GPU."""
+    return torch.device("cuda", args[0]) if len(args) == 1 and type(args[0]) is int else func(*args, **kwargs)
+
+
 def _device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> torch.device:
     device = func(*args)
     return CUDA if device.type == "meta" and not _asked_by_own_code() else device
@@ -123,10 +132,6 @@ def _same(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -
     return args[0]
 
 
-def _as_it_is(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Any:
-    return func(*args, **kwargs)
-
-
 def _false(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> bool:
     return False
 
@@ -173,9 +178,9 @@ def _set_data(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mappin
     torch.utils.swap_tensors(tensor, replacement)
 
 
-def enter_in_backward_passes() -> None:
+def enter_everywhere() -> None:
     """Enter the mode around autograd's engine: it is left when `backward` is called, and forward passes that are
-    recomputed, hooks and custom functions run inside the engine."""
+    recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked."""
     engine = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
@@ -185,6 +190,13 @@ def enter_in_backward_passes() -> None:
             return engine(*args, **kwargs)
 
     replace_attribute(torch.autograd, "_engine_run_backward", run_inside)
+    parse = torch._C._nn._parse_to
+
+    def parse_to(*args: Any, **kwargs: Any) -> Any:  # of `module.to(0)`
+        args = tuple(_of_index(value) for value in args)
+        return parse(*args, **{key: _of_index(value) if key == "device" else value for key, value in kwargs.items()})
+
+    replace_attribute(torch._C._nn, "_parse_to", parse_to)
     # A checkpoint compares devices that it read below the mode, in the forward pass, and inside it.
     checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" in checks:
@@ -196,7 +208,7 @@ _DEVICE, _IS_CUDA, _IS_META, _DATA = (
     inspect.getattr_static(Tensor, name) for name in ("device", "is_cuda", "is_meta", "data")
 )
 _SPECIAL: dict[Callable, Callable] = {
-    torch.device: _as_it_is,
+    torch.device: _make_device,
     _DEVICE.__get__: _device,
     _IS_CUDA.__get__: _is_cuda,
     _IS_META.__get__: _is_meta,

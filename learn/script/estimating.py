@@ -10,10 +10,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from conf.errors import UsageError
 from conf.extras import naming_the_extra
@@ -21,6 +21,7 @@ from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import describe_device
 from featurize.machine import MachineProfile
+from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
 from learn.estimation.loops import require_loop
@@ -39,16 +40,15 @@ _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by defa
 _LAST_LINES = 3
 _LARGEST_OUTPUT = 2**20
 _PYTHONS = ("python", "python3")
+_ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "checkpointing", "checkpoint_reentrant")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptSettings:
-    """The training settings that a script was seen to choose, as `featurize.training.TrainingSettings` has them."""
+class ScriptSettings(Training):
+    """The training settings that a script was seen to choose. It has them already, so none is refused: not an
+    optimizer that the project does not know, nor two settings together."""
 
-    optimizer: str
-    precision: str
-    cudnn_benchmark: bool
-    channels_last: bool
+    def __post_init__(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,6 @@ def _explain_end(
 def _workload(record: ScriptRecord, name: str) -> Workload:
     from learn.workload import Workload
 
-    settings: dict[str, Any] = {
-        "optimizer": "adam", "precision": "fp32", "cudnn_benchmark": False, "channels_last": False, **record.settings
-    }  # fmt: skip
-
     def absent(*_: object) -> NoReturn:
         raise UsageError("a script has no module that could be built by itself")
 
@@ -237,14 +233,32 @@ def _workload(record: ScriptRecord, name: str) -> Workload:
         name=name,
         build=absent,
         batch=lambda _device: ((), None),  # which a report would list
-        settings=ScriptSettings(
-            optimizer=str(settings["optimizer"]),
-            precision=str(settings["precision"]),
-            cudnn_benchmark=bool(settings["cudnn_benchmark"]),
-            channels_last=bool(settings["channels_last"]),
-        ),
+        settings=_settings(record.settings),
         batch_size=max(1, record.batch_size),
         recorded=record.trace,
+    )
+
+
+def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
+    """Return a record's settings, which were checked when it was read; what it does not name has its default."""
+
+    def text(name: str) -> str | None:
+        return str(chosen[name]) if name in chosen else None
+
+    def number(name: str) -> float | None:
+        return float(chosen[name]) if name in chosen else None
+
+    return ScriptSettings(
+        optimizer=text("optimizer") or ScriptSettings.optimizer,
+        precision=text("precision") or ScriptSettings.precision,
+        cudnn_benchmark=bool(chosen.get("cudnn_benchmark")),
+        channels_last=bool(chosen.get("channels_last")),
+        implementation=text("implementation"),
+        accumulation=int(chosen.get("accumulation", 1)),
+        clip_norm=number("clip_norm"),
+        clip_value=number("clip_value"),
+        checkpointing=text("checkpointing"),
+        checkpoint_reentrant=bool(chosen.get("checkpoint_reentrant")),
     )
 
 
@@ -255,4 +269,6 @@ def _notes(record: ScriptRecord) -> Iterator[str]:
         f"the script trains with {settings.get('optimizer')}, {settings.get('precision')}, "
         f"{record.batch_size} samples in a forward pass{micro}"
     )
+    if more := [f"{name}={settings[name]}" for name in _ALSO_NOTED if name in settings]:
+        yield f"the script also chooses {', '.join(more)}"
     yield from record.notes

@@ -6,6 +6,7 @@ Start reading at `ScriptRecord`. The script could have written anything there, s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ LARGEST_FILE_BYTES = 2**30
 _LARGEST_INT = 2**62
 _LONGEST_TEXT = 2000
 _STEPS = 3
+# What a script is seen to choose, as `featurize.training_settings.Training` has it.
+SETTINGS: Mapping[str, type] = {
+    "optimizer": str, "precision": str, "cudnn_benchmark": bool, "channels_last": bool, "implementation": str,
+    "accumulation": int, "clip_norm": float, "clip_value": float, "checkpointing": str, "checkpoint_reentrant": bool,
+}  # fmt: skip
 
 
 class BadRecord(ValueError):
@@ -31,7 +37,7 @@ class ScriptRecord:
 
     trace      of its first two optimizer steps; None where it did not get there
     problem    why there is no trace, with the script's file and line where they are known
-    settings   what the script chose: `optimizer`, `precision`, `cudnn_benchmark`, `channels_last`
+    settings   what the script chose: names of `SETTINGS`
     batch_size samples in a forward pass
     backwards  backward passes in a step: more than one accumulate gradients
     steps      optimizer steps that were done
@@ -40,7 +46,7 @@ class ScriptRecord:
 
     trace: StepTrace | None
     problem: str | None
-    settings: Mapping[str, str | bool]
+    settings: Mapping[str, str | bool | int | float]
     batch_size: int
     backwards: int
     steps: int
@@ -71,10 +77,7 @@ def read_record(path: Path) -> ScriptRecord:
         content = json.loads(path.read_text(encoding="utf-8"))
         trace = _fields(content, dict)["trace"]
         problem = content["problem"]
-        settings = {
-            key: _fields(value, str | bool) if isinstance(value, bool) else _text(value)
-            for key, value in _fields(content["settings"], dict).items()
-        }
+        settings = {_text(key): _setting(key, value) for key, value in _fields(content["settings"], dict).items()}
         return ScriptRecord(
             trace=None if trace is None else _trace_of_json(_fields(trace, dict)),
             problem=None if problem is None else _text(problem),
@@ -176,6 +179,17 @@ def _shapes(rows: Any) -> tuple[tuple[int, ...], ...]:
 def _fields(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise BadRecord(f"{type(value).__name__} instead of {kind}")
+    return value
+
+
+def _setting(name: str, value: Any) -> str | bool | int | float:
+    given = type(value)
+    if given is not SETTINGS.get(name):
+        raise BadRecord("a setting of an unknown name or type")
+    if isinstance(value, str):
+        return _text(value)
+    if not (math.isfinite(value) and 0 <= value <= _LARGEST_INT):
+        raise BadRecord("a setting of no reasonable size")
     return value
 
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.recorder import Recorder, Traits
 from featurize.step_trace import BATCH
-from featurize.values import READ, UnknownValue
+from featurize.values import ALL_KEPT, NONZERO, READ, UnknownValue
+from learn.script.replacing import replace_attribute
 
 _TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
 _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_")
@@ -32,7 +34,7 @@ _LOSS = 1.0  # of a loss whose number of classes is not known
 class ScriptRecorder(Recorder):
     """Records whatever an unmodified script does with meta tensors.
 
-    on_forward   called with the outermost module and its positional arguments, before its forward pass
+    on_forward   called with the outermost module and its arguments, as `(positional, keyword)`, before its forward pass
     """
 
     def __init__(self) -> None:
@@ -43,8 +45,20 @@ class ScriptRecorder(Recorder):
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
         self._loss = _LOSS
         self.last_module = ""
+        self._keywords: dict[str, Any] = {}  # of the call whose forward pass begins
 
     # -- the model
+
+    def follow_calls(self) -> None:
+        """See the keyword arguments of modules, which hooks of all modules do not get, from now on in this process."""
+        called = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._running:
+                self._keywords = kwargs
+            return called(module, *args, **kwargs)
+
+        replace_attribute(nn.Module, "__call__", call)
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         with torch._C.DisableTorchFunction():
@@ -52,7 +66,8 @@ class ScriptRecorder(Recorder):
             if outermost and id(module) not in self._names:
                 self.add_root(module)
         if outermost and self.on_forward is not None:
-            self.on_forward(module, args)
+            self.on_forward(module, (args, self._keywords))
+            self._keywords = {}
         super()._entered(module, args)
         self.last_module = self._running[-1]
 
@@ -103,6 +118,11 @@ class ScriptRecorder(Recorder):
             first is not None and not first.is_contiguous() and first.is_contiguous(memory_format=torch.channels_last)
         )
 
+    def weight_dtype(self) -> torch.dtype | None:
+        """Return the type of the trainable parameters of the models that have run; None where there are several."""
+        dtypes = {p.dtype for p in self._parameters() if p.requires_grad}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     def _parameters(self) -> Iterator[Tensor]:
         for root in self._roots:
             if (module := root()) is not None:
@@ -141,6 +161,19 @@ class ScriptRecorder(Recorder):
         self._copied[known[0]] = tensor.shape[0] if tensor.dim() else 1
         self._made_by[known[0]] = BATCH
 
+    def without_masks(self, traits: Traits, args: tuple, mode: TorchDispatchMode) -> tuple:
+        """As of any trace; a mask that only computing the step would give keeps everything."""
+        try:
+            return super().without_masks(traits, args, mode)
+        except UnknownValue:
+            places: list[Tensor | None] = []
+            for index in args[1]:
+                if index is None or not index.is_meta or index.dtype not in (torch.bool, torch.uint8):
+                    places.append(index)
+                else:
+                    places.extend(mode.__torch_dispatch__(NONZERO, (), (index,)).unbind(1))
+            return args[0], places, *args[2:]
+
     def run(self, func, traits: Traits, args: tuple, kwargs: dict):
         name = traits.name
         if name == READ and args[0].is_meta:
@@ -153,6 +186,9 @@ class ScriptRecorder(Recorder):
         if name == "aten::bincount":  # its length depends on the values; metrics say the least that they need
             least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return torch.empty(max(1, least), dtype=torch.int64, device="meta")
+        if name == "aten::masked_select" and any(self.values.of(one) is None for one in args):
+            self.values.assume(ALL_KEPT)
+            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
         if name.startswith(_IN_PLACE_UPDATES) and traits.mutates:
             return None if not func._schema.returns else args[0]
         try:

@@ -6,7 +6,7 @@ Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from featurize.trace import STEPS
+from learn.script.choices import Choices, name_of
 from learn.script.replacing import replace_attribute
 from learn.script.script_recorder import ScriptRecorder
 
@@ -34,7 +35,7 @@ class StepWatch:
         self.most_backwards = 0
         self.batch_size = 0
         self.optimizer_name = ""
-        self.autocast_dtypes: set[str] = set()
+        self.choices = Choices()
         self._recorder, self._enter_policy, self._on_done = recorder, enter_policy, on_done
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -42,6 +43,8 @@ class StepWatch:
     def install(self) -> None:
         """Hook into every optimizer and every backward pass of this process."""
         self._recorder.on_forward = self._forward
+        self._recorder.follow_calls()
+        self.choices.install()
         optimizers.register_optimizer_step_pre_hook(self._before_step)
         optimizers.register_optimizer_step_post_hook(self._after_step)
         made = Optimizer.__init__
@@ -70,7 +73,7 @@ class StepWatch:
         self._recorder.phase = phase
         self._enter_policy(phase)
 
-    def _forward(self, module: torch.nn.Module, args: Any) -> None:
+    def _forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """The outermost module's forward pass begins."""
         if self._in_backward or not torch.is_grad_enabled():
             return
@@ -83,9 +86,9 @@ class StepWatch:
                 recorder.step = 1
             self._begin("forward")
         with torch._C.DisableTorchFunction():
-            first = next((a for a in args if isinstance(a, Tensor) and a.dim()), None)
-            if first is not None and first.is_meta and next(module.parameters(), None) is not None:
-                self.batch_size = first.shape[0]
+            samples = _samples(inputs)
+            if samples and next(module.parameters(), None) is not None:
+                self.batch_size = samples
 
     def _after_backward(self) -> None:
         self.backwards += 1
@@ -120,6 +123,7 @@ class StepWatch:
             return
         self._stepped.clear()
         self.optimizer_name = self.optimizer_name or name_of(optimizer)
+        self.choices.of_optimizer(optimizer)
         self.most_backwards = max(self.most_backwards, self.backwards)
         self.steps, self.backwards = self.steps + 1, 0
         if self.steps < STEPS:
@@ -129,11 +133,22 @@ class StepWatch:
             recorder.keep_operators = False
 
 
-def name_of(optimizer: Optimizer) -> str:
-    """The optimizer's name as the project spells it: its class, and `momentum` for SGD with one."""
-    name = type(optimizer).__name__.lower()
-    return "momentum" if name == "sgd" and optimizer.param_groups[0].get("momentum") else name
-
-
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.is_meta for group in optimizer.param_groups for p in group["params"])
+
+
+def _samples(inputs: Any) -> int:
+    """Return how many samples a model's inputs are: the first dimension of the first tensor on the GPU that has one,
+    or the length of a list of tensors. 0 where there is neither."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[0] if inputs.is_meta and inputs.dim() else 0
+    if isinstance(inputs, Mapping):
+        inputs = tuple(inputs.values())
+    if not isinstance(inputs, list | tuple):
+        return 0
+    for value in inputs:
+        if isinstance(value, list) and value and all(isinstance(one, Tensor) and one.is_meta for one in value):
+            return len(value)
+        if samples := _samples(value):
+            return samples
+    return 0

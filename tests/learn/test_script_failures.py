@@ -53,6 +53,15 @@ def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
         ("raise SystemExit(3)\n", "exits with 3"),
         ("import os\nprint('last words', flush=True)\nos._exit(4)\n", "with code 4 .*its output ends: last words"),
         ("x = )\n", "SyntaxError"),
+        (
+            "import torch.distributed as dist\nfrom torch.distributed.fsdp import fully_shard\n"
+            "import torch\ndist.init_process_group('nccl')\nfully_shard(torch.nn.Linear(8, 4).cuda())\n",
+            "train.py:5: RuntimeError: fully_shard cannot be followed",
+        ),
+        (
+            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n",
+            "train.py:2: RuntimeError: the script asks for 4 processes; one process is estimated at a time",
+        ),
     ],
 )
 def test_a_script_without_two_steps_is_told_so(tmp_path, text, reason):

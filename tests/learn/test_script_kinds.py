@@ -12,6 +12,7 @@ from torch import nn
 
 from featurize.vision import mend_torchvision
 from learn import estimate, estimate_script
+from tests.featurize.published_models import detections
 
 SCRIPTS = Path(__file__).parent / "training_scripts"
 
@@ -96,6 +97,13 @@ class Recurrent(nn.Module):
         return self.decoder(self.drop(output))
 
 
+def detector():
+    import torchvision
+
+    make = torchvision.models.detection.fasterrcnn_resnet50_fpn
+    return make(weights=None, weights_backbone=None, num_classes=5, min_size=64, max_size=64)
+
+
 def two_losses(output, target):
     losses = (nn.functional.cross_entropy(output[name], target) for name in ("out", "aux"))
     return next(losses) + 0.5 * next(losses)
@@ -121,11 +129,13 @@ JOBS = {
     "torchvision_like --wd 0": Job(RESNET34, IMAGES, MOMENTUM),
     "rnn_loop": Job(Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
     "segmentation_loop": Job(FCN, [2, 3, 64, 64], SEGMENTATION),
+    "detection_loop": Job(detector, [*detections(masks=False)], {"optimizer": "momentum"}),
 }
 NEEDS = {
     "plain_amp": ("torchvision",), "hf_trainer": ("transformers", "accelerate"),
     "accelerate_loop": ("transformers", "accelerate"), "lightning_fit": ("torchvision", "lightning"),
     "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
+    "detection_loop": ("torchvision",), "pretrained_folder": ("transformers",),
 }  # fmt: skip
 
 
@@ -156,6 +166,7 @@ def check_same(command, job):
 def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path):
     script = check_same("plain_amp --amp fp16", Job(RESNET18, IMAGES, {"precision": "fp16"}))
     assert script.warnings[0] == "the script trains with adam, fp16, 8 samples in a forward pass"
+    assert "data loaders run in the script's own process: num_workers was put to 0" in script.warnings
     assert not os.listdir(tmp_path)
 
 
@@ -235,3 +246,84 @@ def test_a_checkpoint_recomputes_in_the_backward_pass_and_a_thread_may_load_ahea
         "the script trains with adam, fp32, 32 samples in a forward pass, 2 backward passes in a step"
     )
     assert script.breakdown["gradients"] == pytest.approx(script.breakdown["parameters"], rel=0.01)
+
+
+VALUES = """
+import torch
+from torch import nn
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 100)
+
+    def forward(self, *, ids, mask):
+        hidden = self.embed(ids)[mask]
+        return self.head(hidden), torch.nonzero(mask)
+
+
+model = Masked().cuda()
+optimizer = torch.optim.Adadelta(model.parameters(), lr=0.1)
+mask = torch.arange(32)[None, :] < torch.tensor([[8], [16], [32], [4]])
+for step in range(5):
+    ids = torch.randint(0, 100, (4, 32))
+    logits, places = model(ids=ids.cuda(), mask=mask.cuda())
+    assert logits.shape[0] == len(places) == 60, logits.shape
+    loss = nn.functional.cross_entropy(logits, ids.cuda()[mask.cuda()])
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
+    optimizer.step()
+    with torch.no_grad():
+        wrong = logits.argmax(1) != ids.cuda()[mask.cuda()]
+        hard = logits[wrong]
+        assert hard.shape[1] == 100 and torch.masked_select(logits[:, 0], wrong).dim() == 1
+        model(ids=torch.ones(64, 32, dtype=torch.int64, device="cuda"), mask=torch.ones(64, 32).bool().cuda())
+"""
+
+
+def test_values_from_the_host_decide_shapes_and_the_report_is_written(tmp_path):
+    from featurize import values
+
+    (tmp_path / "train.py").write_text(VALUES)
+    report = tmp_path / "report.html"
+    script = estimate_script(["python", "train.py"], report=report, name="masked model")
+    assert script.warnings[0] == "the script trains with adadelta, fp32, 4 samples in a forward pass"
+    assert script.warnings[1] == "the script also chooses clip_norm=0.5"
+    assert f"assumed: {values.ALL_KEPT}" in script.warnings
+    assert "masked model" in report.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "copies"), [("", 2), (" --views", 1)])
+def test_one_rank_of_distributed_training_holds_its_buckets(arguments, copies):
+    script = run("one_rank" + arguments, estimator="trace")
+    assert script.breakdown["gradients"] == pytest.approx(copies * script.breakdown["parameters"], rel=0.01)
+    assert "torch.distributed runs with one process: buffers of NCCL are not counted" in script.warnings
+
+
+@pytest.mark.slow
+def test_a_model_is_read_from_a_local_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = bert().model
+    model.save_pretrained(tmp_path / "model")
+    script = run(f"pretrained_folder {tmp_path / 'model'}", estimator="trace")
+    module = estimate(bert, [[4, 32], [4]], optimizer="adamw", loss=own_loss, estimator="trace", **TOKENS)
+    assert isinstance(model, transformers.BertForSequenceClassification)
+    assert script.parameters == module.parameters
+    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_module_of_a_package_runs_with_its_arguments(tmp_path):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "model.py").write_text("from torch import nn\n\ndef make(width):\n    return nn.Linear(width, 4)\n")
+    (package / "train.py").write_text(
+        "import sys, torch\nfrom .model import make\nwidth = int(sys.argv[1])\nmodel = make(width).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nwhile True:\n"
+        "    model(torch.randn(2, width).cuda()).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    assert estimate_script(["python", "-m", "mine.train", "16"], estimator="trace").parameters == 16 * 4 + 4

@@ -1,0 +1,53 @@
+"""Says where a script failed: the innermost line of the user's own code, the operator and the module.
+
+Start reading at `explained`.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+from conf.plain_text import first_line
+from featurize.recorder import origin
+from learn.script.containment import DISTRIBUTED
+
+_ROOT = Path(__file__).resolve().parents[2]
+_INSTALLED = ("site-packages", "dist-packages")
+_LAUNCHED = (
+    "; the script expects a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 before the command "
+    "to estimate one process"
+)
+
+
+def explained(error: BaseException, script: str) -> str:
+    """Return one line for what a script raised.
+
+    Args:
+        error: What was raised, with its traceback.
+        script: The script's path, or its module's name.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_readable(frame.filename)]
+    folders = (Path(script).resolve().parent, Path.cwd())
+    near = [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
+    where = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(near or frames)), "")
+    operator, module = origin(error)
+    of = f" in operator {operator}" if operator else ""
+    of += f" of module {module!r}" if module else ""
+    text = first_line(error) if isinstance(error, Exception) else str(error)
+    launched = isinstance(error, KeyError) and error.args and error.args[0] in DISTRIBUTED
+    return f"{where}{type(error).__name__}{of}: {text}{_LAUNCHED if launched else ''}"
+
+
+def _is_readable(filename: str) -> bool:
+    """Whether a frame is of code that the user could have written: not the library's, torch's or this project's."""
+    if filename.startswith("<"):
+        return False
+    path = Path(filename).resolve()
+    if any(part in _INSTALLED for part in path.parts):
+        return False
+    ours = (_ROOT / "learn", _ROOT / "featurize", Path(sysconfig.get_path("stdlib")).resolve())
+    torch_folder = os.sep + "torch" + os.sep
+    return torch_folder not in str(path) and not any(path.is_relative_to(folder) for folder in ours)

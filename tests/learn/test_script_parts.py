@@ -1,0 +1,112 @@
+"""What a script chooses, where it fails and which loggers it finds, without running one."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from featurize.device_spec import describe_device
+from learn.estimation.answers import answer
+from learn.estimation.on_machine import machine_for
+from learn.script import estimating
+from learn.script.choices import name_of
+from learn.script.explaining import explained
+from learn.script.loggers import SilentLoggers
+from learn.script.record_file import BadRecord, read_record, write_record
+from learn.script.step_watch import _samples
+from tests.learn.test_script_failures import RECORD
+
+DEVICE = describe_device("A100-SXM4-40GB")
+
+
+def answered(settings, **more):
+    record = dataclasses.replace(RECORD, settings=settings)
+    job = estimating._workload(record, "train.py")
+    return answer(job, DEVICE, on=machine_for(None, DEVICE, None), **more)[0], tuple(estimating._notes(record))
+
+
+def test_an_optimizer_that_nobody_knows_fails_no_answer():
+    settings = {"optimizer": "adadelta", "precision": "fp32", "implementation": "fused", "clip_norm": 1.0}
+    done, notes = answered(settings)
+    assert done.peak_memory_mib > 0 and done.answered_by["memory"] == "trace"
+    assert "no model was fitted on optimizer=adadelta, implementation=fused, clip_norm=1.0: the trace answers" in (
+        done.warnings
+    )
+    assert notes[1] == "the script also chooses implementation=fused, clip_norm=1.0"
+
+
+@pytest.mark.parametrize("settings", [{"optimiser": "adam"}, {"clip_norm": float("inf")}, {"accumulation": True}])
+def test_a_setting_that_no_script_can_choose_is_refused(tmp_path, settings):
+    write_record(tmp_path / "record.json", dataclasses.replace(RECORD, settings=settings))
+    with pytest.raises(BadRecord):
+        read_record(tmp_path / "record.json")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (torch.optim.Adadelta, "adadelta"),
+        (lambda weights: torch.optim.SGD(weights, 0.1), "sgd"),
+        (lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9), "momentum"),
+        (lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9, nesterov=True), "nesterov"),
+    ],
+)
+def test_an_optimizer_has_the_projects_name(make, name):
+    assert name_of(make(nn.Linear(2, 2).parameters())) == name
+
+
+def test_the_samples_are_those_of_the_models_own_inputs():
+    images = torch.zeros(8, 3, 4, 4, device="meta")
+    assert _samples(((images, torch.zeros(5)), {})) == 8
+    assert _samples(((), {"labels": torch.zeros((), device="meta"), "pixel_values": images})) == 8
+    assert _samples((([images[0], images[1]], [{"boxes": images}]), {})) == 2
+    assert _samples(((torch.zeros(3),), {"scale": 2})) == 0
+
+
+def test_a_failure_is_named_by_the_innermost_line_of_the_users_own_code(tmp_path, monkeypatch):
+    package = tmp_path / "helpers_of_the_script"
+    package.mkdir()
+    (package / "__init__.py").write_text("import torch\n\ndef spoil():\n    torch.zeros(2) + torch.zeros(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import helpers_of_the_script
+
+    with pytest.raises(RuntimeError) as raised:
+        helpers_of_the_script.spoil()
+    message = explained(raised.value, str(tmp_path / "train.py"))
+    assert message.startswith(f"{package / '__init__.py'}:4: RuntimeError: The size of tensor a")
+
+
+def test_a_missing_variable_of_a_launcher_is_explained(tmp_path):
+    with pytest.raises(KeyError) as raised:
+        _ = {}["LOCAL_RANK"]
+    message = explained(raised.value, str(tmp_path / "train.py"))
+    assert "put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 before the command" in message
+
+
+def test_a_logger_that_is_not_installed_is_absent_where_the_script_is_ready_for_that(tmp_path, monkeypatch):
+    notes = []
+    monkeypatch.setattr(sys, "meta_path", [SilentLoggers(notes.append), *sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    program = tmp_path / "logging_script.py"
+    program.write_text(
+        "import contextlib, importlib.util\n"
+        "found = {}\n"
+        "try:\n    import swanlab\nexcept ImportError:\n    swanlab = None\n"
+        "with contextlib.suppress(ModuleNotFoundError):\n    import aim\n    found['aim'] = aim\n"
+        "found['probe'] = importlib.util.find_spec('swanlab')\n"
+        "import clearml\nclearml.Task.init()\n"
+        "(__import__('pathlib').Path(__file__).parent / 'mlflow.py').write_text('1 / 0')\n"
+        "importlib.invalidate_caches()\n"
+        "try:\n    import mlflow\nexcept ImportError:\n    mlflow = None\n"
+    )
+    import logging_script
+
+    try:
+        assert logging_script.swanlab is None and logging_script.found == {"probe": None}
+        assert logging_script.mlflow.log_metric("loss", 1.0) is not None
+        assert notes == ["clearml was kept from logging", "mlflow was kept from logging"]
+    finally:
+        for name in ("clearml", "mlflow", "logging_script"):
+            sys.modules.pop(name, None)
