@@ -178,8 +178,8 @@ class _Capture:
                 joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=weights
             )
 
-        def replay(graph: GraphModule, _inputs: Any) -> GraphReplay:
-            return GraphReplay(graph, regions)
+        def replay(gm: GraphModule, example_inputs: Any) -> GraphReplay:
+            return GraphReplay(gm, regions)
 
         self._function = aot_function(
             forward, replay, replay, partition, dict(select_decomp_table()), num_params_buffers=len(names)
@@ -205,7 +205,8 @@ def _losses_in_parts() -> Iterator[None]:
     """Within, losses of class indices call the operators that they are made of: composite ones have no gradient on
     meta tensors while a graph is captured."""
     functions = torch._C._nn
-    entropy, likelihood = functions.cross_entropy_loss, functions.nll_loss_nd
+    entropy: Callable[..., Tensor] = functions.cross_entropy_loss
+    likelihood: Callable[..., Tensor] = functions.nll_loss_nd
 
     def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Tensor:
         if x.dim() not in (1, 2, 4):

@@ -187,8 +187,9 @@ class GraphReplay:
         """Of several results each has its own end."""
         if isinstance(result, tuple | list):
             for user in node.users:
-                if user.target is operator.getitem and (user not in self._unread):
-                    values[user] = result[user.args[1]]
+                place = user.args[1] if user.target is operator.getitem else None
+                if isinstance(place, int) and user not in self._unread:
+                    values[user] = result[place]
         elif node not in self._unread:
             values[node] = result
 
@@ -225,6 +226,7 @@ def _mutates(node: Node) -> bool:
 
 def _call(node: Node, values: dict[Node, Any]) -> Any:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    assert callable(node.target)
     return node.target(*args, **kwargs)
 
 
