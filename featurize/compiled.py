@@ -120,7 +120,7 @@ class _Region:
         try:
             capture = _Capture(self._holder, names, leaves, structure, regions)
             # Saved-tensor hooks (of a checkpoint around this) and dispatch modes belong to threads: none of them here.
-            with ThreadPoolExecutor(1) as thread, _losses_in_parts():
+            with ThreadPoolExecutor(1) as thread, _capturable():
                 capture.first_call(thread, tensors)
         except Exception as error:  # the compiler and a model may raise anything
             regions.failed.setdefault(self._name, exception_line(error))
@@ -186,10 +186,18 @@ class _Capture:
         )
 
     def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
-        """Capture the graphs. Raises what the model and the compiler raise."""
-        outputs = thread.submit(self._function, *tensors).result()
-        if any(t.requires_grad for t in tensors) and not any(t.requires_grad for t in outputs):
-            raise RuntimeError("the graph loses the gradient")
+        """Capture the graphs and run both once. Raises what the model and the compiler raise."""
+
+        def run() -> None:
+            outputs = [output for output in self._function(*tensors) if output.requires_grad]
+            inputs = [tensor for tensor in tensors if tensor.requires_grad]
+            if inputs and not outputs:
+                raise RuntimeError("the graph loses the gradient")
+            if inputs:
+                gradients = [torch.empty_like(output) for output in outputs]
+                torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+
+        thread.submit(run).result()
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         outputs = iter(self._function(*tensors))
@@ -201,9 +209,9 @@ class _Capture:
 
 
 @contextlib.contextmanager
-def _losses_in_parts() -> Iterator[None]:
+def _capturable() -> Iterator[None]:
     """Within, losses of class indices call the operators that they are made of: composite ones have no gradient on
-    meta tensors while a graph is captured."""
+    meta tensors while a graph is captured. `torch.tensor` on meta gives a tensor of the graph."""
     functions = torch._C._nn
     entropy: Callable[..., Tensor] = functions.cross_entropy_loss
     likelihood: Callable[..., Tensor] = functions.nll_loss_nd
@@ -221,7 +229,16 @@ def _losses_in_parts() -> Iterator[None]:
             return entropy(x, target, weight, reduction, ignored, smoothing)
         return nll_loss(torch.log_softmax(x, min(1, x.dim() - 1)), target, weight, reduction, ignored)
 
-    with replaced(functions, "cross_entropy_loss", cross_entropy), replaced(functions, "nll_loss_nd", nll_loss):
+    made_of_data = torch.tensor
+
+    def tensor(*args: Any, **kwargs: Any) -> Tensor:
+        made = made_of_data(*args, **kwargs)
+        return torch.empty(made.shape, dtype=made.dtype, device="meta") if made.is_meta else made
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(functions, "cross_entropy_loss", cross_entropy))
+        stack.enter_context(replaced(functions, "nll_loss_nd", nll_loss))
+        stack.enter_context(replaced(torch, "tensor", tensor))
         yield
 
 

@@ -206,7 +206,8 @@ def _role(node: Node) -> str:
     if node.op == "output":
         return "output"
     if node.target is operator.getitem:
-        return _INPUT  # set with the operator that it is a result of
+        source = node.args[0]  # other results are set with the operator that gives them
+        return _VIEW if isinstance(source, torch.fx.Node) and _role(source) == _VIEW else _INPUT
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return _EXTERN
