@@ -155,3 +155,25 @@ def test_what_cannot_be_captured_at_all_is_estimated_as_eager():
     eager, compiled = traced(Reads()), traced(Reads(), compile=True)
     assert compiled.notes[0] == AS_EAGER and "the model is not captured" in compiled.notes[1]
     assert compiled.peak_live_bytes == eager.peak_live_bytes
+
+
+class WithLoss(nn.Module):
+    """Splits a product and takes its own loss, as published language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        first, second = self.both(x).chunk(2, dim=-1)
+        kept = torch.cat([torch.tensor([], device=x.device), first.mm(second.T)])
+        return nn.functional.cross_entropy(kept, target), (kept,)
+
+
+def test_a_model_that_splits_results_and_takes_its_own_loss_is_captured():
+    inputs = torch.empty(ROWS, WIDTH, device="meta"), torch.zeros(ROWS, dtype=torch.int64)
+    trace = trace_step(
+        WithLoss(), inputs, torch.empty(()), lambda output, _target: output[0], settings=Training(compile=True)
+    )
+    assert trace.notes == (MODELLED,)
+    assert sum(op.name == "aten::mm" for op in trace.operators if op.phase == "backward") >= 3
