@@ -221,6 +221,18 @@ class Recorder(TorchDispatchMode):
             self._note(traits, maker[1], args, inputs, outputs)
         return out
 
+    def fused(self, func, args: Sequence, inputs: list[Tensor], outputs: Sequence) -> None:
+        """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way."""
+        traits = self.traits_of(func)
+        maker = (traits.name, self._running[-1] if self._running else self._module_now(), None)
+        made = _meta_tensors(outputs)
+        for tensor in inputs:
+            self._see(tensor.untyped_storage(), "buffer")
+        for tensor in made:
+            self._see(tensor.untyped_storage(), None, maker)
+        if self.keep_operators and made:
+            self._note(traits, maker[1], args, _meta_tensors(inputs), made)
+
     def _note(self, traits: Traits, module: str, args, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         changed = [t for i in traits.written for t in _meta_tensors(args[i : i + 1])]
         written = {id(t) for t in changed}

@@ -17,6 +17,7 @@ from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize import flash_attention
 from featurize.batches import Inputs, arguments, as_meta, call, mapped, own_loss, tensors_of
+from featurize.compiled import CompiledRegions
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.quantized import elements, replace_bitsandbytes
@@ -30,8 +31,9 @@ from featurize.step_trace import Event as Event
 from featurize.step_trace import Operator as Operator
 from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
+from featurize.training_settings import training_of
 from featurize.trial_config import TrialConfig
-from featurize.wrappers import remarks, unwrapped
+from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 
@@ -110,19 +112,24 @@ def trace_step(
     doing = "the model cannot be built on the meta device"
     try:
         notes: dict[str, None] = {}
+        compiled: dict[str, None] = {}
         if isinstance(model, nn.Module):
-            model = on_meta(_noted(model, notes))
+            model = on_meta(_noted(model, notes, compiled))
         else:
-            factory = _noting(model, notes)
+            factory = _noting(model, notes, compiled)
             model = flash_attention.building(lambda: build_on_meta(factory))
         if isinstance(model, nn.Module):
             _require_trainable(model)
             model = unwrapped(model)
             replace_bitsandbytes(model)
+        training = training_of(settings)
+        if training.compile:
+            compiled[""] = None
+        regions = CompiledRegions(model, compiled, blocks_alone=training.checkpointing is not None)
         step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
         model = step.model
         _require_trainable(model)  # quantized weights are frozen
-        recorder = Recorder(model)
+        recorder = regions.recorder = Recorder(model)
         if callable(inputs):  # before CUDA's rules hold: a family may plan its network here, and keeps the plan
             with torch.device("meta"):
                 made, target = inputs("meta")
@@ -149,7 +156,7 @@ def trace_step(
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
             assumed=tuple(recorder.values.assumed),
-            notes=tuple(notes),
+            notes=(*regions.notes(), *notes),
         )
     except (CommandError, TraceError):
         raise
@@ -161,16 +168,19 @@ def trace_step(
             gc.enable()
 
 
-def _noted(model: nn.Module, notes: dict[str, None]) -> nn.Module:
-    """Note what the trace leaves out: before the model is copied, since a copy is not compiled any more."""
+def _noted(model: nn.Module, notes: dict[str, None], compiled: dict[str, None]) -> nn.Module:
+    """Note what the trace leaves out and what is compiled: a copy of the model does not tell any more."""
     notes.update(dict.fromkeys(remarks(model)))
+    compiled.update(dict.fromkeys(compiled_modules(model)))
     return model
 
 
-def _noting(factory: Callable[[], nn.Module], notes: dict[str, None]) -> Callable[[], nn.Module]:
+def _noting(
+    factory: Callable[[], nn.Module], notes: dict[str, None], compiled: dict[str, None]
+) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         built = factory()
-        return _noted(built, notes) if isinstance(built, nn.Module) else built
+        return _noted(built, notes, compiled) if isinstance(built, nn.Module) else built
 
     return build
 

@@ -80,6 +80,8 @@ class TrainingStep:
         self.loss = loss or cross_entropy
         self.holds_output = holds_output
         self._held: tuple = ()
+        if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.compiled` does it
+            model.compile()
         self.model = _prepared(model, self.settings).train()
         self.average = MovingAverage(self.model) if self.settings.ema else None
         self.optimizer = self._make_optimizer()

@@ -69,6 +69,7 @@ class Training:
         checkpoint_reentrant: The variant of `torch.utils.checkpoint`.
         offload_activations: Saved tensors lie in host memory until the backward pass (`save_on_cpu`).
         offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
+        compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not.
         quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
         quantize_skip: Names of the linear layers that stay as they are. None: the output layer, as in transformers.
         quantize_keeps_inputs: 4-bit layers keep their inputs for the backward pass, as in bitsandbytes before 0.43.2.
@@ -94,6 +95,7 @@ class Training:
     checkpoint_reentrant: bool = False
     offload_activations: bool = False
     offload_optimizer: bool = False
+    compile: bool = False
     quantize: str | None = None
     quantize_skip: tuple[str, ...] | None = None
     quantize_keeps_inputs: bool = False
@@ -191,7 +193,7 @@ _CHOICES = {
 _MAY_BE_NONE = ("implementation", "checkpointing", "quantize")
 _BOOLEANS = (
     "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",
-    "offload_activations", "offload_optimizer", "quantize_keeps_inputs",
+    "offload_activations", "offload_optimizer", "compile", "quantize_keeps_inputs",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Wrappers that a trace does not follow, so that an estimate can warn of them: compiled and parallel modules.
+"""Wrappers around modules: compiled ones, which `featurize.compiled` follows, and parallel ones, which no trace does.
 
 Start reading at `unwrapped`.
 """
@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from torch import nn
 
-COMPILED = (
-    "the model is compiled (torch.compile) and is estimated as eager: compiled steps usually take less memory and time"
-)
 PARALLEL = (
     "the model is an nn.DataParallel and is estimated on one GPU with the whole batch: on several, the first one also "
     "gathers the outputs"
@@ -18,13 +15,18 @@ PARALLEL = (
 
 def remarks(model: nn.Module) -> tuple[str, ...]:
     """Return a sentence for each kind of wrapper in the model whose effect the trace leaves out."""
-    modules = list(model.modules())
-    notes = []
-    if any(_is_compiled(module) for module in modules):
-        notes.append(COMPILED)
-    if any(isinstance(module, nn.DataParallel) for module in modules):
-        notes.append(PARALLEL)
-    return tuple(notes)
+    return (PARALLEL,) if any(isinstance(module, nn.DataParallel) for module in model.modules()) else ()
+
+
+def compiled_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the compiled modules, as they are in the `unwrapped` model. Ask before a copy is made: the
+    copy of a module that `nn.Module.compile` compiled is not compiled any more."""
+    if (inner := _compiled_inside(model)) is not None:
+        return ("",)
+    if (inner := _parallel_inside(model)) is not None:
+        return compiled_modules(inner)
+    paths = (path for path, module in model.named_modules() if _is_compiled(module))
+    return tuple(".".join(part for part in path.split(".") if part != "_orig_mod") for path in paths)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -64,6 +64,7 @@ class TrainingKeys:
     offload_optimizer: bool | None = key(
         None, "for model: true where state and step of the optimizer are on the host; default false"
     )
+    compile: bool | None = key(None, "for model: true where torch.compile compiles the model; default false")
     quantize: str | None = key(
         None, "for model: store the frozen weights of linear layers as nf4, nf4-dq, fp4, fp4-dq or int8; default not"
     )

@@ -108,8 +108,11 @@ def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, capsys):
     ],
     ids=["compile", "compiled_member", "compiled_in_place", "data_parallel"],
 )
-def test_wrappers_that_the_trace_does_not_follow_are_warned_of(wrap, words):
+def test_wrappers_around_modules_are_warned_of(wrap, words):
     plain, wrapped = estimate(net(), SHAPE), estimate(wrap(net()), SHAPE)
     assert any(words in warning for warning in wrapped.warnings)
     assert not any(words in warning for warning in plain.warnings)
-    assert wrapped.trace_memory_mib == plain.trace_memory_mib
+    if "DataParallel" in words:  # which the trace does not follow
+        assert wrapped.trace_memory_mib == plain.trace_memory_mib
+    else:
+        assert wrapped.trace_memory_mib == pytest.approx(plain.trace_memory_mib, rel=0.05)

@@ -1,0 +1,265 @@
+"""Compiled modules in a trace: graphs as torch.compile would capture and split them, replayed on meta tensors.
+
+Start reading at `CompiledRegions`; `featurize.compiled_graph` runs a captured graph. AOTAutograd traces the joint graph
+of a region's forward and backward pass, its min-cut partitioner chooses what is saved. Imports torch's compiler when
+the first region is captured, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from conf.plain_text import exception_line
+from featurize.checkpointing import repeated_blocks
+from featurize.compiled_graph import GraphReplay
+from featurize.replacing import replaced
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from featurize.recorder import Recorder
+
+MODELLED = (
+    "the model is compiled (torch.compile): AOTAutograd's partitioner chose what is saved for the backward pass, while "
+    "fusion and buffer reuse of Inductor are approximated: the figures are less sure than those of an eager model"
+)
+AS_EAGER = (
+    "the model is compiled (torch.compile) and is estimated as eager: compiled steps usually take less memory and time"
+)
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+_KNOWN = (Tensor, *_PLAIN)
+_MOST_REASONS = 2
+
+
+class CompiledRegions:
+    """The compiled modules of one model. Give it the `recorder` before the step; without one the modules run eagerly.
+
+    Args:
+        model: Its compiled modules' forward passes are replaced.
+        names: The compiled modules; "" is the model itself.
+        blocks_alone: Repeated blocks are compiled each by itself, as where checkpoints around them divide the graph.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str], *, blocks_alone: bool = False) -> None:
+        self.recorder: Recorder | None = None
+        self.capturing = False
+        self.followed: set[str] = set()  # names of the modules that were captured
+        self.failed: dict[str, str] = {}  # name of a module that was not -> why
+        paths = {module: path for path, module in model.named_modules()}
+        chosen: dict[nn.Module, None] = {}
+        for name in names:
+            module = model.get_submodule(name)
+            blocks = repeated_blocks(module)
+            if not (blocks_alone and blocks):
+                chosen[module] = None
+            chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
+        self._any = bool(chosen)
+        for module in chosen:
+            vars(module)["forward"] = _Region(self, module, paths[module]).as_function()  # shadows the class's method
+
+    def recorder_now(self) -> Recorder | None:
+        """Return the recorder of what runs; None while a graph is captured."""
+        return None if self.capturing else self.recorder
+
+    def notes(self) -> tuple[str, ...]:
+        """Return how sure the trace of the compiled modules is, and what kept some from being captured."""
+        if not self._any:
+            return ()
+        reasons = tuple(f"torch.compile: {_named(name)} is not captured: {why}" for name, why in self.failed.items())
+        return (MODELLED if self.followed else AS_EAGER, *reasons[:_MOST_REASONS])
+
+
+class _Region:
+    """One compiled module: its graphs by the shapes, types and constants of its inputs."""
+
+    def __init__(self, regions: CompiledRegions, module: nn.Module, name: str) -> None:
+        self._regions = regions
+        self._forward = module.forward
+        self._holder = _Holder(module, self._forward)
+        self._name = name
+        self._captured: dict[Hashable, _Capture | None] = {}
+
+    def as_function(self) -> Callable[..., Any]:
+        """Return what stands in the place of the module's forward pass."""
+
+        @functools.wraps(self._forward)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            regions = self._regions
+            if regions.recorder_now() is None or not torch.is_grad_enabled():
+                return self._forward(*args, **kwargs)
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            held = {**dict(self._holder.named_parameters()), **dict(self._holder.named_buffers())}
+            tensors = [*held.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+            key = (str(structure), *map(_signature, (*leaves, *held.values())))
+            if key not in self._captured:
+                self._captured[key] = self._capture(list(held), leaves, structure, tensors)
+            capture = self._captured[key]
+            return self._forward(*args, **kwargs) if capture is None else capture(tensors)
+
+        return compiled
+
+    def _capture(self, names: list[str], leaves: list[Any], structure: pytree.TreeSpec, tensors: list[Tensor]):
+        """The graphs for these inputs; None where there are none, which is noted."""
+        regions = self._regions
+        unknown = [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]
+        if unknown:
+            regions.failed.setdefault(self._name, f"it takes a {type(unknown[0]).__name__}, which is no tensor")
+            return None
+        regions.capturing = True
+        try:
+            capture = _Capture(self._holder, names, leaves, structure, regions)
+            # Saved-tensor hooks (of a checkpoint around this) and dispatch modes belong to threads: none of them here.
+            with ThreadPoolExecutor(1) as thread, _capturable():
+                capture.first_call(thread, tensors)
+        except Exception as error:  # the compiler and a model may raise anything
+            regions.failed.setdefault(self._name, exception_line(error))
+            return None
+        finally:
+            regions.capturing = False
+        regions.followed.add(self._name)
+        return capture
+
+
+class _Holder(nn.Module):
+    """The module as it was, for `torch.func.functional_call`."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._as_it_was = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_it_was(*args, **kwargs)
+
+
+class _Capture:
+    """The compiled function of one region for inputs of one kind. The first call captures its graphs."""
+
+    def __init__(
+        self,
+        holder: nn.Module,
+        names: list[str],
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        regions: CompiledRegions,
+    ) -> None:
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+
+        def forward(*tensors: Tensor) -> list[Tensor]:
+            given = iter(tensors[len(names) :])
+            pairs = zip(constants, is_tensor, strict=True)
+            args, kwargs = pytree.tree_unflatten([next(given) if is_one else c for c, is_one in pairs], structure)
+            weights = dict(zip(names, tensors, strict=False))
+            with disable_saved_tensors_hooks("a compiled module with checkpoints or saved-tensor hooks in it"):
+                result = functional_call(holder, weights, args, kwargs)
+            outputs, self._outer = pytree.tree_flatten(result)
+            self._results = [(leaf, list(_tensors_in(leaf, {}))) for leaf in outputs]
+            return [tensor for _, tensors in self._results for tensor in tensors]
+
+        def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            weights = list(range(len(names)))  # which live anyhow: saving them costs nothing
+            return min_cut_rematerialization_partition(
+                joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=weights
+            )
+
+        def replay(gm: GraphModule, example_inputs: Any) -> GraphReplay:
+            return GraphReplay(gm, regions)
+
+        self._function = aot_function(
+            forward, replay, replay, partition, dict(select_decomp_table()), num_params_buffers=len(names)
+        )
+
+    def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
+        """Capture the graphs and run both once. Raises what the model and the compiler raise."""
+
+        def run() -> None:
+            outputs = [output for output in self._function(*tensors) if output.requires_grad]
+            inputs = [tensor for tensor in tensors if tensor.requires_grad]
+            if inputs and not outputs:
+                raise RuntimeError("the graph loses the gradient")
+            if inputs:
+                gradients = [torch.empty_like(output) for output in outputs]
+                torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+
+        thread.submit(run).result()
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        outputs = iter(self._function(*tensors))
+        leaves = []
+        for result, inside in self._results:
+            memo: dict[int, Any] = {id(tensor): next(outputs) for tensor in inside}
+            leaves.append(copy.deepcopy(result, memo))
+        return pytree.tree_unflatten(leaves, self._outer)
+
+
+@contextlib.contextmanager
+def _capturable() -> Iterator[None]:
+    """Within, losses of class indices call the operators that they are made of: composite ones have no gradient on
+    meta tensors while a graph is captured. `torch.tensor` on meta gives a tensor of the graph."""
+    functions = torch._C._nn
+    entropy: Callable[..., Tensor] = functions.cross_entropy_loss
+    likelihood: Callable[..., Tensor] = functions.nll_loss_nd
+
+    def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Tensor:
+        if x.dim() not in (1, 2, 4):
+            return likelihood(x, target, weight, reduction, ignored)
+        kernel = torch.ops.aten.nll_loss2d_forward if x.dim() == 4 else torch.ops.aten.nll_loss_forward
+        return kernel(x, target, weight, reduction, ignored)[0]
+
+    def cross_entropy(
+        x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, smoothing: float
+    ) -> Tensor:
+        if smoothing or target.is_floating_point():
+            return entropy(x, target, weight, reduction, ignored, smoothing)
+        return nll_loss(torch.log_softmax(x, min(1, x.dim() - 1)), target, weight, reduction, ignored)
+
+    made_of_data = torch.tensor
+
+    def tensor(*args: Any, **kwargs: Any) -> Tensor:
+        made = made_of_data(*args, **kwargs)
+        return torch.empty(made.shape, dtype=made.dtype, device="meta") if made.is_meta else made
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(functions, "cross_entropy_loss", cross_entropy))
+        stack.enter_context(replaced(functions, "nll_loss_nd", nll_loss))
+        stack.enter_context(replaced(torch, "tensor", tensor))
+        yield
+
+
+def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    """The tensors in a result: itself, or those of a key-value cache and other objects."""
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, Tensor):
+        yield value
+        return
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for member in (*members, *getattr(value, "__dict__", {}).values()):
+        yield from _tensors_in(member, seen)
+
+
+def _signature(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return type(value), value if isinstance(value, _KNOWN) else None
+
+
+def _named(name: str) -> str:
+    return f"module {name!r}" if name else "the model"

@@ -1,0 +1,255 @@
+"""Replays one graph of a compiled region as Inductor would run it: which values get memory, and until when.
+
+Start reading at `GraphReplay`; `featurize.compiled` captures the graphs. Inductor writes its kernels for the target
+GPU, so four rules approximate what it fuses:
+
+1. Matrix products, convolutions, attention and all operators that no rule names are kernels of their own.
+2. A pointwise result has memory only where such a kernel, the graph's output or a write needs it, or where it reads
+   more buffers than Inductor inlines. Otherwise its consumers compute it from the buffers that it reads.
+3. A reduction's result always has memory.
+4. A buffer is freed after its last reader. A fused kernel's result takes over a buffer of its size that ends there.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from featurize.op_cost import GATHERS
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+    from featurize.compiled import CompiledRegions
+
+# torch/_inductor/config.py: realize_reads_threshold, of a value with several readers; realize_acc_reads_threshold.
+_MOST_READS_SHARED = 4
+_MOST_READS = 8
+# Besides the operators that torch tags as pointwise.
+_POINTWISE = frozenset(
+    {
+        "aten::_to_copy", "aten::arange", "aten::clone", "aten::constant_pad_nd", "aten::empty", "aten::empty_like",
+        "aten::empty_strided", "aten::fill", "aten::full", "aten::full_like", "aten::lift_fresh_copy",
+        "aten::masked_fill", "aten::new_full", "aten::new_ones", "aten::new_zeros", "aten::ones", "aten::ones_like",
+        "aten::scalar_tensor", "aten::tril", "aten::triu", "aten::where", "aten::zeros", "aten::zeros_like",
+        "prims::_inductor_bucketize", "prims::convert_element_type", "prims::iota",
+    }
+)  # fmt: skip
+# Fused kernels whose result has memory of its own.
+_REDUCTIONS = frozenset(
+    {
+        "aten::all", "aten::amax", "aten::amin", "aten::any", "aten::argmax", "aten::argmin", "aten::max", "aten::mean",
+        "aten::min", "aten::prod", "aten::sum", "aten::var", "aten::var_mean", "prims::prepare_softmax_online",
+        "prims::sum", "prims::var",
+        "aten::cat", "aten::copy", "aten::copy_", "aten::embedding", "aten::gather", "aten::index",
+        "aten::index_select", "aten::rand", "aten::rand_like", "aten::randn", "aten::randn_like",
+        "prims::inductor_random", "aten::index_put", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce",
+        "aten::select_scatter", "aten::slice_scatter",
+    }
+)  # fmt: skip
+_VIEWS = frozenset({"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "prims::broadcast_in_dim"})
+_INPUT, _VIEW, _INLINE, _KERNEL, _EXTERN = "input", "view", "inline", "kernel", "extern"
+
+
+class GraphReplay:
+    """A forward or backward graph, called as AOTAutograd calls what a backend compiled: one list, which is emptied."""
+
+    _boxed_call = True
+
+    def __init__(self, graph_module: GraphModule, regions: CompiledRegions) -> None:
+        self._constants = graph_module
+        self._regions = regions
+        self._nodes = list(graph_module.graph.nodes)
+        self._plan()
+
+    def _plan(self) -> None:
+        """Decide what has memory, what each kernel reads and which values end with it."""
+        self._roles = {node: _role(node) for node in self._nodes}
+        self._bases: dict[Node, Node] = {}  # value -> the one whose memory it shares
+        for node in self._nodes:
+            shares = self._roles[node] == _VIEW or (self._roles[node] == _KERNEL and _mutates(node))
+            self._bases[node] = self._bases[node.all_input_nodes[0]] if shares else node
+        users: dict[Node, set[Node]] = {node: set() for node in self._nodes}
+        for node in self._nodes:
+            for source in node.all_input_nodes:
+                if self._roles[node] != _VIEW:
+                    users[self._bases[source]].add(node)
+        for node in self._nodes:
+            if self._roles[node] in (_EXTERN, "output"):
+                for source in node.all_input_nodes:
+                    self._realize(source)
+            elif self._roles[node] == _KERNEL and (_mutates(node) or node.target._schema.name in GATHERS):
+                self._realize(node.all_input_nodes[0])
+        # What a value is computed from: buffers alone. In order, since what reads too many becomes a buffer itself.
+        self._reads: dict[Node, set[Node]] = {}
+        for node in self._nodes:
+            role = self._roles[node]
+            if role in (_INPUT, _VIEW):
+                continue
+            reads: set[Node] = set()
+            for source in node.all_input_nodes:
+                base = self._bases[source]
+                reads |= self._reads[base] if self._roles[base] == _INLINE else {base}
+            self._reads[node] = reads
+            most = _MOST_READS_SHARED if len(users[node]) > 1 else _MOST_READS
+            if role == _INLINE and len(reads) > most:
+                self._roles[node] = _KERNEL
+        last: dict[Node, Node] = {}
+        for node in self._nodes:
+            if self._roles[node] in (_KERNEL, _EXTERN, "output"):
+                last.update(dict.fromkeys(self._reads[node], node))
+        self._ends: dict[Node, list[Node]] = {node: [] for node in self._nodes}
+        for base, node in last.items():
+            self._ends[node].append(base)
+        self._unread = {n for n in self._nodes if self._bases[n] is n and self._roles[n] != _INLINE and n not in last}
+        self._views: dict[Node, list[Node]] = {}
+        for node in self._nodes:
+            if self._bases[node] is not node:
+                self._views.setdefault(self._bases[node], []).append(node)
+
+        self._meant = {n: _meant(n.meta["val"]) for n in self._nodes if self._roles[n] == _KERNEL and not _mutates(n)}
+
+    def _realize(self, node: Node) -> None:
+        base = self._bases[node]
+        if self._roles[base] == _INLINE:
+            self._roles[base] = _KERNEL
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        values: dict[Node, Any] = {}
+        given = iter(args)
+        for node in self._nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+        del given
+        args.clear()
+        for node in self._nodes:
+            role = self._roles[node]
+            if role == "output":
+                return [values.get(one) if isinstance(one, torch.fx.Node) else one for one in node.args[0]]
+            if role == _VIEW:
+                self._run_view(node, values)
+            elif role == _KERNEL:
+                self._run_fused(node, values)
+            elif role == _EXTERN:
+                self._run_extern(node, values)
+            elif role == _INPUT and node.op == "get_attr":
+                values[node] = operator.attrgetter(str(node.target))(self._constants)
+            if node in self._unread and role != _EXTERN:
+                values.pop(node, None)
+        raise AssertionError("a graph ends with its output")
+
+    def _run_view(self, node: Node, values: dict[Node, Any]) -> None:
+        if node.all_input_nodes[0] in values and node not in values:
+            with torch._C._DisableTorchDispatch():
+                values[node] = _call(node, values)
+
+    def _run_extern(self, node: Node, values: dict[Node, Any]) -> None:
+        result = _call(node, values)
+        self._keep(node, result, values)
+        del result
+        self._end(self._ends[node], values)
+
+    def _run_fused(self, node: Node, values: dict[Node, Any]) -> None:
+        sources = [base for base in self._reads[node] if isinstance(values.get(base), Tensor)]
+        inputs = [values[base] for base in sources]
+        first = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if _mutates(node):
+            values[node] = made = first
+        else:
+            made = self._taken_over(node, sources, values)
+            with torch._C._DisableTorchDispatch():
+                made = _like(self._meant[node]) if made is None else made
+            self._keep(node, made, values)
+        if (recorder := self._regions.recorder_now()) is not None:
+            recorder.fused(node.target, (first,), inputs, made if isinstance(made, tuple) else (made,))
+        del inputs, first, made
+        self._end(self._ends[node], values)
+
+    def _taken_over(self, node: Node, sources: list[Node], values: dict[Node, Any]) -> Tensor | None:
+        """The result in the memory of a buffer of this graph that ends here, if there is one of its size."""
+        meant = self._meant[node]
+        if not isinstance(meant, _Meant) or meant.device.type != "meta":
+            return None
+        nbytes = meant.nbytes
+        for base in sources:
+            if base in self._ends[node] and base.op != "placeholder" and base.op != "get_attr":
+                storage = values[base].untyped_storage()
+                if storage.nbytes() == nbytes:
+                    with torch._C._DisableTorchDispatch():
+                        empty = torch.empty(0, dtype=meant.dtype, device="meta")
+                        return empty.set_(storage, 0, meant.shape, meant.strides)
+        return None
+
+    def _keep(self, node: Node, result: Any, values: dict[Node, Any]) -> None:
+        """Of several results each has its own end."""
+        if isinstance(result, tuple | list):
+            for user in node.users:
+                place = user.args[1] if user.target is operator.getitem else None
+                if isinstance(place, int) and user not in self._unread:
+                    values[user] = result[place]
+        elif node not in self._unread:
+            values[node] = result
+
+    def _end(self, bases: list[Node], values: dict[Node, Any]) -> None:
+        for base in bases:
+            values.pop(base, None)
+            for view in self._views.get(base, ()):
+                values.pop(view, None)
+
+
+def _role(node: Node) -> str:
+    if node.op in ("placeholder", "get_attr"):
+        return _INPUT
+    if node.op == "output":
+        return "output"
+    if node.target is operator.getitem:
+        source = node.args[0]  # other results are set with the operator that gives them
+        return _VIEW if isinstance(source, torch.fx.Node) and _role(source) == _VIEW else _INPUT
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return _EXTERN
+    name = target._schema.name
+    if target.is_view or name in _VIEWS:
+        return _VIEW
+    if name in _REDUCTIONS:
+        return _KERNEL
+    if name in _POINTWISE or torch.Tag.pointwise in target.tags:
+        return _INLINE if not _mutates(node) else _KERNEL
+    return _EXTERN
+
+
+def _mutates(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _call(node: Node, values: dict[Node, Any]) -> Any:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+class _Meant(NamedTuple):
+    """A new tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+
+
+def _meant(result: Any) -> Any:
+    """What an operator gives, without the compiler's own tensors."""
+    if isinstance(result, Tensor):
+        storage = result.untyped_storage().nbytes()
+        return _Meant(tuple(result.shape), result.stride(), result.dtype, result.device, storage)
+    return list(map(_meant, result)) if isinstance(result, tuple | list) else result
+
+
+def _like(meant: Any) -> Any:
+    if isinstance(meant, _Meant):
+        return torch.empty_strided(meant.shape, meant.strides, dtype=meant.dtype, device=meant.device)
+    return tuple(map(_like, meant)) if isinstance(meant, list) else meant

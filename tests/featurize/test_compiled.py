@@ -1,0 +1,179 @@
+"""Compiled modules in a trace: what is saved, what is fused, and what cannot be captured."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from featurize.compiled import AS_EAGER, MODELLED
+from featurize.device_spec import load_device
+from featurize.replay import replay
+from featurize.step_trace import StepTrace
+from featurize.trace import trace_step
+from featurize.training import Training
+
+ROWS, WIDTH = 64, 32
+
+
+class Block(nn.Module):
+    """Norm, gated layers and a residual, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Reading(Net):
+    """Reads a value that is computed in the step, which no graph has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.isfinite().all().item() else x
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).sin().mul(2).tanh().add(1))
+
+
+def summed(output: Tensor, _target: Tensor) -> Tensor:
+    return output.pow(2).sum()
+
+
+def traced(model: nn.Module, **settings) -> StepTrace:
+    x, target = torch.empty(ROWS, WIDTH, device="meta"), torch.empty((), device="meta")
+    return trace_step(model, x, target, summed, settings=Training(**settings), training_loop=False)
+
+
+def saved_bytes(trace: StepTrace) -> int:
+    """Bytes of the activations that are alive when the backward pass of the second step begins."""
+    first = next(i for i, event in enumerate(trace.events) if event.step == 2 and event.phase == "backward")
+    alive: dict[int, int] = {}
+    for event in trace.events[:first]:
+        if trace.blocks[event.block].kind == "activation":
+            alive[event.block] = alive.get(event.block, 0) + event.nbytes
+    return sum(alive.values())
+
+
+def really_saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes that a step of the compiled model saves on the CPU, weights and input left out."""
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+    known = {tensor.untyped_storage().data_ptr() for tensor in (x, *model.parameters())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = summed(compiled(x), x)
+    loss.backward()
+    return sum(saved.values())
+
+
+def test_a_compiled_model_saves_what_a_real_compiled_step_on_the_cpu_saves():
+    torch.manual_seed(0)
+    really = really_saved_bytes(Net(), torch.randn(ROWS, WIDTH))
+    trace = traced(Net(), compile=True)
+    loss = 4
+    assert saved_bytes(trace) == pytest.approx(really + loss, abs=1024)
+    assert saved_bytes(trace) < 0.9 * saved_bytes(traced(Net()))
+    assert MODELLED in trace.notes
+
+
+def test_intermediates_of_a_fused_chain_have_no_memory():
+    eager, compiled = traced(Chain()), traced(Chain(), compile=True)
+    assert {"aten::sin", "aten::tanh"} <= {block.operator for block in eager.blocks}
+    assert not {"aten::sin", "aten::tanh"} & {block.operator for block in compiled.blocks}
+    launches = [sum(op.launches for op in trace.operators) for trace in (eager, compiled)]
+    assert launches[1] < launches[0]
+    products = [sum(op.flops for op in trace.operators if "mm" in op.name) for trace in (eager, compiled)]
+    assert products[0] == products[1]
+    assert compiled.peak_live_bytes < eager.peak_live_bytes
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in_place", "members"])
+def test_models_that_the_caller_compiled_are_estimated_as_the_setting_does(how):
+    model = Net()
+    if how == "wrapped":
+        model = torch.compile(model)
+    elif how == "in_place":
+        model.compile()
+    else:
+        for block in model.blocks:
+            block.compile()
+    assert saved_bytes(traced(model)) == pytest.approx(saved_bytes(traced(Net(), compile=True)), rel=0.1)
+
+
+def test_checkpointed_blocks_are_compiled_each_by_itself():
+    compiled = traced(Net(), compile=True, checkpointing="full")
+    assert saved_bytes(compiled) <= saved_bytes(traced(Net(), checkpointing="full"))
+    assert MODELLED in compiled.notes and len(compiled.notes) == 1
+
+
+def test_gradients_and_state_are_those_of_the_eager_step():
+    eager, compiled = traced(Net()), traced(Net(), compile=True)
+    spec = load_device("A100-SXM4-40GB")
+    for kind in ("gradient", "parameter", "optimizer_state"):
+        sizes = [sorted(b.nbytes for b in trace.blocks if b.kind == kind) for trace in (eager, compiled)]
+        assert sizes[0] == sizes[1], kind
+    assert replay(compiled, spec).peak_allocated <= replay(eager, spec).peak_allocated
+
+
+def test_what_cannot_be_captured_whole_is_compiled_block_by_block_and_said():
+    trace = traced(Reading(), compile=True)
+    assert saved_bytes(trace) < 0.9 * saved_bytes(traced(Reading()))
+    assert trace.notes[0] == MODELLED and "the model is not captured" in trace.notes[1]
+
+
+def test_what_cannot_be_captured_at_all_is_estimated_as_eager():
+    class Reads(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.isfinite().all().item() else x
+
+    eager, compiled = traced(Reads()), traced(Reads(), compile=True)
+    assert compiled.notes[0] == AS_EAGER and "the model is not captured" in compiled.notes[1]
+    assert compiled.peak_live_bytes == eager.peak_live_bytes
+
+
+class WithLoss(nn.Module):
+    """Splits a product and takes its own loss, as published language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        first, second = self.both(x).chunk(2, dim=-1)
+        kept = torch.cat([torch.tensor([], device=x.device), first.mm(second.T)])
+        return nn.functional.cross_entropy(kept, target), (kept,)
+
+
+def test_a_model_that_splits_results_and_takes_its_own_loss_is_captured():
+    inputs = torch.empty(ROWS, WIDTH, device="meta"), torch.zeros(ROWS, dtype=torch.int64)
+    trace = trace_step(
+        WithLoss(), inputs, torch.empty(()), lambda output, _target: output[0], settings=Training(compile=True)
+    )
+    assert trace.notes == (MODELLED,)
+    assert sum(op.name == "aten::mm" for op in trace.operators if op.phase == "backward") >= 3
