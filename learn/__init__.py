@@ -6,6 +6,7 @@ package loads neither torch nor LightGBM.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -23,29 +24,39 @@ from learn.estimation.estimating import estimate, estimate_many
 from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
+    from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
     from learn.script.estimating import estimate_script
 
 __all__ = [
     "AllocatorSettings",
     "CommandError",
+    "DeviceFit",
     "DeviceSpec",
     "EnvironmentProblem",
     "Estimate",
     "Fit",
     "FitSettings",
+    "LargestBatch",
     "TrialConfig",
     "UsageError",
+    "devices_that_fit",
     "estimate",
     "estimate_many",
     "estimate_script",
     "fit",
+    "largest_batch",
 ]
+_ON_USE = {  # a plain estimate needs nothing of these
+    "DeviceFit": "learn.estimation.fits",
+    "LargestBatch": "learn.estimation.fits",
+    "devices_that_fit": "learn.estimation.fits",
+    "largest_batch": "learn.estimation.fits",
+    "estimate_script": "learn.script.estimating",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `estimate_script` when it is asked for: a plain estimate needs nothing of it."""
-    if name != "estimate_script":
+    """Import a public name when it is asked for."""
+    if name not in _ON_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from learn.script.estimating import estimate_script
-
-    return estimate_script
+    return getattr(importlib.import_module(_ON_USE[name]), name)
