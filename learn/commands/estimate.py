@@ -20,6 +20,7 @@ from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
+from learn.commands.estimate_fits import FINDS, print_fits
 from learn.commands.model_inputs import model_inputs
 from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
@@ -27,7 +28,6 @@ from learn.estimation.model_names import load_factory
 from learn.estimation.past_run import known_to, load_run
 
 FORMATS = ("table", "json")
-LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
 DEFAULT_DTYPE = "float32"
 SETTINGS = tuple(field.name for field in fields(TrainingKeys))  # a trial config has its own
 
@@ -148,6 +148,10 @@ class EstimateSettings(TrainingKeys):
             raise UsageError("batch is for model=; a trial config has its batch_size")
         if self.find is not None and self.find not in FINDS:
             raise unknown_name("find", self.find, FINDS)
+        one_only = ["report"] if self.report is not None else []
+        one_only += ["method"] if self.method != "full" else []
+        if self.find is not None and one_only:
+            raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
         if self.find is None and self.by is not None:
             raise UsageError("by is for find=largest_batch and find=devices")
         object.__setattr__(self, "trust", parse_trust(self.trust))
@@ -194,16 +198,20 @@ def entry(settings: EstimateSettings) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
         job = load_factory(title, settings.arguments) if config is None else config
         inputs = model_inputs(settings.input, settings.batch)
+    options = {
+        "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
+        "data": settings.data, "allocator": settings.allocator, "input_dtype": input_dtype,
+        **{name: getattr(settings, name) for name in SETTINGS},
+    }  # fmt: skip
     if settings.find is not None:
-        from learn.commands.estimate_fits import print_fits
-
-        return print_fits(settings, title, job, inputs)
+        as_json = settings.format == "json"
+        return print_fits(
+            settings.find, title, job, inputs, device=settings.device, by=settings.by, as_json=as_json, options=options
+        )
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, inputs, name=title, device=device or DEFAULT_DEVICE, loop=loop, machine=machine,
-            trust=settings.trust, estimator=settings.estimator, method=settings.method, data=settings.data,
-            allocator=settings.allocator, report=settings.report, input_dtype=input_dtype,
-            **{name: getattr(settings, name) for name in SETTINGS},
+            job, inputs, name=title, device=device or DEFAULT_DEVICE, method=settings.method, report=settings.report,
+            **options,
         )  # fmt: skip
     if past is not None:
         done = replace(done, warnings=(*done.warnings, *known_to(past, done, settings.data)))

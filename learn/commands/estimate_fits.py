@@ -8,54 +8,67 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.estimate import LARGEST_BATCH, SETTINGS, EstimateSettings
 from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from featurize.device_spec import DeviceSpec
     from learn.estimation.estimating import Inputs, Job
 
 
-def print_fits(settings: EstimateSettings, title: str, job: Job, inputs: Inputs | None) -> int:
-    """Find what `settings.find` asks for and print it. Returns the exit code.
+LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
+
+
+def print_fits(
+    find: str,
+    title: str,
+    job: Job,
+    inputs: Inputs | None,
+    *,
+    device: DeviceSpec | None,
+    by: str | None,
+    as_json: bool,
+    options: Mapping[str, Any],
+) -> int:
+    """Find what fits and print it. Returns the exit code.
+
+    Args:
+        find: One of `FINDS`.
+        title: The job's name in the answer.
+        job, inputs: As `learn.estimate` takes them.
+        device: The GPU model of `largest_batch`; None is the default one.
+        by: `bound` (also None) or `point`.
+        as_json: Whether the answer is JSON.
+        options: Further keywords of `learn.estimate`.
 
     Raises:
-        UsageError: A key that is of one estimate only; what the search itself raises.
+        UsageError: A device for `devices`, which goes over all; what the search itself raises.
     """
-    wrong = ["report"] if settings.report is not None else []
-    wrong += ["method"] if settings.method != "full" else []
-    wrong += ["device"] if settings.find != LARGEST_BATCH and settings.device is not None else []
-    if wrong:
-        raise UsageError(f"find={settings.find} does not take {', '.join(wrong)}")
-    options: dict[str, Any] = {
-        "allocator": settings.allocator, "estimator": settings.estimator, "data": settings.data, "name": title,
-        "trust": settings.trust, "loop": settings.loop, "machine": settings.machine, "by": settings.by or BOUND,
-        **{name: value for name in SETTINGS if (value := getattr(settings, name)) is not None},
-    }  # fmt: skip
-    if settings.model is not None:
-        options["input_dtype"] = settings.input_dtype
+    if find == DEVICES and device is not None:
+        raise UsageError(f"find={DEVICES} does not take device: it goes over all GPU models")
+    by = by or BOUND
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
-        if settings.find == LARGEST_BATCH:
-            largest = largest_batch(job, inputs, device=settings.device or DEFAULT_DEVICE, **options)
+        if find == LARGEST_BATCH:
+            largest = largest_batch(job, inputs, device=device or DEFAULT_DEVICE, by=by, **options)
             fits: tuple[DeviceFit, ...] = ()
         else:
-            largest, fits = None, devices_that_fit(job, inputs, **options)
-    if settings.format == "json":
+            largest, fits = None, devices_that_fit(job, inputs, by=by, **options)
+    if as_json:
         answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
-        print(json.dumps({"subject": title, "by": options["by"], **answer}, indent=1))
+        print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
         shared = [note for note in fits[0].estimate.warnings if all(note in one.estimate.warnings for one in fits)]
         _print(title, _table_of_devices(fits), shared)
     else:
         at_limit = largest.estimate or largest.beyond
-        by = largest.by if at_limit.upper_mib is not None else POINT
-        line = f"{title}: the largest batch on {at_limit.device} is {largest.batch:,}, by the {by}"
+        decided_by = POINT if at_limit.upper_mib is None else by
+        line = f"{title}: the largest batch on {at_limit.device} is {largest.batch:,}, by the {decided_by}"
         _print(line, _table_of_batches(largest), at_limit.warnings)
     return 0
 
