@@ -6,7 +6,6 @@ package loads neither torch nor LightGBM.
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -46,17 +45,17 @@ __all__ = [
     "fit",
     "largest_batch",
 ]
-_ON_USE = {  # a plain estimate needs nothing of these
-    "DeviceFit": "learn.estimation.fits",
-    "LargestBatch": "learn.estimation.fits",
-    "devices_that_fit": "learn.estimation.fits",
-    "largest_batch": "learn.estimation.fits",
-    "estimate_script": "learn.script.estimating",
-}
+_OF_FITS = ("DeviceFit", "LargestBatch", "devices_that_fit", "largest_batch")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for."""
-    if name not in _ON_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ON_USE[name]), name)
+    """Import what a plain estimate does not need when it is asked for."""
+    if name in _OF_FITS:
+        from learn.estimation import fits
+
+        return getattr(fits, name)
+    if name == "estimate_script":
+        from learn.script.estimating import estimate_script
+
+        return estimate_script
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
