@@ -23,29 +23,39 @@ from learn.estimation.estimating import estimate, estimate_many
 from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:
+    from learn.estimation.fits import DeviceFit, LargestBatch, devices_that_fit, largest_batch
     from learn.script.estimating import estimate_script
 
 __all__ = [
     "AllocatorSettings",
     "CommandError",
+    "DeviceFit",
     "DeviceSpec",
     "EnvironmentProblem",
     "Estimate",
     "Fit",
     "FitSettings",
+    "LargestBatch",
     "TrialConfig",
     "UsageError",
+    "devices_that_fit",
     "estimate",
     "estimate_many",
     "estimate_script",
     "fit",
+    "largest_batch",
 ]
+_OF_FITS = ("DeviceFit", "LargestBatch", "devices_that_fit", "largest_batch")
 
 
 def __getattr__(name: str) -> Any:
-    """Import `estimate_script` when it is asked for: a plain estimate needs nothing of it."""
-    if name != "estimate_script":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from learn.script.estimating import estimate_script
+    """Import what a plain estimate does not need when it is asked for."""
+    if name in _OF_FITS:
+        from learn.estimation import fits
 
-    return estimate_script
+        return getattr(fits, name)
+    if name == "estimate_script":
+        from learn.script.estimating import estimate_script
+
+        return estimate_script
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from conf.errors import UsageError
 from conf.units import MIB
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from featurize.replay import MemoryProfile
     from featurize.simulate import SimulatedStep
     from featurize.trace import StepTrace, TraceError
+
+    # One job's traces, by compute capability and training loop: all that a trace depends on besides the job.
+    Traces: TypeAlias = dict[tuple[tuple[int, int], bool], StepTrace]
 
 
 class CannotTrace(UsageError):
@@ -55,10 +58,12 @@ def step_of(
     *,
     allocator: AllocatorSettings | None = None,
     timeline: bool = False,
+    traces: Traces | None = None,
 ) -> TracedStep:
     """Trace a job's training step, replay its memory and price it on `device`.
 
-    `timeline` keeps the allocator's state after every event in `memory.timeline`. Raises `CannotTrace`, and
+    `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` keeps the job's traces from
+    one call to the next, so that GPU models of one compute capability share theirs. Raises `CannotTrace`, and
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
     from featurize.releases import complete
@@ -68,7 +73,9 @@ def step_of(
 
     spec = describe_device(device)
     complete()
-    trace = job.recorded
+    trace, kind = job.recorded, (spec.compute_capability, job.training_loop)
+    if trace is None and traces is not None:
+        trace = traces.get(kind)
     if trace is None:
         try:
             trace = trace_step(
@@ -76,6 +83,8 @@ def step_of(
             )
         except TraceError as error:
             raise _explained(error) from error
+        if traces is not None:
+            traces[kind] = trace
     memory = replay(trace, spec, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline)
     step = simulate(trace, spec, job.settings, memory=memory)
     return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)))

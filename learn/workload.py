@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from featurize.trial import TrialConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from featurize.batches import Inputs
@@ -101,13 +102,13 @@ def of_module(
 
     from featurize.training import Training
 
-    if inputs is None or (not _is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
+    if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
         raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
-    dtype = _dtype(input_dtype)
-    single = _is_tensor(inputs) or _is_shape(inputs) or not isinstance(inputs, Sequence | Mapping)
+    dtype = torch_dtype(input_dtype)
+    single = is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping)
     maker = _maker_of_arguments((inputs,) if single else inputs, dtype)
-    target_maker = None if target is None else _maker(target, _dtype("int64"))
-    sizes = _first_sizes(inputs)
+    target_maker = None if target is None else _maker(target, torch_dtype("int64"))
+    sizes = first_sizes(inputs)
 
     def build() -> nn.Module:
         made = model if isinstance(model, nn.Module) else model()
@@ -135,13 +136,15 @@ def _name_of(model) -> str:
     return "model" if name == "<lambda>" else name
 
 
-def _is_tensor(value) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor; torch is imported for the question only."""
     from torch import Tensor
 
     return isinstance(value, Tensor)
 
 
-def _is_shape(value) -> bool:
+def is_shape(value: Any) -> bool:
+    """Return whether a value is a shape: a sequence of integers."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
@@ -150,12 +153,13 @@ def _is_shape(value) -> bool:
     )
 
 
-def _dtype(name: str):
+def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
+    """Return a torch dtype by its name. Raises `UsageError` that names the key which holds it."""
     import torch
 
     kind = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise UsageError(f"input_dtype must be a torch dtype such as float32 or int64, got {name!r}")
+        raise UsageError(f"{key} must be a torch dtype such as float32 or int64, got {name!r}")
     return kind
 
 
@@ -172,7 +176,7 @@ def _maker_of_argument(value, dtype, *, in_mapping: bool = False) -> Callable[[s
     """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
     if isinstance(value, Mapping):
         return _maker_of_arguments(value, dtype)
-    if not _is_shape(value) and isinstance(value, list | tuple) and value and all(map(_holds_tensors, value)):
+    if not is_shape(value) and isinstance(value, list | tuple) and value and all(map(holds_tensors, value)):
         makers = [_maker_of_argument(one, dtype) for one in value]
         return lambda device: [make(device) for make in makers]
     if in_mapping and (value is None or isinstance(value, bool | int | float | str)):
@@ -180,24 +184,25 @@ def _maker_of_argument(value, dtype, *, in_mapping: bool = False) -> Callable[[s
     return _maker(value, dtype)
 
 
-def _holds_tensors(value) -> bool:
+def holds_tensors(value: Any) -> bool:
+    """Return whether a list or mapping holds tensors at any depth."""
     if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    return _is_tensor(value) or (isinstance(value, list | tuple) and any(map(_holds_tensors, value)))
+        return any(map(holds_tensors, value.values()))
+    return is_tensor(value) or (isinstance(value, list | tuple) and any(map(holds_tensors, value)))
 
 
-def _first_sizes(value) -> Sequence[int]:
-    """The sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
-    if _is_tensor(value):
+def first_sizes(value: Any) -> Sequence[int]:
+    """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
+    if is_tensor(value):
         return value.shape
-    if _is_shape(value):
+    if is_shape(value):
         return value
     if isinstance(value, Mapping):
         value = list(value.values())
     for one in value if isinstance(value, list | tuple) else ():
-        if isinstance(one, list | tuple) and not _is_shape(one) and _holds_tensors(one):
+        if isinstance(one, list | tuple) and not is_shape(one) and holds_tensors(one):
             return (len(one),)
-        if sizes := _first_sizes(one):
+        if sizes := first_sizes(one):
             return sizes
     return ()
 
@@ -208,7 +213,7 @@ def _maker(value, dtype) -> Callable[[str], Tensor]:
 
     from featurize.values import remember
 
-    if _is_tensor(value):
+    if is_tensor(value):
         given = value.detach()
 
         def make(device: str) -> Tensor:
@@ -222,7 +227,7 @@ def _maker(value, dtype) -> Callable[[str], Tensor]:
             return copied.requires_grad_(value.requires_grad)
 
         return make
-    if not _is_shape(value):
+    if not is_shape(value):
         known = hasattr(value, "__array__")  # printed, it may take many lines
         given_text = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
         raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")

@@ -20,6 +20,8 @@ from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
+from learn.commands.estimate_fits import FINDS, print_fits
+from learn.commands.model_inputs import model_inputs
 from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.model_names import load_factory
@@ -45,6 +47,9 @@ class EstimateSettings(TrainingKeys):
 
       python -m learn.estimate model=torchvision.models:resnet50 input=[64,3,224,224] report=resnet50.html
       python -m learn.estimate model=mypackage.nets:make_gpt input=[8,1024] input_dtype=int64 precision=bf16
+      python -m learn.estimate model=mypackage.nets:make_bert input='{input_ids: [8,128], labels: [8,128]}' \
+          input_dtype=int64 batch=64
+      python -m learn.estimate model=torchvision.models:resnet50 input=[8,3,224,224] find=largest_batch
       python -m learn.estimate model=timm.models:vit_base_patch16_224 input=[64,3,224,224] estimator=xmem
       python -m learn.estimate model=transformers:GPT2LMHeadModel input=[8,64] input_dtype=int64 arguments='{n_layer:6}'
       python -m learn.estimate config='{family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}'
@@ -69,10 +74,15 @@ class EstimateSettings(TrainingKeys):
     model: str | None = key(
         None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
     )
-    input: list[Any] | None = key(
-        None, "for model: its input's shape, as in [64,3,224,224], or several: [[8,128],[8,128]]"
+    input: list[Any] | Mapping[str, Any] | None = key(
+        None,
+        "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
+        "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
     )
-    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs; int64 for token ids")
+    input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
+    batch: int | None = key(
+        None, "for model: samples in a batch; scales the first dimension of every input", "int >= 1 | null"
+    )
     arguments: Mapping[str, Any] | str | None = key(
         None,
         "for model: the factory's, as in '{num_classes: 10}'; of transformers' models, fields of their configuration",
@@ -107,6 +117,14 @@ class EstimateSettings(TrainingKeys):
         "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
         "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
     )
+    find: str | None = key(
+        None,
+        "for model and config: largest_batch (that fits the device), or devices (that the job fits); default one "
+        "estimate",
+    )
+    by: str | None = key(
+        None, "for find: what has to fit, bound (99 of 100 jobs stay below it) or point; default bound"
+    )
     report: str | None = key(None, "write an HTML page that explains the estimate into this file", "new path")
     format: str = key("table", "table or json")
     data: str | None = data_key()
@@ -134,6 +152,23 @@ class EstimateSettings(TrainingKeys):
             )
         if self.model is None and self.input is not None:
             raise UsageError("input is for model=; a trial config has its own inputs")
+        if self.model is None and self.batch is not None:
+            raise UsageError("batch is for model=; a trial config has its batch_size")
+        self._require_what_find_takes()
+
+    def _require_what_find_takes(self) -> None:
+        if self.find is None:
+            if self.by is not None:
+                raise UsageError("by is for find=largest_batch and find=devices")
+            return
+        if self.find not in FINDS:
+            raise unknown_name("find", self.find, FINDS)
+        if self.model is None and self.config is None:
+            raise UsageError(f"find={self.find} is for model= and config=")
+        one_only = ["report"] if self.report is not None else []
+        one_only += ["method"] if self.method != "full" else []
+        if one_only:
+            raise UsageError(f"find={self.find} does not take {', '.join(one_only)}")
 
     def require_format(self) -> None:
         """Raise `UsageError` for an unknown format."""
@@ -177,11 +212,21 @@ def entry(settings: EstimateSettings) -> int:
         raise UsageError("arguments are for model=; a trial config of the family zoo has its own")
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
         job = load_factory(title, settings.arguments) if config is None else config
+        inputs = model_inputs(settings.input, settings.batch)
+    options = {
+        "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
+        "data": settings.data, "allocator": settings.allocator, "input_dtype": input_dtype,
+        **{name: getattr(settings, name) for name in SETTINGS},
+    }  # fmt: skip
+    if settings.find is not None:
+        as_json = settings.format == "json"
+        return print_fits(
+            settings.find, title, job, inputs, device=settings.device, by=settings.by, as_json=as_json, options=options
+        )
+    with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
-            job, settings.input, name=title, device=device or DEFAULT_DEVICE, loop=loop, machine=machine,
-            trust=settings.trust, estimator=settings.estimator, method=settings.method, data=settings.data,
-            allocator=settings.allocator, report=settings.report, input_dtype=input_dtype,
-            **{name: getattr(settings, name) for name in SETTINGS},
+            job, inputs, name=title, device=device or DEFAULT_DEVICE, method=settings.method, report=settings.report,
+            **options,
         )  # fmt: skip
     if past is not None:
         done = replace(done, warnings=(*done.warnings, *known_to(past, done, settings.data)))

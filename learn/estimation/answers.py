@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from learn.artifacts import Artifact, Wanted
     from learn.step_store import StepStore
-    from learn.traced import TracedStep
+    from learn.traced import TracedStep, Traces
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
 # Target -> the stored feature of a step that is the trace's own figure.
@@ -133,10 +133,12 @@ def answer(
     timeline: bool = False,
     loop: str | None = None,
     on: MachineProfile,
+    traces: Traces | None = None,
 ) -> tuple[Estimate, TracedStep | None]:
     """The estimate of one job, and its trace where there is one (`timeline`: with its allocator's every move).
 
-    `estimator` and `loop` as in `learn.estimate.estimate`, but checked. `Estimate.seconds` is left at 0. Raises
+    `estimator` and `loop` as in `learn.estimate.estimate`, but checked; `traces` as in `learn.traced.step_of`.
+    `Estimate.seconds` is left at 0. Raises
     `UsageError` for what has no answer: for peak memory that is, other figures may be missing.
     """
     from learn.estimators import TRAINING_FREE, get_estimator
@@ -156,7 +158,7 @@ def answer(
         raise UsageError(f"estimator={estimator} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
     traced = failure = None
     try:
-        traced = step_of(job, device, allocator=allocator, timeline=timeline)
+        traced = step_of(job, device, allocator=allocator, timeline=timeline, traces=traces)
     except CommandError as error:
         failure = error
         _recall(case, steps)
@@ -166,7 +168,7 @@ def answer(
         gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
     elif estimator != "trace":
         with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
-            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent))
+            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent, traces))
             _ask_fitted(gathered, case, steps, in_a_plain_loop, estimator, data, loop)
     if failure is not None and estimator in (None, "trace"):
         _ask_stored(gathered, case, steps)
@@ -323,7 +325,7 @@ def _of_loop(
     return None, passed_over
 
 
-def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack) -> Case:
+def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, traces: Traces | None) -> Case:
     """The case in such a loop, its record at hand while `lent` is open."""
     from learn.traced import step_of
 
@@ -333,7 +335,7 @@ def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack) -
     if case.module is not None:
         looped = replace(looped, module=replace(case.module, training_loop=True))
     with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
-        lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec)))
+        lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec, traces=traces)))
     return looped
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from featurize.device_spec import DeviceSpec
+    from learn.traced import TracedStep, Traces
     from learn.workload import Workload
     from warehouse.folder import DataFolder
 
@@ -122,7 +123,7 @@ def estimate(
         >>> estimate(lambda: AutoModelForCausalLM.from_config(config), batch, precision="bf16").peak_memory_mib
     """
     began = time.monotonic_ns()
-    device = _checked(estimator, method, device)
+    device = checked(estimator, method, device)
     loop = require_loop(loop)
     given = {
         "optimizer": optimizer,
@@ -131,47 +132,25 @@ def estimate(
         "channels_last": channels_last,
         **training,
     }
-    given = _training_settings(given, settings)
+    given = training_settings(given, settings)
     of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
         traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
         config = _config_for_fast(model, given, traced_only)
         return estimate_many([config], device=device, method="fast", data=data, machine=machine)[0]
-    if isinstance(allocator, str):
-        allocator = AllocatorSettings.parse(allocator)
-    elif allocator is not None and not isinstance(allocator, AllocatorSettings):
-        raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
 
         page = checked_path(Path(report))
-    if isinstance(model, Mapping):
-        model = config_from_mapping(model)
-    if isinstance(model, TrialConfig):
-        model = trusting(model, parse_trust(trust))
-        job = _job_of_config(model, of_modules, given, name)
-    elif callable(model):
-        job = _job_of_module(model, inputs, given, input_dtype=input_dtype, target=target, loss=loss, name=name)
-    else:
-        raise UsageError(
-            f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
-        )
-    on = machine_for(machine, device, data)
-    with naming_the_extra(), _as_a_training_script():
-        done, traced = answer(
-            job,
-            device,
-            estimator=estimator,
-            data=data,
-            allocator=allocator,
-            timeline=page is not None,
-            loop=loop,
-            on=on,
-        )
+    question = question_of(
+        model, inputs, training=given, allocator=allocator, estimator=estimator, data=data, input_dtype=input_dtype,
+        target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
+    )  # fmt: skip
+    done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
-        write_step_report(page, job, device, done, traced, allocator)
+        write_step_report(page, question.job, device, done, traced, question.allocator)
     return done
 
 
@@ -202,7 +181,7 @@ def estimate_many(
     Raises:
         UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
     """
-    described = _checked(estimator, method, device)
+    described = checked(estimator, method, device)
     jobs = _configs(configs)
     if method == "fast":
         from learn.estimation.fast_estimates import fast_estimates
@@ -221,7 +200,7 @@ def estimate_many(
     return estimates
 
 
-def _checked(estimator: object, method: object, device: object) -> DeviceSpec:
+def checked(estimator: object, method: object, device: object) -> DeviceSpec:
     """Return the device's description. Raises `UsageError` that lists the known names, for an unknown one of any."""
     from featurize.device_spec import DeviceSpec, describe_device, device_names
     from learn.estimators import ESTIMATORS
@@ -264,7 +243,7 @@ def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mappi
     return model
 
 
-def _training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
+def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
     """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
     names = [field.name for field in fields(Training)]
     for name in given:
@@ -295,6 +274,84 @@ def _as_a_training_script() -> Iterator[None]:
 
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A job and how its estimate is made, whatever the device. The fields are as in `estimate`, checked."""
+
+    job: Workload
+    allocator: AllocatorSettings | None
+    estimator: str | None
+    data: Data | None
+    loop: str | None
+    machine: str | MachineProfile | None
+
+    def answered(
+        self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
+    ) -> tuple[Estimate, TracedStep | None]:
+        """Return the estimate on one device, and the traced step where there is one.
+
+        Args:
+            device: The GPU model.
+            timeline: Whether the traced step keeps the allocator's state after every event.
+            traces: As in `learn.traced.step_of`.
+
+        Raises:
+            UsageError: As in `estimate`.
+        """
+        began = time.monotonic_ns()
+        on = machine_for(self.machine, device, self.data)
+        with naming_the_extra(), _as_a_training_script():
+            done, traced = answer(
+                self.job, device, estimator=self.estimator, data=self.data, allocator=self.allocator,
+                timeline=timeline, loop=self.loop, on=on, traces=traces,
+            )  # fmt: skip
+        return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
+
+
+def question_of(
+    model: Job,
+    inputs: Inputs | None = None,
+    *,
+    training: Mapping[str, Any],
+    allocator: str | AllocatorSettings | None = None,
+    estimator: str | None = None,
+    data: Data | None = None,
+    input_dtype: str = "float32",
+    target: Tensors | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    name: str | None = None,
+    trust: Sequence[str] = (),
+    loop: str | None = None,
+    machine: str | MachineProfile | None = None,
+) -> Question:
+    """Return what `estimate` is asked, checked; nothing is built or traced.
+
+    Args:
+        training: Training settings by name, as `training_settings` returns them.
+
+    Raises:
+        UsageError: As in `estimate`.
+    """
+    if isinstance(allocator, str):
+        allocator = AllocatorSettings.parse(allocator)
+    elif allocator is not None and not isinstance(allocator, AllocatorSettings):
+        raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
+    if isinstance(model, Mapping):
+        model = config_from_mapping(model)
+    if isinstance(model, TrialConfig):
+        of_modules = {"inputs": inputs, "target": target, "loss": loss}
+        job = _job_of_config(trusting(model, parse_trust(trust)), of_modules, training, name)
+    elif callable(model):
+        job = _job_of_module(model, inputs, training, input_dtype=input_dtype, target=target, loss=loss, name=name)
+    else:
+        raise UsageError(
+            f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
+        )
+    return Question(
+        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine
+    )
 
 
 def _job_of_config(

@@ -1,0 +1,115 @@
+"""The keys `find=largest_batch` and `find=devices` of the command `learn.estimate`: what fits, as a table or JSON.
+
+Start reading at `print_fits`; `learn.estimation.fits` finds the answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError
+from learn.cases import DEFAULT_DEVICE
+from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from featurize.device_spec import DeviceSpec
+    from learn.estimation.estimating import Inputs, Job
+
+
+LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
+
+
+def print_fits(
+    find: str,
+    title: str,
+    job: Job,
+    inputs: Inputs | None,
+    *,
+    device: DeviceSpec | None,
+    by: str | None,
+    as_json: bool,
+    options: Mapping[str, Any],
+) -> int:
+    """Find what fits and print it. Returns the exit code.
+
+    Args:
+        find: One of `FINDS`.
+        title: The job's name in the answer.
+        job, inputs: As `learn.estimate` takes them.
+        device: The GPU model of `largest_batch`; None is the default one.
+        by: `bound` (also None) or `point`.
+        as_json: Whether the answer is JSON.
+        options: Further keywords of `learn.estimate`.
+
+    Raises:
+        UsageError: A device for `devices`, which goes over all; what the search itself raises.
+    """
+    if find == DEVICES and device is not None:
+        raise UsageError(f"find={DEVICES} does not take device: it goes over all GPU models")
+    by = by or BOUND
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
+        if find == LARGEST_BATCH:
+            largest = largest_batch(job, inputs, device=device or DEFAULT_DEVICE, by=by, **options)
+            fits: tuple[DeviceFit, ...] = ()
+        else:
+            largest, fits = None, devices_that_fit(job, inputs, by=by, **options)
+    if as_json:
+        answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
+        print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
+    elif largest is None:
+        shared = [note for note in fits[0].estimate.warnings if all(note in one.estimate.warnings for one in fits)]
+        _print(title, _table_of_devices(fits), shared)
+    else:
+        at_limit = largest.estimate or largest.beyond
+        decided_by = POINT if at_limit.upper_mib is None else by
+        line = f"{title}: the largest batch on {at_limit.device} is {largest.batch:,}, by the {decided_by}"
+        _print(line, _table_of_batches(largest), at_limit.warnings)
+    return 0
+
+
+def _print(line: str, table: Table, notes: Iterable[str]) -> None:
+    from rich.console import Console
+
+    screen = Console()
+    screen.print(line, soft_wrap=True, highlight=False, markup=False)
+    screen.print(table)
+    for note in notes:
+        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+
+
+def _table_of_batches(largest: LargestBatch) -> Table:
+    table = _table("batch", "peak memory", "99 % bound", "the card", "fits")
+    for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
+        if done is not None:
+            fits = "yes" if batch == largest.batch else "no"
+            table.add_row(f"{batch:,}", *_memory(done.peak_memory_mib, done.upper_mib, done.device_memory_mib), fits)
+    return table
+
+
+def _table_of_devices(fits: tuple[DeviceFit, ...]) -> Table:
+    table = _table("device", "peak memory", "99 % bound", "the card", "room", "fits")
+    for one in fits:
+        done = one.estimate
+        memory = _memory(done.peak_memory_mib, done.upper_mib, done.device_memory_mib, one.room_mib)
+        table.add_row(one.device, *memory, "yes" if one.fits else "no")
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _memory(*mib: float | None) -> list[str]:
+    return ["–" if one is None else f"{one:,.0f} MiB" for one in mib]

@@ -1,0 +1,74 @@
+"""The largest batch that fits: a search that asks for few figures, each of which costs a traced step.
+
+Start reading at `largest_fitting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from conf.errors import UsageError
+
+LARGEST_BATCH = 2**31 - 1  # beyond it, memory evidently does not depend on the batch
+_GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
+_WIDER = 4  # times as wide is each further step away from the line's prediction
+_BY_LINE = 2  # tries of the line's own prediction between a batch that fits and one that does not
+_NARROW = 256  # batch sizes between the two that are halved at once: memory grows in steps of the allocator's segments
+
+
+def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start: int) -> int:
+    """Return a batch size that fits while the next larger one does not; 0 where a batch of 1 does not fit.
+
+    Memory is close to affine in the batch: two figures predict the limit, and the search steps away from the
+    prediction in ever wider steps until the limit lies in between, then halves the rest. Both neighbours of the limit
+    are asked for.
+
+    Args:
+        needed_mib: Memory in MiB that a batch of that size needs; each size is asked for once.
+        limit_mib: Memory in MiB that there is.
+        start: First batch size to try.
+
+    Raises:
+        UsageError: A batch of `LARGEST_BATCH` fits.
+
+    Known limitations:
+        Where memory does not grow with every sample, a larger batch beyond the first that does not fit may fit again.
+    """
+    tried: dict[int, float] = {}
+    low, high = 0, None  # a batch of 0 fits by definition
+    batch, tries_between = start, 0
+    step = side = None  # of the walk away from the prediction: how far, and whether its last batch fitted
+    while high is None or high - low > 1:
+        tried[batch] = needed_mib(batch)
+        fitted = tried[batch] <= limit_mib
+        low, high = (batch, high) if fitted else (low, batch)
+        if low == LARGEST_BATCH:
+            raise UsageError(f"memory does not grow with the batch: {low:,} samples still fit")
+        guess = _predicted(tried, low, high, limit_mib)
+        if high is None:
+            guess = (
+                low * (2 if len(tried) == 1 else _GROWTH) if guess is None else max(guess, low + 2 ** (len(tried) // 4))
+            )
+            batch = min(guess, low * _GROWTH, LARGEST_BATCH)
+            continue
+        tries_between += 1
+        batch = (low + high) // 2
+        if guess is not None and tries_between <= _BY_LINE:
+            batch = min(max(guess, low + 1), high - 1)
+        elif guess is not None and high - low > _NARROW and (step is None or fitted == side):
+            step, side = (_NARROW // 2, guess - low <= high - guess) if step is None else (_WIDER * step, side)
+            batch = min(low + step, batch) if side else max(high - step, batch)
+    return low
+
+
+def _predicted(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
+    """Return the largest batch that fits by a line through two figures; None where there is no rising line."""
+    if len(tried) < 2:
+        return None
+    sizes = sorted(tried)
+    if low in tried and high is not None:
+        first, second = low, high
+    else:
+        first, second = sizes[-2:] if low in tried else sizes[:2]
+    slope = (tried[second] - tried[first]) / (second - first)
+    return int(first + (limit_mib - tried[first]) / slope + 1e-9) if slope > 0 else None

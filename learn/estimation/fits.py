@@ -1,0 +1,215 @@
+"""The calls `learn.largest_batch` and `learn.devices_that_fit`: what fits a GPU, and which GPUs fit.
+
+Start reading at `largest_batch`; `learn.estimation.batch_search` decides which batch sizes are estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError, unknown_name
+from featurize.device_spec import device_names
+from featurize.trial import TrialConfig, config_from_mapping
+from learn.batch_sizes import batch_size_of, with_batch_size
+from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answers import Estimate
+from learn.estimation.batch_search import largest_fitting
+from learn.estimation.estimating import Question, checked, question_of, training_settings
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from learn.estimation.estimating import Inputs, Job, Tensors
+    from learn.traced import Traces
+
+BOUND, POINT = BY = ("bound", "point")
+_OF_QUESTION = ("allocator", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine")
+_OF_ESTIMATE = ("method", "report")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestBatch:
+    """The largest batch of a job that fits one GPU model.
+
+    batch       samples; 0 where not even one fits
+    estimate    at that batch; None where it is 0
+    beyond      at one sample more, which does not fit
+    by          `bound` or `point`: the figure that has to fit
+    tried       batch size -> that figure in MiB, of every estimate that was made
+    """
+
+    batch: int
+    estimate: Estimate | None
+    beyond: Estimate
+    by: str
+    tried: Mapping[int, float]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields, estimates as their own mappings."""
+        return {
+            "batch": self.batch,
+            "by": self.by,
+            "estimate": None if self.estimate is None else self.estimate.to_mapping(),
+            "beyond": self.beyond.to_mapping(),
+            "tried": {str(batch): mib for batch, mib in self.tried.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFit:
+    """Whether a job fits one GPU model.
+
+    device     name of the GPU model
+    fits       whether the figure that was asked for is at most the card's memory
+    room_mib   memory of the card that is left; negative where the job does not fit
+    estimate   of the job on that GPU model
+    """
+
+    device: str
+    fits: bool
+    room_mib: float
+    estimate: Estimate
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields, the estimate as its own mapping."""
+        return {
+            "device": self.device,
+            "fits": self.fits,
+            "room_mib": self.room_mib,
+            "estimate": self.estimate.to_mapping(),
+        }
+
+
+def largest_batch(
+    model: Job,
+    inputs: Inputs | None = None,
+    *,
+    device: str | DeviceSpec = DEFAULT_DEVICE,
+    by: str = BOUND,
+    target: Tensors | None = None,
+    **options: Any,
+) -> LargestBatch:
+    """Return the largest batch of a training job that fits a GPU model.
+
+    The batch fits by its estimate, and one sample more does not: both are estimated. A line through the peaks of two
+    batches leads there, so that a handful of steps is traced.
+
+    Args:
+        model: A module, a factory of one, or a trial config, as in `estimate`.
+        inputs: For modules: a batch of any size, as in `estimate`. The first dimension of every input is scaled, and so
+            are lists of tensors that are as long as the batch. Rows of tensors with values are repeated.
+        device: A GPU model of `conf/device`, by name or as its description.
+        by: The figure that has to fit: `bound`, which 99 of 100 jobs stay below (the point where the estimator has no
+            bound), or `point`, the estimate itself.
+        target: For modules: a tensor or shape of class indices, for the batch that is given.
+        **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `estimator`, ...
+
+    Returns:
+        The batch, with the estimates on both sides of the limit.
+
+    Raises:
+        UsageError: As in `estimate`; an input whose first dimension is not the batch's; a job whose memory does not
+            grow with its batch.
+
+    Known limitations:
+        Near the limit, memory does not always grow with every sample. A batch beyond the first that does not fit may
+        fit again.
+
+    Example:
+        >>> largest_batch(torchvision.models.resnet50, [8, 3, 224, 224], device="RTX-4090", precision="bf16").batch
+    """
+    _require_by(by)
+    spec = checked(options.get("estimator"), "full", device)
+    model = _with_config(model)
+    given = model.batch_size if isinstance(model, TrialConfig) else batch_size_of(_require_inputs(inputs))
+    estimates: dict[int, Estimate] = {}
+
+    def needed_mib(batch: int) -> float:
+        if isinstance(model, TrialConfig):
+            question = _question(replace(model, batch_size=batch), inputs, target, options)
+        else:
+            scaled, of_scaled = (with_batch_size(one, batch, from_size=given) for one in (inputs, target))
+            question = _question(model, scaled, of_scaled, options)
+        try:
+            estimates[batch], _ = question.answered(spec)
+        except UsageError as error:
+            raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
+        return _needed_mib(estimates[batch], by)
+
+    batch = largest_fitting(needed_mib, spec.memory_mib, given)
+    return LargestBatch(
+        batch=batch,
+        estimate=estimates.get(batch),
+        beyond=estimates[batch + 1],
+        by=by,
+        tried={size: _needed_mib(done, by) for size, done in estimates.items()},
+    )
+
+
+def devices_that_fit(
+    model: Job,
+    inputs: Inputs | None = None,
+    *,
+    devices: Iterable[str | DeviceSpec] | None = None,
+    by: str = BOUND,
+    target: Tensors | None = None,
+    **options: Any,
+) -> tuple[DeviceFit, ...]:
+    """Return for each GPU model whether a training job fits it, and the room that is left in MiB.
+
+    The step is traced once for each compute capability, and replayed for each GPU model.
+
+    Args:
+        model, inputs, target: As in `estimate`.
+        devices: GPU models, by name or as their descriptions; None: all of `conf/device`.
+        by: As in `largest_batch`.
+        **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `estimator`, ...
+
+    Returns:
+        One answer for each GPU model, the smallest card first.
+
+    Raises:
+        UsageError: As in `estimate`.
+
+    Example:
+        >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
+    """
+    _require_by(by)
+    specs = [checked(options.get("estimator"), "full", one) for one in (device_names() if devices is None else devices)]
+    question = _question(_with_config(model), inputs, target, options)
+    traces: Traces = {}
+    fits = []
+    for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
+        done, _ = question.answered(spec, traces=traces)
+        room_mib = spec.memory_mib - _needed_mib(done, by)
+        fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
+    return tuple(fits)
+
+
+def _needed_mib(done: Estimate, by: str) -> float:
+    return done.peak_memory_mib if by == POINT or done.upper_mib is None else done.upper_mib
+
+
+def _require_by(by: str) -> None:
+    if by not in BY:
+        raise unknown_name("by", by, BY)
+
+
+def _with_config(model: Job) -> Job:
+    return config_from_mapping(model) if isinstance(model, Mapping) else model
+
+
+def _require_inputs(inputs: Inputs | None) -> Inputs:
+    if inputs is None:
+        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
+    return inputs
+
+
+def _question(model: Job, inputs: Inputs | None, target: Tensors | None, options: Mapping[str, Any]) -> Question:
+    if given := [name for name in _OF_ESTIMATE if options.get(name) is not None]:
+        raise UsageError(f"{', '.join(given)}: of one estimate only; leave it out")
+    settings = options.get("settings")
+    single = {k: v for k, v in options.items() if k not in (*_OF_QUESTION, *_OF_ESTIMATE, "settings")}
+    others = {name: options[name] for name in _OF_QUESTION if name in options}
+    return question_of(model, inputs, target=target, training=training_settings(single, settings), **others)

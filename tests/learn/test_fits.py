@@ -1,0 +1,243 @@
+"""The largest batch that fits a GPU, and the GPUs that a job fits: exact at the limit, with few traced steps."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import learn
+from conf import cli
+from conf.errors import UsageError
+from featurize.device_spec import device_names, load_device
+from featurize.families import mlp
+from learn import devices_that_fit, estimate, largest_batch
+from learn.batch_sizes import with_batch_size
+from learn.estimation.batch_search import largest_fitting
+
+A100 = load_device("A100-SXM4-40GB")
+CONFIG = mlp.Config(batch_size=8, input_size=64, classes=4, depth=2)
+
+
+def card(memory_mib):
+    return dataclasses.replace(A100, memory_mib=memory_mib)
+
+
+def net():
+    return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
+
+
+class Tokens(nn.Module):
+    """Embeds token ids and, under a mask, says what their loss is."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(100, 512), nn.Linear(512, 100)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.embedding(input_ids)
+        if attention_mask is not None:
+            hidden = hidden * attention_mask.unsqueeze(-1)
+        logits = self.head(hidden)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def run(*argv):
+    from learn.commands.estimate import entry
+
+    return cli.run("estimate", entry, list(argv))
+
+
+@pytest.fixture
+def module_of_nets(tmp_path, monkeypatch):
+    """A module `gpufarm_nets_that_fit` on the path: `net()` and `tokens()`."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gpufarm_nets_that_fit", sys.modules[__name__])
+    monkeypatch.chdir(tmp_path)
+    return "gpufarm_nets_that_fit"
+
+
+@pytest.mark.parametrize("by, options", [("bound", {}), ("point", {}), ("point", {"estimator": "trace"})])
+def test_the_largest_batch_is_exact_among_its_neighbours(by, options):
+    device = card(700)
+    largest = largest_batch(net, [8, 1024, 256], device=device, by=by, **options)
+    assert largest.batch > 2
+
+    def fits(batch):
+        done = estimate(net, [batch, 1024, 256], device=device, **options)
+        needed_mib = done.peak_memory_mib if by == "point" or done.upper_mib is None else done.upper_mib
+        return needed_mib <= device.memory_mib
+
+    around = range(largest.batch - 1, largest.batch + 3)
+    assert [fits(batch) for batch in around] == [True, True, False, False]
+    assert largest.estimate == dataclasses.replace(
+        estimate(net, [largest.batch, 1024, 256], device=device, **options), seconds=largest.estimate.seconds
+    )
+    assert largest.tried[largest.batch] <= device.memory_mib < largest.tried[largest.batch + 1]
+
+
+def test_the_search_needs_few_estimates():
+    largest = largest_batch(net, [8, 4096, 256], device="A100-SXM4-40GB", estimator="trace")
+    assert largest.batch > 400 and len(largest.tried) <= 8
+
+
+@pytest.mark.parametrize("start", [1, 7, 512])
+@pytest.mark.parametrize("limit_mib", [99.0, 101.0, 130.0, 24_000.0])
+@pytest.mark.parametrize("granularity_mib", [0.01, 2.0, 20.0])
+def test_the_search_agrees_with_brute_force(start, limit_mib, granularity_mib):
+    def needed_mib(batch):
+        mib = 100 + 7.3 * batch
+        return (
+            limit_mib - batch % 3 if limit_mib < mib <= 1.01 * limit_mib else mib // granularity_mib * granularity_mib
+        )
+
+    asked = []
+    batch = largest_fitting(lambda size: asked.append(size) or needed_mib(size), limit_mib, start)
+    assert batch == next(size for size in range(10_000) if needed_mib(size + 1) > limit_mib)
+    assert len(asked) == len(set(asked)) <= 30
+
+
+def test_no_batch_fits_a_card_that_the_weights_fill():
+    largest = largest_batch(net, [16, 256], device=card(400))
+    assert largest.batch == 0 and largest.estimate is None
+    assert largest.beyond.peak_memory_mib > 400
+
+
+def test_memory_that_does_not_grow_with_the_batch_has_no_largest_one():
+    with pytest.raises(UsageError, match="memory does not grow with the batch: 2,147,483,647 samples still fit"):
+        largest_fitting(lambda size: 1.0, 2.0, 8)
+
+
+def test_a_trial_config_is_scaled_by_its_batch_size():
+    device, config = card(3300), mlp.Config(batch_size=8, input_size=16384, classes=4, depth=1)
+    largest = largest_batch(config, device=device, by="point")
+    for batch_size, fits in ((largest.batch, True), (largest.batch + 1, False)):
+        done = estimate(dataclasses.replace(config, batch_size=batch_size), device=device)
+        assert (done.peak_memory_mib <= device.memory_mib) == fits
+
+
+def test_every_input_of_a_batch_is_scaled_and_values_are_repeated():
+    batch = {
+        "ids": torch.arange(6).reshape(3, 2),
+        "shape": [3, 5],
+        "positions": torch.arange(4).reshape(1, 4),
+        "boxes": [torch.zeros(1, 4), torch.ones(2, 4), torch.zeros(3, 4)],
+        "scale": torch.tensor(2.0),
+        "use_cache": False,
+    }
+    larger = with_batch_size(batch, 5, from_size=3)
+    assert larger["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    assert larger["shape"] == [5, 5] and larger["positions"].shape == (1, 4) and larger["scale"].dim() == 0
+    assert [len(boxes) for boxes in larger["boxes"]] == [1, 2, 3, 1, 2] and larger["use_cache"] is False
+    assert with_batch_size([[3, 8], [3, 2]], 1, from_size=3) == ([1, 8], [1, 2])
+    assert with_batch_size(torch.zeros(3, 2**10), 2**12, from_size=3).is_meta
+    images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert with_batch_size(images, 4, from_size=2).is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(UsageError, match=r"input 2 has the shape \[7\], but the batch has 3 samples"):
+        with_batch_size(([3, 2], [7]), 6, from_size=3)
+
+
+def test_a_target_is_scaled_with_the_inputs():
+    largest = largest_batch(net, [16, 256], target=[16], device=card(700), estimator="trace")
+    assert largest.batch == largest_batch(net, [16, 256], device=card(700), estimator="trace").batch
+
+
+def test_each_device_has_the_estimate_that_it_has_alone():
+    fits = devices_that_fit(net, [4096, 256], precision="bf16")
+    assert {one.device for one in fits} == set(device_names())
+    for one in fits:
+        alone = estimate(net, [4096, 256], precision="bf16", device=one.device)
+        assert one.estimate == dataclasses.replace(alone, seconds=one.estimate.seconds)
+        assert one.room_mib == alone.device_memory_mib - alone.upper_mib and one.fits == alone.fits_device
+
+
+@pytest.mark.parametrize("job", [(net, [64, 256]), (CONFIG, None)], ids=["module", "config"])
+def test_devices_of_one_compute_capability_share_a_traced_step(job, monkeypatch):
+    from featurize import trace
+
+    loops_traced = []
+    real = trace.trace_step
+
+    def counted(*args, **kwargs):
+        loops_traced.append((kwargs["device"].compute_capability, kwargs["training_loop"]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(trace, "trace_step", counted)
+    small = dataclasses.replace(A100, name="half an A100", memory_mib=500)
+    fits = devices_that_fit(*job, devices=["H100", small, "A100", "H200"])
+    assert [one.device for one in fits][:2] == ["half an A100", "A100-SXM4-40GB"]
+    assert len(loops_traced) == len(set(loops_traced))
+    assert {capability for capability, _ in loops_traced} == {(8, 0), (9, 0)}
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(UsageError, match="unknown by 'median'; known: bound, point"):
+        largest_batch(net, [16, 256], by="median")
+    with pytest.raises(UsageError, match="report: of one estimate only"):
+        devices_that_fit(net, [16, 256], report="page.html")
+    with pytest.raises(UsageError, match="unknown training setting 'machin'"):
+        largest_batch(net, [16, 256], machin="eager")
+    with pytest.raises(UsageError, match="a module needs inputs"):
+        largest_batch(net)
+    with pytest.raises(UsageError, match=r"a batch of 1: .*Expected more than 1 value per channel"):
+        largest_batch(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), [2, 8], device=card(300))
+
+
+def test_importing_learn_leaves_the_search_out():
+    assert learn.largest_batch is largest_batch
+    with pytest.raises(AttributeError, match="has no attribute 'smallest_batch'"):
+        _ = learn.smallest_batch
+
+
+def test_keyword_inputs_and_a_batch_on_the_command_line(module_of_nets, capsys):
+    job = [f"model={module_of_nets}:Tokens", "format=json", "estimator=trace"]
+    typed = "{shape: [8,128], dtype: int64}"
+    assert run(*job, "input={input_ids: [8,128], labels: [8,128]}", "input_dtype=int64", "batch=32") == 0
+    scaled = json.loads(capsys.readouterr().out)
+    ids = torch.zeros(32, 128, dtype=torch.int64)
+    alone = estimate(Tokens, {"input_ids": ids, "labels": ids}, estimator="trace")
+    assert scaled["peak_memory_mib"] == alone.peak_memory_mib
+    assert run(*job, f"input={{input_ids: {typed}, attention_mask: [8,128], labels: {typed}}}") == 0
+    with_mask = json.loads(capsys.readouterr().out)
+    ids, mask = ids[:8], torch.ones(8, 128)
+    alone = estimate(Tokens, {"input_ids": ids, "attention_mask": mask, "labels": ids}, estimator="trace")
+    assert with_mask["peak_memory_mib"] == alone.peak_memory_mib
+
+
+def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, capsys):
+    job = [f"model={module_of_nets}:net", "input=[4096,256]", "estimator=trace"]
+    assert run(*job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700", "format=json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tried"][str(found["batch"])] <= 700 < found["tried"][str(found["batch"] + 1)]
+    assert run(*job, "find=devices", "format=json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["fits"] for one in found["devices"]] == [True] * len(device_names())
+    assert run(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700") == 0
+    shown = capsys.readouterr().out
+    assert "the largest batch on A100-SXM4-40GB is " in shown and "by the point" in shown
+    assert run(*job, "find=devices") == 0
+    assert "H200-SXM-141GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["find=fastest", "model=a:b"], "unknown find 'fastest'; known: devices, largest_batch"),
+        (["by=point", "model=a:b"], "by is for find="),
+        (["batch=4", "config={family: mlp}"], "batch is for model=; a trial config has its batch_size"),
+        (["find=devices", "report=a.html", "method=fast"], "find=devices does not take report, method"),
+        (["find=devices", "run=none"], "find=devices is for model= and config="),
+        (["find=devices", "device=H200", "model=torch.nn:Identity"], "find=devices does not take device"),
+        (
+            ["model=torch.nn:Identity", "input={x: {shape: [2], dtype: int65}}"],
+            "input.x.dtype must be a torch dtype such as float32 or int64, got 'int65'",
+        ),
+        (["model=torch.nn:Identity", "input={x: [4,2], y: [3]}", "batch=8"], "input y has the shape [3]"),
+    ],
+)
+def test_wrong_keys_are_named(arguments, message, capsys):
+    assert run(*arguments) == 2
+    assert message in capsys.readouterr().err
