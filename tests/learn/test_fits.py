@@ -228,7 +228,7 @@ def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, cap
         (["find=fastest", "model=a:b"], "unknown find 'fastest'; known: devices, largest_batch"),
         (["by=point", "model=a:b"], "by is for find="),
         (["batch=4", "config={family: mlp}"], "batch is for model=; a trial config has its batch_size"),
-        (["find=devices", "report=a.html", "method=fast"], "find=devices does not take report, method"),
+        (["find=devices", "report=a.html", "method=fast", "model=a:b"], "find=devices does not take report, method"),
         (["find=devices", "run=none"], "find=devices is for model= and config="),
         (["find=devices", "device=H200", "model=torch.nn:Identity"], "find=devices does not take device"),
         (
