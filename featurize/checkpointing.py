@@ -5,6 +5,7 @@ Start reading at `checkpoint_blocks`; `repeated_blocks` says what counts as a bl
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections import Counter
@@ -50,9 +51,14 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     more: dict[str, Any] = {}
     if how == "selective":
         more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    for config in [getattr(module, "config", None) for module in model.modules()]:
+    uncached: dict[int, Any] = {}  # copies: a factory's config is the user's, and outlives the model
+    for module in model.modules():
+        config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
-            setattr(config, "use_cache", False)  # noqa: B010 - a config is of any class
+            if id(config) not in uncached:
+                uncached[id(config)] = copy.copy(config)
+                setattr(uncached[id(config)], "use_cache", False)  # noqa: B010 - a config is of any class
+            vars(module)["config"] = uncached[id(config)]
     for block in blocks[::every]:
         vars(block)["forward"] = _checkpointed(block.forward, reentrant, more)  # shadows the class's method
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.plain_text import first_line
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.machine import CURRENT, PARTS, MachineProfile, machine
@@ -64,6 +65,8 @@ class MeasuredMemory:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UsageError(f"{name} must be a number of at least 0, got {value!r}")
+        if self.mib < self.reserved_mib:
+            raise UsageError(f"mib={self.mib:g} cannot be less than reserved_mib={self.reserved_mib:g} of the same job")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,8 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
     design = np.array([_parts_in(one) for one in measured])
     outside = np.array([one.mib - one.reserved_mib for one in measured])
     parts = _nearest(design, outside, centre, spread)
-    profile = MachineProfile(name=name, **{part: round(float(mib), 1) for part, mib in zip(PARTS, parts, strict=True)})
+    rounded = {part: abs(round(float(mib), 1)) for part, mib in zip(PARTS, parts, strict=True)}
+    profile = MachineProfile(name=name, **rounded)
     residuals = outside - design @ np.array([getattr(profile, part) for part in PARTS])
     return Calibration(profile=profile, measured=tuple(measured), residuals_mib=tuple(map(float, residuals)))
 
@@ -137,18 +141,22 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     reader = csv.DictReader(text.splitlines())
+    try:
+        lines = [(reader.line_num, line) for line in reader]
+    except csv.Error as error:
+        raise UsageError(f"{path} is no CSV file: {error}") from error
     header = tuple(reader.fieldnames or ())
     if unknown := [name for name in header if name not in COLUMNS]:
         raise UsageError(f"{path}: unknown column {', '.join(unknown)}; known: {', '.join(COLUMNS)}")
     if missing := [name for name in ("kind", "mib") if name not in header]:
         raise UsageError(f"{path}: missing column {', '.join(missing)}")
     numbers = []
-    for line in reader:
-        source = f"{path.name}, line {reader.line_num}"
+    for number, line in lines:
+        source = f"{path.name}, line {number}"
         try:
             numbers.append(_of_line({name: value for name, value in line.items() if value}, device, source))
-        except (CommandError, ValueError, TypeError) as error:
-            raise UsageError(f"{source}: {error}") from error
+        except (CommandError, ValueError, TypeError, RecursionError) as error:
+            raise UsageError(f"{source}: {first_line(error)}") from error
     return numbers
 
 
@@ -174,7 +182,10 @@ def _job_of_line(line: Mapping[str, str], device: DeviceSpec) -> tuple[float, bo
         if "reserved_mib" not in line or line.get("cudnn") not in ("true", "false"):
             raise UsageError("a job is reserved_mib with cudnn=true or false, or a config")
         return float(line["reserved_mib"]), line["cudnn"] == "true"
-    reserved_mib, loads_cudnn = _traced(of_config(config_from_mapping(json.loads(line["config"]))), device)
+    mapping = json.loads(line["config"])
+    if not isinstance(mapping, dict):
+        raise UsageError("config is JSON, but no object")
+    reserved_mib, loads_cudnn = _traced(of_config(config_from_mapping(mapping)), device)
     return (float(line["reserved_mib"]) if "reserved_mib" in line else reserved_mib), loads_cudnn
 
 

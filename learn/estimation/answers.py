@@ -162,11 +162,14 @@ def answer(
     except CommandError as error:
         failure = error
         _recall(case, steps)
+    beyond = training_of(job.settings).beyond_trials()
     if estimator in TRAINING_FREE and estimator != "trace":
         _ask(gathered, job, device, estimator)
-    elif estimator is None and (beyond := training_of(job.settings).beyond_trials()):
+    elif estimator is None and beyond:
         gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
     elif estimator != "trace":
+        if beyond:
+            gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out")
         with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
             in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent, traces))
             _ask_fitted(gathered, case, steps, in_a_plain_loop, estimator, data, loop)

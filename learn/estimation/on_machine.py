@@ -5,10 +5,12 @@ Start reading at `placed`; `featurize.machine` describes machines, `learn.calibr
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.errors import unknown_name
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
@@ -24,7 +26,7 @@ def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
     return folder.root / "machines" / f"{device.name}.json"
 
 
-def machine_for(given: str | MachineProfile | None, device: DeviceSpec, data: Any) -> MachineProfile:
+def machine_for(given: str | os.PathLike[str] | MachineProfile | None, device: DeviceSpec, data: Any) -> MachineProfile:
     """Return the machine that an estimate is for.
 
     Args:
@@ -42,9 +44,11 @@ def machine_for(given: str | MachineProfile | None, device: DeviceSpec, data: An
 
         calibrated = profile_path(DataFolder.resolve(data), device)
         return read_machine(calibrated) if calibrated.is_file() else machine(CURRENT, device)
-    if given not in MACHINES and Path(given).is_file():
+    if not isinstance(given, str | os.PathLike):
+        raise unknown_name("machine", given, MACHINES)
+    if given not in MACHINES and os.path.isfile(given):
         return read_machine(Path(given))
-    return machine(given, device)
+    return machine(os.fspath(given), device)
 
 
 def placed(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from conf.errors import UsageError
 from conf.extras import naming_the_extra
+from conf.own_packages import PACKAGES
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import describe_device
@@ -39,7 +41,7 @@ ESTIMATORS = ("trace", "hybrid", "gnn")  # that answer from a recorded step alon
 _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by default
 _LAST_LINES = 3
 _LARGEST_OUTPUT = 2**20
-_PYTHONS = ("python", "python3")
+_PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
 _ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "checkpointing", "checkpoint_reentrant")
 
 
@@ -130,7 +132,8 @@ def estimate_script(
         done, traced = answer(
             job, spec, estimator=estimator, data=data, allocator=allocator, timeline=page is not None, loop=loop, on=on
         )
-    done = replace(done, warnings=(*_notes(record), *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
+    notes = (*_hidden_modules(parsed), *_notes(record))
+    done = replace(done, warnings=(*notes, *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
     return done
@@ -144,7 +147,7 @@ def _parsed(command: Sequence[str]) -> _Command:
     if not words:
         raise UsageError(f"a script's command is missing: {form}")
     runner = Path(words[0]).name
-    if runner.startswith(_PYTHONS):
+    if _PYTHON.fullmatch(runner):
         words = words[1:]
     elif not words[0].endswith(".py"):
         raise UsageError(f"{words[0]} does not start a script here; give {form}")
@@ -260,6 +263,14 @@ def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
         checkpointing=text("checkpointing"),
         checkpoint_reentrant=bool(chosen.get("checkpoint_reentrant")),
     )
+
+
+def _hidden_modules(command: _Command) -> Iterator[str]:
+    """Yield a note where the script's folder has modules of this project's names, which the script does not get."""
+    folder = Path.cwd() if command.module else Path(command.script).parent
+    for name in PACKAGES:
+        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+            yield f"the script's own module {name} is hidden by this project's of that name"
 
 
 def _notes(record: ScriptRecord) -> Iterator[str]:

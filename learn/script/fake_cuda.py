@@ -164,6 +164,7 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(cuda, "stream", lambda stream: contextlib.nullcontext(stream))
     replace_attribute(cuda, "StreamContext", lambda stream: contextlib.nullcontext(stream))
     _install_memory(spec, recorder)
+    _install_load()
     _install_accelerator(cuda)
     _install_dtypes(autocast)
     replace_attribute(torch.nn.DataParallel, "scatter", _to_one_device)
@@ -176,6 +177,20 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(torch.backends.cuda, "is_built", _giving(True))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         replace_attribute(torch.cuda.nvtx, name, _giving(0))
+
+
+def _install_load() -> None:
+    """Read checkpoints into host memory, then put them on the GPU where `map_location` names it."""
+    from_file = torch.load
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        content = from_file(f, "cpu", *args, **kwargs)
+        places = map_location.values() if isinstance(map_location, dict) else (map_location,)
+        if not any(isinstance(place, str | torch.device) and names_cuda(place) for place in places):
+            return content
+        return tree_map(lambda value: value.to("cuda") if isinstance(value, torch.Tensor) else value, content)
+
+    replace_attribute(torch, "load", load)
 
 
 def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
@@ -214,6 +229,9 @@ def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:
         cuda, "mem_get_info", lambda device=None: (max(0, total - recorder.live_bytes), int(spec.memory_mib * MIB))
     )
     replace_attribute(cuda.memory, "mem_get_info", cuda.mem_get_info)
+    for name in ("_record_memory_history", "_dump_snapshot"):  # of the real allocator, which takes no part
+        replace_attribute(cuda.memory, name, _giving(None))
+    replace_attribute(cuda.memory, "_snapshot", _giving({"segments": [], "device_traces": []}))
 
 
 def _install_accelerator(cuda: Any) -> None:

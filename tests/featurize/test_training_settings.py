@@ -14,6 +14,7 @@ from featurize.replay import replay
 from featurize.trace import trace_step
 from featurize.training import Training, TrainingStep
 from featurize.training_settings import ALL_OPTIMIZERS, LOW_PRECISIONS
+from featurize.vision import import_library
 
 BATCH, WIDTH, BLOCKS, CLASSES = 256, 128, 4, 8
 
@@ -379,3 +380,11 @@ def test_an_optimizer_of_a_package_that_needs_a_gpu_says_so_on_the_cpu():
 def test_the_settings_fit_into_a_replay():
     trace, spec = traced(accumulation=2, checkpointing="full", ema=True), load_device("A100-SXM4-40GB")
     assert replay(trace, spec).peak_allocated >= trace.peak_live_bytes
+
+
+def test_checkpointing_leaves_the_users_configuration_as_it_is():
+    transformers = import_library("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
+    trace_step(lambda: transformers.GPT2LMHeadModel(config), batch, settings=Training(checkpointing="full"))
+    assert config.use_cache is True

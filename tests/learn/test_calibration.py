@@ -141,6 +141,10 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
         ("kind,mib\nprocess,5\n", "line 2: a job is reserved_mib with cudnn"),
         ("kind,mib\nidle,-5\n", "line 2: mib must be a number of at least 0"),
         ("kind,mib,reserved_mib\nidle,5,6\n", "line 2: kind idle has no job"),
+        ("kind,mib,reserved_mib,cudnn\nprocess,100,500,true\n", "mib=100 cannot be less than reserved_mib=500"),
+        ("kind,mib,config\nprocess,5," + "[" * 100_000 + "\n", "line 2: "),
+        ("kind,mib,config\nprocess,5,7\n", "line 2: config is JSON, but no object"),
+        ("kind,mib\nidle," + "x" * 140_000 + "\n", "is no CSV file"),
         ("kind,watts\nidle,5\n", "unknown column watts; known: kind, mib"),
         ("mib\n5\n", "missing column kind"),
     ):
@@ -152,6 +156,9 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
 def test_an_unknown_machine_names_the_known_ones():
     with pytest.raises(UsageError, match="unknown machine 'dgx'; known: current, described, eager"):
         estimate(mlp, [32, 64], machine="dgx")
+    for odd in (5, True, ["current"], "x" * 300):
+        with pytest.raises(UsageError, match=r"unknown machine .*; known: current, described, eager"):
+            estimate(mlp, [32, 64], machine=odd)
     with pytest.raises(UsageError, match="context_mib must be a number from 0"):
         MachineProfile(name="x", context_mib=float("nan"), kernels_mib=0, cudnn_mib=0)
 
