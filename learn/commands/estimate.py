@@ -47,8 +47,7 @@ class EstimateSettings(TrainingKeys):
 
       python -m learn.estimate model=torchvision.models:resnet50 input=[64,3,224,224] report=resnet50.html
       python -m learn.estimate model=mypackage.nets:make_gpt input=[8,1024] input_dtype=int64 precision=bf16
-      python -m learn.estimate model=mypackage.nets:make_bert input='{input_ids: [8,128], labels: [8,128]}' \
-          input_dtype=int64 batch=64
+      python -m learn.estimate model=mypackage.nets:make_bert input='{input_ids: [8,64], labels: [8]}' input_dtype=int64
       python -m learn.estimate model=torchvision.models:resnet50 input=[8,3,224,224] find=largest_batch
       python -m learn.estimate model=timm.models:vit_base_patch16_224 input=[64,3,224,224] estimator=xmem
       python -m learn.estimate model=transformers:GPT2LMHeadModel input=[8,64] input_dtype=int64 arguments='{n_layer:6}'
