@@ -164,6 +164,7 @@ class GraphReplay:
                 made = _like(self._meant[node]) if made is None else made
             self._keep(node, made, values)
         if (recorder := self._regions.recorder_now()) is not None:
+            assert isinstance(node.target, torch._ops.OpOverload)  # `_role` calls nothing else a kernel
             recorder.fused(node.target, (first,), inputs, made if isinstance(made, tuple) else (made,))
         del inputs, first, made
         self._end(self._ends[node], values)

@@ -90,7 +90,13 @@ def _convolution_backward(
     return x_grad, weight_grad, grad.new_empty(bias_sizes) if wanted[2] else None
 
 
-def _grouped_product(mat_a, mat_b, offs=None, bias=None, out_dtype=None):
+def _grouped_product(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """In any floating type, as CUDA has it; the meta kernel knows bf16 alone. Rows of the result begin at multiples of
     16 bytes (ATen/native/GroupedMMUtils.h: create_grouped_gemm_output_tensor)."""
     if mat_a.dtype != mat_b.dtype:
@@ -98,7 +104,10 @@ def _grouped_product(mat_a, mat_b, offs=None, bias=None, out_dtype=None):
     if (mat_a.dim() == 3 or mat_b.dim() == 3) and mat_a.shape[-1] != mat_b.shape[-2]:
         raise RuntimeError(f"matrices of shapes {list(mat_a.shape)} and {list(mat_b.shape)} have no product")
     rows, columns = mat_a.shape[-2], mat_b.shape[-1]
+    size: tuple[int, ...]
     if mat_a.dim() == mat_b.dim() == 2:
+        if offs is None:
+            raise RuntimeError("two matrices of two dimensions need offsets")
         size = (offs.shape[0], rows, columns)
     else:
         size = (rows, columns) if mat_a.dim() != mat_b.dim() else (mat_a.shape[0], rows, columns)

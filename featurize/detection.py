@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,15 @@ def _nms(
     return kept
 
 
-def _roi_align(original: Callable, autocast: Autocast, input: Tensor, boxes, output_size, *args, **kwargs) -> Tensor:
+def _roi_align(
+    original: Callable[..., Tensor],
+    autocast: Autocast,
+    input: Tensor,
+    boxes: Tensor | Sequence[Tensor],
+    output_size: int | tuple[int, int],
+    *args: object,
+    **kwargs: object,
+) -> Tensor:
     """In fp32 under autocast, as torchvision registers it."""
     if not input.is_meta:
         return original(input, boxes, output_size, *args, **kwargs)
@@ -77,13 +86,13 @@ class _RoiAlign(torch.autograd.Function):
     """Keeps the regions, and for the backward pass the shape of the input."""
 
     @staticmethod
-    def forward(ctx, input: Tensor, rois: Tensor, size: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, input: Tensor, rois: Tensor, size: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(rois)
         ctx.shape = input.shape
         return input.new_zeros(rois.shape[0], input.shape[1], *size)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0].new_zeros(ctx.shape), None, None
 
 

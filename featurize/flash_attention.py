@@ -71,6 +71,7 @@ def as_installed() -> Iterator[None]:
         yield
 
 
+# transformers reads from these two signatures which options the package has.
 def flash_attn_func(
     q: Tensor,
     k: Tensor,

@@ -123,7 +123,9 @@ class Lion(_TensorByTensor):
     State: one tensor like each parameter. A step takes two temporaries of the parameter's size.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)):
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas})
 
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:

@@ -9,9 +9,11 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -127,10 +129,10 @@ class Recorder(TorchDispatchMode):
 
     # -- what happens
 
-    def _entered(self, module: nn.Module, _args) -> None:
+    def _entered(self, module: nn.Module, _args: object) -> None:
         self._running.append(self._names.get(id(module), type(module).__name__))
 
-    def _left(self, _module: nn.Module, _args, _output) -> None:
+    def _left(self, _module: nn.Module, _args: object, _output: object) -> None:
         if (error := sys.exception()) is not None:
             self.note_failure(error)
         if self._running:
@@ -148,7 +150,7 @@ class Recorder(TorchDispatchMode):
         if "traced_at" not in vars(error):
             vars(error)["traced_at"] = operator, self._module_now()
 
-    def traits_of(self, func) -> Traits:
+    def traits_of(self, func: OpOverload) -> Traits:
         """What is known of an operator overload."""
         traits = self._traits.get(func)
         if traits is None:
@@ -163,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
         return self.values.without_masks(args, nonzero, put="put" in traits.name)
 
-    def run(self, func, traits: Traits, args: tuple, kwargs: dict):
+    def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
         """What the operator gives on meta tensors, and values where they are read back."""
         if traits.name == READ and self.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
@@ -175,7 +177,9 @@ class Recorder(TorchDispatchMode):
             self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self.phase == "backward":
             func = in_place_overload(func, args, kwargs, self._held_alone) or func
@@ -221,7 +225,7 @@ class Recorder(TorchDispatchMode):
             self._note(traits, maker[1], args, inputs, outputs)
         return out
 
-    def fused(self, func, args: Sequence, inputs: list[Tensor], outputs: Sequence) -> None:
+    def fused(self, func: OpOverload, args: Sequence, inputs: list[Tensor], outputs: Sequence) -> None:
         """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way."""
         traits = self.traits_of(func)
         maker = (traits.name, self._running[-1] if self._running else self._module_now(), None)
@@ -233,7 +237,7 @@ class Recorder(TorchDispatchMode):
         if self.keep_operators and made:
             self._note(traits, maker[1], args, _meta_tensors(inputs), made)
 
-    def _note(self, traits: Traits, module: str, args, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _note(self, traits: Traits, module: str, args: Sequence, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         changed = [t for i in traits.written for t in _meta_tensors(args[i : i + 1])]
         written = {id(t) for t in changed}
         live, made_by = self._live, self._made_by
@@ -322,7 +326,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         recorder, traits = self._recorder, self._recorder.traits_of(func)
         try:
             if traits.takes_masks:
@@ -341,7 +347,7 @@ class Traits:
         "write_only", "written", "written_names",
     )  # fmt: skip
 
-    def __init__(self, func) -> None:
+    def __init__(self, func: OpOverload) -> None:
         schema = func._schema
         self.name: str = schema.name
         self.view: bool = func.is_view

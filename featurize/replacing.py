@@ -1,6 +1,6 @@
-"""Replaces an attribute of a module or class for a while.
+"""Replaces attributes of modules and classes.
 
-Start reading at `replaced`.
+Start reading at `replaced`, for a while, or at `replace_attribute`, for the rest of the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def replaced(owner, name: str, value) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """An attribute of a module or class is another while this lasts."""
     own = name in vars(owner)  # Tensor inherits most methods from its C base: what was set is deleted again
     before = getattr(owner, name)
@@ -22,3 +22,9 @@ def replaced(owner, name: str, value) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def replace_attribute(owner: object, name: str, value: object) -> None:
+    """Set an attribute of a module or class, where the release has it."""
+    if hasattr(owner, name):
+        setattr(owner, name, value)

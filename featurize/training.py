@@ -233,7 +233,7 @@ def _prepared(model: nn.Module, settings: Training) -> nn.Module:
     return model
 
 
-def cross_entropy(output, targets: Tensor | None) -> Tensor:
+def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
     """Cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
 
     An output object with `logits` (as many published models return) or a tuple's first tensor counts as the logits.
@@ -253,7 +253,7 @@ def cross_entropy(output, targets: Tensor | None) -> Tensor:
     return nn.functional.cross_entropy(output, targets)
 
 
-def targets_for(output, loss: Callable | None = None) -> Tensor:
+def targets_for(output: Any, loss: Callable | None = None) -> Tensor:
     """Class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
 
     The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. An output without

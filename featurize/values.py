@@ -11,12 +11,17 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._device
 from torch import Tensor
+from torch._ops import OpOverload
 
 from featurize.replacing import replaced
+
+if TYPE_CHECKING:
+    from featurize.recorder import Traits
 
 LARGEST = 2**20  # elements up to which values are kept: masks, positions, a detector's anchors
 READ = "aten::_local_scalar_dense"
@@ -107,7 +112,7 @@ class Values:
 
         def with_values(function: Callable[..., Tensor], at: int) -> Callable[..., Tensor]:
             @functools.wraps(function)
-            def call(*args, **kwargs) -> Tensor:
+            def call(*args: Any, **kwargs: Any) -> Tensor:
                 made = function(*args, **kwargs)
                 if made.is_meta and not isinstance(args[at] if len(args) > at else None, Tensor) and _is_small(made):
                     with contextlib.suppress(RuntimeError, TypeError):  # the data hold tensors without values
@@ -137,7 +142,7 @@ class Values:
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(known[1], tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def decide(self, func, name: str, args: tuple, kwargs: dict) -> object:
+    def decide(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> object:
         """What an operator gives whose result values decide; `NotImplemented` if that is not known, or any other
         operator. Raises `UnknownValue` where a number is read back."""
         if name not in _DECIDED_BY_VALUES:
@@ -184,7 +189,7 @@ class Values:
 
     # -- what operators make of it
 
-    def follow(self, func, name: str, args: tuple, kwargs: dict, out: object, traits) -> None:
+    def follow(self, func: OpOverload, name: str, args: tuple, kwargs: dict, out: object, traits: Traits) -> None:
         """Note what an operator has given, and forget what it has overwritten with numbers that are not known."""
         if traits.view:
             return
@@ -221,7 +226,7 @@ class Values:
         self._known.clear()
         self._uniform.clear()
 
-    def _follow_writes(self, func, args: tuple, kwargs: dict, traits) -> None:
+    def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
         known = self._known
         targets = [t for i in traits.written if i < len(args) for t in _tensors((args[i],))]
         targets += [t for key in traits.written_names if key in kwargs for t in _tensors((kwargs[key],))]
@@ -239,7 +244,7 @@ class Values:
         for key in keys:
             known.pop(key, None)
 
-    def _computed(self, func, args: tuple, kwargs: dict, traits) -> object:
+    def _computed(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> object:
         """What the operator gives on the CPU; `_MISSING` if an argument is not known, or the CPU cannot run it."""
         given, named = self._on_cpu(args), self._on_cpu(kwargs)
         if given is _MISSING or named is _MISSING:

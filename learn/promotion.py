@@ -19,10 +19,11 @@ from conf.errors import CommandError, UsageError
 from learn.targets import Bins, get_target, make_bins
 
 if TYPE_CHECKING:
-    from learn.artifacts import Artifact
+    from learn.artifacts import Artifact, DataPlace
     from learn.data import Rows
     from learn.estimators import Estimator
     from learn.step_store import StepStore
+    from warehouse.folder import DataFolder
 
 HELD_OUT_SHARE = 0.2  # of configurations; another share would show models what judged those before them
 LEAST_JUDGES = 30  # rows with an exact label that neither has seen
@@ -59,7 +60,7 @@ class Promotion:
 
 
 def refit(
-    data,
+    data: DataPlace,
     target: str,
     estimator: str = "hybrid",
     *,
@@ -250,7 +251,7 @@ def _beside(
     }
 
 
-def _seen_groups(folder, artifact: Artifact, rows: Rows) -> frozenset[str]:
+def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozenset[str]:
     """The near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale since,
     or of another device), by their configs in the warehouse."""
     import warehouse
@@ -278,7 +279,9 @@ def _bins(rows: Rows) -> Bins:
     return make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
 
 
-def _recorded(folder, target: str, estimator: str, cycle: str, source, device_name) -> Promotion | None:
+def _recorded(
+    folder: DataFolder, target: str, estimator: str, cycle: str, source: str | None, device_name: str | None
+) -> Promotion | None:
     """What this cycle has decided before it was killed, where it wrote a model."""
     from learn.artifacts import versions
 
@@ -299,7 +302,7 @@ def _after(current: Artifact | None, now: datetime) -> datetime:
 
 
 def _write(
-    folder, promotion: Promotion, candidate: _Candidate, cycle: str, *, now: datetime, in_doubt: int
+    folder: DataFolder, promotion: Promotion, candidate: _Candidate, cycle: str, *, now: datetime, in_doubt: int
 ) -> Promotion:
     """The candidate as an artifact, like one of `learn.fit`, but never fitted on the rows that judge it."""
     from learn.artifacts import described, save_artifact

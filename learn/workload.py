@@ -129,7 +129,7 @@ def of_module(
     )
 
 
-def _name_of(model) -> str:
+def _name_of(model: object) -> str:
     from torch import nn
 
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
@@ -163,7 +163,7 @@ def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
     return kind
 
 
-def _maker_of_arguments(given: Sequence | Mapping, dtype) -> Callable[[str], Inputs]:
+def _maker_of_arguments(given: Sequence | Mapping, dtype: torch.dtype) -> Callable[[str], Inputs]:
     """`make(device)` -> positional or keyword arguments on that device."""
     if isinstance(given, Mapping):
         by_name = {str(name): _maker_of_argument(value, dtype, in_mapping=True) for name, value in given.items()}
@@ -172,7 +172,7 @@ def _maker_of_arguments(given: Sequence | Mapping, dtype) -> Callable[[str], Inp
     return lambda device: tuple(make(device) for make in makers)
 
 
-def _maker_of_argument(value, dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
+def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
     """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
     if isinstance(value, Mapping):
         return _maker_of_arguments(value, dtype)
@@ -207,7 +207,7 @@ def first_sizes(value: Any) -> Sequence[int]:
     return ()
 
 
-def _maker(value, dtype) -> Callable[[str], Tensor]:
+def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
     """`make(device)` -> the tensor on that device: a copy of one that was given, or one of a shape."""
     import torch
 

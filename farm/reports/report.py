@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,7 @@ def _time(at: datetime.datetime) -> str:
 
 
 @contextlib.contextmanager
-def _told(notes: list[str], part: str):
+def _told(notes: list[str], part: str) -> Iterator[None]:
     """Turn a read error into a note, so that the report is written nevertheless."""
     try:
         yield

@@ -103,8 +103,8 @@ def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
     """The forward operators of model and loss, in order, from dispatch on meta tensors."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from featurize.batches import call
-    from learn.analytical.modules import loss_of, tensors_in
+    from featurize.batches import call, tensors_of
+    from learn.analytical.modules import loss_of
 
     operators: list[_Operator] = []
     held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
@@ -117,11 +117,11 @@ def _record(workload: Workload, model, inputs, targets) -> list[_Operator]:
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            given = [(storage_of(t), t.is_floating_point()) for t in tensors_in([args, kwargs or {}])]
+            given = [(storage_of(t), t.is_floating_point()) for t in tensors_of([args, kwargs or {}])]
             result = func(*args, **(kwargs or {}))
             known = made_here | {storage for storage, _ in given}
             made = {}
-            for tensor in tensors_in(result):
+            for tensor in tensors_of(result):
                 if (storage := storage_of(tensor)) not in known:
                     made[storage] = _rounded(tensor.untyped_storage().nbytes())
             read = tuple(storage for storage, floats in given if floats and storage in made_here)

@@ -34,8 +34,8 @@ class Horus:
         import torch
 
         from conf.units import MIB
-        from featurize.batches import call
-        from learn.analytical.modules import LeafCalls, explained, meta_model, tensors_in
+        from featurize.batches import call, tensors_of
+        from learn.analytical.modules import LeafCalls, explained, meta_model
 
         model = meta_model(workload)
         elements = 0
@@ -43,7 +43,7 @@ class Horus:
         def count(module, output) -> None:
             nonlocal elements
             if _counts(module):
-                elements += sum(tensor.numel() for tensor in tensors_in(output))
+                elements += sum(tensor.numel() for tensor in tensors_of(output))
 
         with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
             inputs, _targets = workload.batch("meta")

@@ -94,8 +94,8 @@ def _shape_of(workload: Workload, model) -> _Shape:
     import torch
     from torch import nn
 
-    from featurize.batches import call
-    from learn.analytical.modules import LeafCalls, explained, tensors_in
+    from featurize.batches import call, tensors_of
+    from learn.analytical.modules import LeafCalls, explained
 
     def refuse(why: str) -> CannotEstimate:
         return CannotEstimate(f"{type(model).__name__} is not covered: it is no transformer language model ({why})")
@@ -111,7 +111,7 @@ def _shape_of(workload: Workload, model) -> _Shape:
     called: list[tuple[nn.Module, tuple[int, ...]]] = []
 
     def see(module, output) -> None:
-        called.extend((module, tuple(tensor.shape)) for tensor in list(tensors_in(output))[:1])
+        called.extend((module, tuple(tensor.shape)) for tensor in list(tensors_of(output))[:1])
 
     with explained("the forward pass", model), LeafCalls(model, see), torch.no_grad():
         inputs, _targets = workload.batch("meta")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,19 +73,7 @@ def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
     return [t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()]
 
 
-def tensors_in(value) -> Iterator[Tensor]:
-    """Every tensor of an output: a tensor, or a tuple, list or mapping of outputs."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def loss_of(workload: Workload, output, targets: Tensor | None) -> Tensor:
+def loss_of(workload: Workload, output: Any, targets: Tensor | None) -> Tensor:
     """The workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
     if targets is None and workload.loss is None and (own := own_loss(output)) is not None:
         return own

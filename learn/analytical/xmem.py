@@ -151,8 +151,8 @@ def _require_memory(workload: Workload) -> None:
     import torch
 
     from conf.units import MIB
-    from featurize.batches import call
-    from learn.analytical.modules import LeafCalls, explained, meta_model, real_model, tensors_in, unique_bytes
+    from featurize.batches import call, tensors_of
+    from learn.analytical.modules import LeafCalls, explained, meta_model, real_model, unique_bytes
 
     model = meta_model(workload)
     weights = sum(unique_bytes(model.parameters()))
@@ -173,7 +173,7 @@ def _require_memory(workload: Workload) -> None:
 
         def count(_module, output) -> None:
             nonlocal total
-            total += sum(t.numel() * t.element_size() for t in tensors_in(output))
+            total += sum(t.numel() * t.element_size() for t in tensors_of(output))
 
         with explained("the forward pass", model), LeafCalls(model, count), torch.no_grad():
             inputs, _targets = workload.batch(device)

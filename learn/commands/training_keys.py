@@ -5,20 +5,23 @@ Start reading at `TrainingKeys`; `featurize.training_settings.Training` describe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.settings import key
+from featurize.training_settings import ALL_OPTIMIZERS, IMPLEMENTATIONS, QUANTIZATIONS
+
+
+def _any_of(names: Sequence[str]) -> str:
+    """Return the names as a sentence lists them: `a, b or c`."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingKeys:
     """The fields of `Training`, each None where nothing was given."""
 
-    optimizer: str | None = key(
-        None,
-        "for model: adam (the default), adamw, sgd, momentum, nesterov, rmsprop, adagrad, adafactor, "
-        "transformers_adafactor, lion, adamw_8bit, paged_adamw_8bit or paged_adamw",
-    )
+    optimizer: str | None = key(None, f"for model: adam (the default), {_any_of(ALL_OPTIMIZERS[1:])}")
     precision: str | None = key(
         None,
         "for model: fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",
@@ -28,7 +31,7 @@ class TrainingKeys:
     )
     channels_last: bool | None = key(None, "for model: true for the channels-last memory format; default false")
     implementation: str | None = key(
-        None, "for model: foreach, fused or loop, of the optimizer; default torch's own choice on a GPU"
+        None, f"for model: {_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU"
     )
     accumulation: int | None = key(
         None, "for model: micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"
@@ -66,7 +69,7 @@ class TrainingKeys:
     )
     compile: bool | None = key(None, "for model: true where torch.compile compiles the model; default false")
     quantize: str | None = key(
-        None, "for model: store the frozen weights of linear layers as nf4, nf4-dq, fp4, fp4-dq or int8; default not"
+        None, f"for model: store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not"
     )
     quantize_skip: list[str] | None = key(
         None, "for model: linear layers that are not quantized; default the output layer", "list of text | null"

@@ -114,8 +114,8 @@ class _Run:
 
     def _follow_threads(self) -> None:
         """Modes belong to threads: those that the script starts, to load data ahead, enter them too."""
+        from featurize.replacing import replace_attribute
         from learn.script.device_mode import PretendCuda
-        from learn.script.replacing import replace_attribute
 
         run = threading.Thread.run
 

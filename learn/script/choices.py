@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-from learn.script.replacing import replace_attribute
+from featurize.replacing import replace_attribute
 
 Setting = str | bool | int | float
 # Classes of optimizers -> their names, where these are not the classes' own in small letters.

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from featurize.replacing import replace_attribute
 from learn.script.loggers import SilentLoggers
-from learn.script.replacing import replace_attribute
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 from torch.utils import checkpoint
 
-from learn.script.replacing import replace_attribute
+from featurize.replacing import replace_attribute
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.replacing import replace_attribute
 from learn.script.device_mode import CUDA, names_cuda
-from learn.script.replacing import replace_attribute
 from learn.script.script_recorder import ScriptRecorder
 
 _CUDA_VERSION = "12.8"

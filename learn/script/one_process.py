@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from conf.units import MIB
+from featurize.replacing import replace_attribute
 from learn.script.device_mode import CUDA
-from learn.script.replacing import replace_attribute
 from learn.script.script_recorder import ScriptRecorder
 
 NOTE = "torch.distributed runs with one process: buffers of NCCL are not counted"

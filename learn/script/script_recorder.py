@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.recorder import Recorder, Traits
+from featurize.replacing import replace_attribute
 from featurize.step_trace import BATCH
 from featurize.values import ALL_KEPT, NONZERO, READ, UnknownValue
-from learn.script.replacing import replace_attribute
 
 _TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
 _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_")
@@ -135,7 +136,9 @@ class ScriptRecorder(Recorder):
 
     # -- the operators
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         with torch._C.DisableTorchFunction():
             if not _concerns_meta(args, kwargs):
                 if _only_initialises(func, args):
@@ -174,7 +177,7 @@ class ScriptRecorder(Recorder):
                     places.extend(mode.__torch_dispatch__(NONZERO, (), (index,)).unbind(1))
             return args[0], places, *args[2:]
 
-    def run(self, func, traits: Traits, args: tuple, kwargs: dict):
+    def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
         name = traits.name
         if name == READ and args[0].is_meta:
             values = self.values.of(args[0])
@@ -224,7 +227,7 @@ class ScriptRecorder(Recorder):
         super()._give_back(block)
 
 
-def _only_initialises(func: torch._ops.OpOverload, args: Any) -> bool:
+def _only_initialises(func: OpOverload, args: Any) -> bool:
     name = func._schema.name
     if name not in _RANDOM and name not in _ADJUSTING:
         return False

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+from featurize.replacing import replace_attribute
 from featurize.trace import STEPS
 from learn.script.choices import Choices, name_of
-from learn.script.replacing import replace_attribute
 from learn.script.script_recorder import ScriptRecorder
 
 
