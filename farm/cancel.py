@@ -38,9 +38,5 @@ def entry(settings: CancelSettings) -> None:
     print(f"{job_id}: {', '.join(parts)}. Submit the same job again to go on.")
 
 
-def main() -> None:
-    command("cancel", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("cancel", entry)

@@ -37,9 +37,5 @@ def entry(settings: CompareSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("compare", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("compare", entry)

@@ -161,10 +161,22 @@ class Dispatcher:
 
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
+        shares: list[tuple[int, int] | None] = [None]
+        if self._shares > 1:  # its own share first
+            own = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
+            shares.insert(0, (own, self._shares))
         for _ in range(_REFUSED_AT_ONCE):
-            task = self._lease_any(worker)
-            if task is None:
+            for share in shares:
+                leased = self._queue.lease(
+                    worker, 1, self._now(), LEASE_S, job_id=self._job_id, device=self._device_key, share=share,
+                    held=self._leased.values(),
+                )  # fmt: skip
+                if leased:
+                    break
+            else:
                 return None
+            (task,) = leased
+            self._leased[task.run_id] = task
             if isinstance(task, UnreadableTask):
                 refused = refused_run(task, "UsageError", task.problem)
             elif (refusal := self._code.decide(task.config)[1]) is not None:
@@ -174,22 +186,6 @@ class Dispatcher:
             self._land_run(task, refused)
             del self._leased[task.run_id]
         return None
-
-    def _lease_any(self, worker: str) -> Task | UnreadableTask | None:
-        def lease(share: tuple[int, int] | None) -> list[Task | UnreadableTask]:
-            return self._queue.lease(
-                worker, 1, self._now(), LEASE_S, job_id=self._job_id, device=self._device_key, share=share,
-                held=self._leased.values(),
-            )  # fmt: skip
-
-        tasks: list[Task | UnreadableTask] = []
-        if self._shares > 1:
-            share = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
-            tasks = lease((share, self._shares))
-        tasks = tasks or lease(None)
-        for task in tasks:
-            self._leased[task.run_id] = task
-        return tasks[0] if tasks else None
 
     def _expect_back(self, spec: TaskSpec) -> None:
         self._stuck_at[spec.run_id] = self._steady() + spec.settings.timeout_s + _STUCK_AFTER_S

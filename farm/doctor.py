@@ -456,9 +456,5 @@ def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
     return rows
 
 
-def main() -> None:
-    command("doctor", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("doctor", entry)

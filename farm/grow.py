@@ -59,40 +59,43 @@ def entry(settings: GrowSettings) -> int:
         held.enter_context(_terminating())
         service = held.enter_context(Service.open(folder, settings.log, settings.metrics))
         queue = held.enter_context(Queue.open(folder.queue))
-        return _grow(folder, queue, settings, service, models_checked=begins)
+        status = held.enter_context(_StatusLine(service.quiet))
+        night = _night(folder, queue, settings, service, status, models_checked=begins)
+        return _see_through(night, status)
 
 
-def _grow(
+def _night(
     folder: DataFolder,
     queue: Queue,
     settings: GrowSettings,
     service: Service,
+    status: _StatusLine,
     models_checked: bool,
-) -> int:
+) -> NightWork:
+    """Return the unfinished cycle, as it was begun, or a new one; print which."""
     journal = Journal.open(folder)
     begun = None
-    with _StatusLine(service.quiet) as status:
-        with _no_night_told(folder, settings):
-            cycles = journal.cycles()
-            if cycles and cycles[-1].open:
-                begun = _as_begun(journal, cycles[-1], settings.given)
-            if begun is not None:
-                unfinished, settings = cycles[-1], begun
-                machine, headline = machine_of(settings.device, settings.cluster, cycles[:-1])
-                night = NightWork(folder, queue, journal, settings, machine, service, unfinished, status, status.say)
-                headline += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
-                headline += _budget(settings)
-            else:
-                if not models_checked:  # the unfinished cycle is given up, or ended meanwhile
-                    require_models(settings.spaces)
-                machine, headline = machine_of(settings.device, settings.cluster, cycles)
-                night = NightWork.begin(folder, queue, journal, settings, machine, service, status, status.say)
-                headline += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
-        print(headline)
-        return _see_through(night, settings, status)
+    with _no_night_told(folder, settings):
+        cycles = journal.cycles()
+        if cycles and cycles[-1].open:
+            begun = _as_begun(journal, cycles[-1], settings.given)
+        if begun is not None:
+            unfinished, settings = cycles[-1], begun
+            machine, headline = machine_of(settings.device, settings.cluster, cycles[:-1])
+            night = NightWork(folder, queue, journal, settings, machine, service, unfinished, status, status.say)
+            headline += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
+            headline += _budget(settings)
+        else:
+            if not models_checked:  # the unfinished cycle is given up, or ended meanwhile
+                require_models(settings.spaces)
+            machine, headline = machine_of(settings.device, settings.cluster, cycles)
+            night = NightWork.begin(folder, queue, journal, settings, machine, service, status, status.say)
+            headline += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
+    print(headline)
+    return night
 
 
-def _see_through(night: NightWork, settings: GrowSettings, status: _StatusLine) -> int:
+def _see_through(night: NightWork, status: _StatusLine) -> int:
     """Run the cycle, print how it ended and return that."""
     try:
         cycle, code = night.work(), 0
@@ -105,7 +108,7 @@ def _see_through(night: NightWork, settings: GrowSettings, status: _StatusLine) 
         cycle, code = night.cycle, EXIT_FAILED
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:
-        _hand_on(message_of(night.folder, night.cycle, str(error)), settings, night.service)
+        _hand_on(message_of(night.folder, night.cycle, str(error)), night.settings, night.service)
         raise
     status.stop()
     message = message_of(night.folder, cycle)
@@ -115,7 +118,7 @@ def _see_through(night: NightWork, settings: GrowSettings, status: _StatusLine) 
     if ran is not None and ran.failed:
         print(f"error: {ran.failed}", file=sys.stderr)
         code = code or EXIT_ALL_FAILED
-    _hand_on(message, settings, night.service)
+    _hand_on(message, night.settings, night.service)
     return code
 
 
@@ -283,9 +286,5 @@ def _terminating() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def main() -> None:
-    command("grow", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("grow", entry)

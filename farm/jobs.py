@@ -139,8 +139,26 @@ class Queue:
                 "WHERE job_seq = ? AND state = 'cancelled'", (seq,),
             )  # fmt: skip
             self._file.change("UPDATE jobs SET cancelled_at = NULL, ready = 1 WHERE seq = ?", (seq,))
+        added = existing = 0
+        pairs = iter(configs)
         try:
-            added, existing = self._add_tasks(seq, configs, submission)
+            while chunk := list(islice(pairs, SUBMIT_CHUNK)):
+                with self._file.transaction(durable=True):
+                    # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
+                    (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
+                    state = "queued" if runs else "cancelled"
+                    submission.adds([index for index, _ in chunk])
+                    new = self._file.many(
+                        "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                        [(seq, index, state) for index, _ in chunk],
+                    )
+                    self._file.many(
+                        "INSERT INTO configs VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                        [(seq, index, text) for index, text in chunk],
+                    )
+                    self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
+                added += new
+                existing += len(chunk) - new
             with self._file.transaction(durable=True):
                 self._file.change(
                     "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) "
@@ -151,29 +169,6 @@ class Queue:
             submission.undo()
             raise
         return Added(added=added, existing=existing, revived=revived)
-
-    def _add_tasks(self, seq: int, configs: Iterable[tuple[int, str]], submission: Submission) -> tuple[int, int]:
-        """Add the missing tasks, chunk by chunk; return (added, existing)."""
-        added = existing = 0
-        pairs = iter(configs)
-        while chunk := list(islice(pairs, SUBMIT_CHUNK)):
-            with self._file.transaction(durable=True):
-                # Cancelled meanwhile, by another command? Then the rest is cancelled, too.
-                (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
-                state = "queued" if runs else "cancelled"
-                submission.adds([index for index, _ in chunk])
-                new = self._file.many(
-                    "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-                    [(seq, index, state) for index, _ in chunk],
-                )
-                self._file.many(
-                    "INSERT INTO configs VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-                    [(seq, index, text) for index, text in chunk],
-                )
-                self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
-            added += new
-            existing += len(chunk) - new
-        return added, existing
 
     def _upsert_job(self, job: Job) -> int:
         row = self._file.one(

@@ -184,9 +184,9 @@ class QueueFile:
 
     def only(self, sql: str, values: Sequence = ()) -> tuple:
         """Return the row of a statement that always gives one."""
-        row = self.one(sql, values)
-        assert row is not None, sql
-        return row
+        rows = self.all(sql, values)
+        assert rows, sql
+        return rows[0]
 
     def change(self, sql: str, values: Sequence = ()) -> int:
         """Run a statement; return how many rows it changed."""

@@ -253,9 +253,5 @@ def _iso(at: float) -> str:
     return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat(timespec="seconds")
 
 
-def main() -> None:
-    command("status", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("status", entry)

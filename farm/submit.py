@@ -131,9 +131,5 @@ def _configs(settings: SubmitSettings, start: int, stop: int, rejections: Counte
     )
 
 
-def main() -> None:
-    command("submit", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("submit", entry)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from conf.cli import EXIT_INTERRUPTED, command
 from conf.errors import UsageError
@@ -241,11 +242,21 @@ class _QueueWork:
         while not self.stop.requested:
             key = self.queue.next_device(self.job_id)
             if key is not None:
-                jobs = {job.job_id for job in self.queue.jobs()}
-                if jobs - mended:  # a job may be new to a queue that was lost, and not to the warehouse
+                jobs = self.queue.jobs()
+                job_ids = {job.job_id for job in jobs}
+                if job_ids - mended:  # a job may be new to a queue that was lost, and not to the warehouse
                     _mend(self.folder, self.queue, self.service)
-                    mended = jobs
-                self._run_device(key)
+                    mended = job_ids
+                jobs = [job for job in jobs if job.device == key and self.queue.pending(job.job_id)]
+                _be_patient(self.service, self.cluster, jobs)
+                names = sorted((job.job_id for job in jobs), key=lambda name: name != self.job_id)  # ours first
+                label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+                with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
+                    executor = make_executor(device_from_key(key), self.cluster)
+                    Dispatcher(
+                        self.folder, self.queue, executor, key, progress, service=self.service, trust=self.trust,
+                        outcomes=self.outcomes,
+                    ).run(self.stop, self.lock)  # fmt: skip
                 compacted = False
             elif self.wait:
                 if not compacted:
@@ -258,20 +269,6 @@ class _QueueWork:
                 break
         if not compacted:
             _compact(self.folder, self.service)
-
-    def _run_device(self, key: str) -> None:
-        """Run the tasks of one device."""
-        choice = device_from_key(key)
-        jobs = [job for job in self.queue.jobs() if job.device == key and self.queue.pending(job.job_id)]
-        _be_patient(self.service, self.cluster, jobs)
-        names = sorted((job.job_id for job in jobs), key=lambda name: name != self.job_id)  # the one asked for first
-        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        with Progress(label, lambda: _totals(self.queue, names), quiet=self.service.quiet) as progress:
-            dispatcher = Dispatcher(
-                self.folder, self.queue, make_executor(choice, self.cluster), key, progress, service=self.service,
-                trust=self.trust, outcomes=self.outcomes,
-            )  # fmt: skip
-            dispatcher.run(self.stop, self.lock)
 
 
 def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
@@ -323,9 +320,5 @@ def follow_hint(folder: DataFolder, job_id: str | None) -> str:
     return f"{run}`python -m farm.status{job}` shows its progress."
 
 
-def main() -> None:
-    command("work", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("work", entry)

@@ -128,7 +128,11 @@ class _Run:
                 free(placed.pop(block))
             elif (call := blocks[block].call) is not None:
                 workspace = self._size_of(call)
-                handle = self._take(call, workspace)  # None: it takes nothing, or does without
+                try:
+                    handle = allocate(workspace)  # None: it takes nothing
+                except OutOfMemory:
+                    if not call.spare:  # else it does without
+                        raise
             if allocator.allocated_bytes > self.peak:
                 self.peak, self.peak_at = allocator.allocated_bytes, index
                 self.peak_workspace = 0 if call is not None and call.kind == CUBLAS else workspace
@@ -175,11 +179,3 @@ class _Run:
         if nbytes is None:
             nbytes = self._sizes[call] = workspace_bytes(call, self.spec)
         return nbytes
-
-    def _take(self, call: LibraryCall, nbytes: int) -> int | None:
-        try:
-            return self.allocator.allocate(nbytes)
-        except OutOfMemory:
-            if call.spare:
-                return None
-            raise

@@ -7,6 +7,7 @@ the dispatcher can use it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,14 +37,17 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
     if "family" not in values:
         raise UsageError("a trial config needs the key 'family'")
     cls = get_family(values.pop("family")).Config
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(map(str, set(values) - set(fields)))
-    if unknown:
-        raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
-    missing = [
-        name for name, field in fields.items()
-        if name not in values and field.default is dataclasses.MISSING
-    ]  # fmt: skip
-    if missing:
+    known, required = _fields_of(cls)
+    if unknown := sorted(map(str, values.keys() - known)):
+        raise UsageError(f"{cls.family}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    if missing := [name for name in required if name not in values]:
         raise UsageError(f"{cls.family}: missing {', '.join(missing)}")
     return cls(**values)
+
+
+@functools.cache  # every leased task asks
+def _fields_of(cls: type[TrialConfig]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names of a config's fields, and of those without a default, in their order."""
+    fields = dataclasses.fields(cls)
+    required = tuple(field.name for field in fields if field.default is dataclasses.MISSING)
+    return frozenset(field.name for field in fields), required

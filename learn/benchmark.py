@@ -239,9 +239,5 @@ def entry(settings: BenchmarkSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("benchmark", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("benchmark", entry)

@@ -389,9 +389,5 @@ def entry(settings: BuildSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("build_defaults", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("build_defaults", entry)

@@ -107,9 +107,5 @@ def _print_table(made: Calibration, device: DeviceSpec, path: Path) -> None:
     screen.print(f"kept: {path}", soft_wrap=True, highlight=False, markup=False)
 
 
-def main() -> None:
-    command("calibrate", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("calibrate", entry)

@@ -411,38 +411,27 @@ def _refuse_too_few(
 
 
 def _pack(target: Target, read: ReadConfigs, counts: Mapping[str, int], remarks: tuple[str, ...]) -> Rows:
-    records = [
-        _labelled(target, row, config, group, module)
-        for row, config, group, module in zip(read.rows, read.configs, read.groups, read.modules, strict=True)
-    ]
+    records = []
+    for row, config, group, module in zip(read.rows, read.configs, read.groups, read.modules, strict=True):
+        censored = _is_censored(row, target)
+        # Other people's runs are of the usual loop; the farm's keep one batch on the device.
+        case = Case(config, row["device_name"], row["source"] == "imported", row["torch_version"])
+        record = LabelledRow(
+            run_id=row["run_id"],
+            case=case,
+            label=float(row["device_memory_mib"] if censored else row["label"]),
+            censored=censored,
+            family=config.family,
+            source=row["source"],
+            device=row["device_name"],
+            device_memory_mib=float(row["device_memory_mib"] or math.nan),
+            card_mib=float(row["card_mib"] or math.nan),
+            group=group,
+            module=module,
+            doubt=(row["error"] or "in doubt") if row["error_type"] == "doubt" else "",
+        )
+        records.append(record)
     return Rows(target, tuple(records), dict(sorted(counts.items())), remarks)
-
-
-def _labelled(target: Target, row: Mapping[str, Any], config: TrialConfig, group: str, module: str) -> LabelledRow:
-    censored = _is_censored(row, target)
-    return LabelledRow(
-        run_id=row["run_id"],
-        case=_case(config, row),
-        label=float(row["device_memory_mib"] if censored else row["label"]),
-        censored=censored,
-        family=config.family,
-        source=row["source"],
-        device=row["device_name"],
-        device_memory_mib=float(row["device_memory_mib"] or math.nan),
-        card_mib=float(row["card_mib"] or math.nan),
-        group=group,
-        module=module,
-        doubt=_doubt(row),
-    )
-
-
-def _case(config: TrialConfig, row: Mapping[str, Any]) -> Case:
-    # Other people's runs are of the usual loop; the farm's keep one batch on the device.
-    return Case(config, row["device_name"], row["source"] == "imported", row["torch_version"])
-
-
-def _doubt(row: Mapping[str, Any]) -> str:
-    return (row["error"] or "in doubt") if row["error_type"] == "doubt" else ""
 
 
 def module_of(config: TrialConfig) -> str:

@@ -19,6 +19,7 @@ from learn.targets import BIN_WIDTHS_GB, Bins, get_target
 
 if TYPE_CHECKING:
     from learn.data import Rows
+    from learn.estimators import Estimator
     from learn.evaluation.evaluate import Evaluation
 
 
@@ -115,22 +116,22 @@ def fit(
     """
     from learn.artifacts import described, save_artifact
     from learn.data import load_rows
-    from learn.estimators import get_estimator, make_estimator, require_target
+    from learn.estimators import get_estimator, require_target
     from learn.evaluation.evaluate import CV_FOLDS, evaluate
     from learn.evaluation.report import write_report
     from learn.step_store import StepStore
     from learn.targets import make_bins
 
     now = now or datetime.now(UTC)
-    require_target(get_estimator(settings.estimator), settings.target)
+    kind = get_estimator(settings.estimator)
+    require_target(kind, settings.target)
     progress("reading rows", 0, 0)
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name,
         snapshot=settings.snapshot, trust=settings.trust,
     )  # fmt: skip
-    needs_trace = get_estimator(settings.estimator).needs_trace
     traced = StepStore(settings.data)
-    if needs_trace:
+    if kind.needs_trace:
         traced.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
     steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
@@ -139,11 +140,11 @@ def fit(
         steps=traced,
     )  # fmt: skip
     progress("fit on all rows", steps - 2, steps)
-    estimator = make_estimator(settings.estimator, settings.seed).fit(rows, traced)
+    estimator = kind(seed=settings.seed).fit(rows, traced)
 
     notes = list(estimator.predict(rows.cases[:1], traced).warnings)
     notes += [f"of the held-out figures: {text}" for text in evaluation.warnings if text not in notes]
-    notes += remarks(settings.estimator, rows, bins)
+    notes += remarks(kind, rows, bins)
     if settings.snapshot is not None:
         notes.append(
             f"fitted on the snapshot {settings.snapshot}; as the newest of its target it is what answers from now on"
@@ -172,14 +173,12 @@ def fit(
     return Fit(path, meta, evaluation)
 
 
-def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
+def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
     """What a reader of the figures has to know of the rows that are fitted on and judged."""
-    from learn.estimators import get_estimator
-
     notes = []
     if rows.censored.any():
         known = "they are fitted on as lower bounds"
-        if not get_estimator(estimator).uses_out_of_memory:
+        if not estimator.uses_out_of_memory:
             known = "they are not fitted on, so estimates near the device's memory lean low"
         shares = int((rows.censored & (rows.device_memory_mib < rows.card_mib)).sum())
         notes.append(
@@ -192,6 +191,6 @@ def remarks(estimator: str, rows: Rows, bins: Bins) -> list[str]:
     if "simulated" in rows.count("source"):
         origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
         notes.append(origin + "nothing about real GPUs")
-        if estimator in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
+        if estimator.name in ("trace", "hybrid"):  # whose figures are the trace's own, corrected or not
             notes.append("the trace made these very labels, so that errors here are near zero by construction")
     return notes + rows.left_out

@@ -83,14 +83,15 @@ def refit(
     """
     from learn.artifacts import StaleArtifact, newest, require_current
     from learn.data import load_rows
-    from learn.estimators import get_estimator, make_estimator, require_target
+    from learn.estimators import get_estimator, require_target
     from learn.evaluation.evaluate import answered
     from learn.step_store import StepStore
     from warehouse.folder import DataFolder
 
     now = now or datetime.now(UTC)
     get_target(target)
-    require_target(get_estimator(estimator), target)
+    kind = get_estimator(estimator)
+    require_target(kind, target)
     folder = DataFolder.resolve(data).open()
     if (done := _recorded(folder, target, estimator, cycle, source, device_name)) is not None:
         return done
@@ -113,11 +114,11 @@ def refit(
             "to judge by"
         )
     steps = StepStore(folder)
-    if get_estimator(estimator).needs_trace:
+    if kind.needs_trace:
         steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
     progress("fitting the candidate")
     try:
-        fitted = make_estimator(estimator, seed).fit(known, steps)
+        fitted = kind(seed=seed).fit(known, steps)
     except CommandError as error:
         return skipped(str(error))
 
@@ -311,7 +312,7 @@ def _write(
     from learn.fitting import remarks
 
     known, judges, bins = candidate.known, candidate.judges, candidate.bins
-    notes = remarks(candidate.name, known, bins)
+    notes = remarks(type(candidate.fitted), known, bins)
     if candidate.refusals:
         notes.append(f"rows held out without an answer are in no figure: {'; '.join(candidate.refusals)}")
     if in_doubt:

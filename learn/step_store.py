@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -157,11 +157,17 @@ class StepStore:
 def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
     """(key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
-    here = 0
-    if workers is None:
-        here = yield from _computed_here(cases, processes)
-    elif workers == 0 or len(cases) < 2 * BATCH:
-        here = yield from _computed_here(cases, 1)
+    elsewhere = processes if workers is None else 1  # cores that Ray would have: with one it is never done sooner
+    here, began_s = 0, 0.0
+    if not workers or len(cases) < 2 * BATCH:
+        for key, case in cases:
+            if here > 1:  # the first one imports torch
+                left_s = (len(cases) - here) * (time.monotonic() - began_s) / (here - 1)
+                if left_s > _RAY_START_S + left_s / elsewhere:
+                    break
+            yield key, compute(case)
+            here += 1
+            began_s = began_s or time.monotonic()
     if here == len(cases):
         return
     from learn.parallel import ray_map
@@ -169,22 +175,6 @@ def _computed(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tu
     parts = [cases[i : i + BATCH] for i in range(here, len(cases), BATCH)]
     for index, records in ray_map(_compute_all, [[case for _, case in part] for part in parts], processes):
         yield from zip([key for key, _ in parts[index]], records, strict=True)
-
-
-def _computed_here(cases: list[tuple[str, Case]], cores: int) -> Generator[tuple[str, StepRecord], None, int]:
-    """Yield (key, record) until Ray's processes on `cores` would sooner be done with the rest; returns how many.
-
-    With one core they never would.
-    """
-    began_s = 0.0
-    for done, (key, case) in enumerate(cases):
-        if done > 1:  # the first one imports torch
-            left_s = (len(cases) - done) * (time.monotonic() - began_s) / (done - 1)
-            if left_s > _RAY_START_S + left_s / cores:
-                return done
-        yield key, compute(case)
-        began_s = began_s or time.monotonic()
-    return len(cases)
 
 
 def _compute_all(cases: Sequence[Case]) -> list[StepRecord]:

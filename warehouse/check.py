@@ -51,9 +51,5 @@ def entry(settings: CheckSettings) -> int:
     return 0 if report.is_well else 1
 
 
-def main() -> None:
-    command("check", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("check", entry)

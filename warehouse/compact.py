@@ -237,9 +237,5 @@ def entry(settings: CompactionSettings) -> int:
     return 1 if report.problems else 0
 
 
-def main() -> None:
-    command("compact", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("compact", entry)

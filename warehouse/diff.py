@@ -310,9 +310,5 @@ def entry(settings: DiffSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("diff", entry, rewrite=named_arguments)
-
-
 if __name__ == "__main__":
-    main()
+    command("diff", entry, rewrite=named_arguments)

@@ -378,9 +378,5 @@ def entry(settings: ExportSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("export", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("export", entry)

@@ -343,9 +343,5 @@ def entry(settings: IngestSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("ingest", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("ingest", entry)

@@ -134,7 +134,6 @@ class FolderLayout:
         """Write the missing files without rows, so that every glob of the views matches a file."""
         for path, schema in self._anchors().items():
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
                 write_parquet(path, schema.empty_table())
 
     def _anchors(self) -> dict[Path, pa.Schema]:
@@ -180,7 +179,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
-    """Write a small table atomically and durably, with its checksum in the footer."""
+    """Write a small table atomically and durably, with its checksum in the footer; its folder is made if missing."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync(path.parent.parent)
     write_bytes(path, sealed_bytes(table, **COMPRESSION))
 
 

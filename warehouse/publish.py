@@ -397,9 +397,5 @@ def entry(settings: PublishSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("publish", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("publish", entry)

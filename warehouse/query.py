@@ -338,9 +338,5 @@ def _explained(folder: DataFolder) -> Iterator[None]:
         raise UsageError(str(error).strip(), keep_lines=True) from error
 
 
-def main() -> None:
-    command("query", entry, positional="sql")
-
-
 if __name__ == "__main__":
-    main()
+    command("query", entry, positional="sql")

@@ -391,9 +391,5 @@ def entry(settings: SnapshotSettings) -> int:
     return 0
 
 
-def main() -> None:
-    command("snapshot", entry)
-
-
 if __name__ == "__main__":
-    main()
+    command("snapshot", entry)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from warehouse.folder import DataFolder
-from warehouse.layout import checked_name, sync, write_parquet
+from warehouse.layout import checked_name, write_parquet
 from warehouse.merged import is_merged_name, land_batch
 from warehouse.merged_index import MergedIndex
 from warehouse.run import Run
@@ -68,8 +68,8 @@ class RunWriter:
             return landed
         name = f"{run_id}.parquet"
         # Telemetry first, so readers of the run see its samples.
-        _write(self._folder.partition("telemetry", family) / name, samples)
-        _write(runs / name, run_row)
+        write_parquet(self._folder.partition("telemetry", family) / name, samples)
+        write_parquet(runs / name, run_row)
         return runs / name
 
     def has_landed(self, family: str, run_id: str) -> bool:
@@ -96,7 +96,7 @@ class RunWriter:
         if isinstance(job.get("submitted_at"), int | float):
             job["submitted_at"] = datetime.datetime.fromtimestamp(job["submitted_at"], datetime.UTC)
         path = self._folder.jobs / f"{checked_name('job_id', job.get('job_id'))}.parquet"
-        _write(path, _one_row(job, JOB_SCHEMA, "job", []))
+        write_parquet(path, _one_row(job, JOB_SCHEMA, "job", []))
         return path
 
 
@@ -186,10 +186,3 @@ def _one_row(values: Mapping[str, Any], schema: pa.Schema, table_name: str, prob
 def _unknown(names: Iterable[str], schema: pa.Schema) -> list[str]:
     unknown = [name for name in names if name not in schema.names]
     return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []
-
-
-def _write(path: Path, table: pa.Table) -> None:
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sync(path.parent.parent)
-    write_parquet(path, table)

@@ -180,7 +180,10 @@ class NightWork:
         Raises `Left` after Ctrl-C. A signal counts also where all trials have run: closing the workers takes seconds.
         """
         stop = self.stop()
-        self.submit(job_id, configs)
+        submit_listed(
+            self.folder, self.queue, job_id, configs, self.machine, self.settings.trial_settings, self.settings.policy,
+            self.settings.seed,
+        )  # fmt: skip
         worked_off = run_job(self.folder, self.queue, self.settings.cluster, job_id, stop, self.service, shares)
         if stop.interrupted:
             raise Left
@@ -277,13 +280,6 @@ class NightWork:
             self.folder, self.queue, cycles, self.settings, self.machine, environment,
             again=stale_first(self.folder, self.machine, environment, self.settings.n),
             progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
-        )  # fmt: skip
-
-    def submit(self, job_id: str, configs: Sequence[tuple[int, TrialConfig]]) -> None:
-        """Queue listed configs for this cycle's devices."""
-        submit_listed(
-            self.folder, self.queue, job_id, configs, self.machine, self.settings.trial_settings, self.settings.policy,
-            self.settings.seed,
         )  # fmt: skip
 
     def stop(self) -> NightStop:

@@ -1,43 +1,48 @@
 """What is known of one training job before it runs, and who says so: the trace, a training-free method, fitted models.
 
-Start reading at `answer`; `learn.estimate` is the call that users make.
+Start reading at `Question.answered`; `learn.estimation.sources` has those who are asked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.extras import naming_the_extra
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.machine import MachineProfile
 from featurize.training_settings import training_of
-from featurize.version import is_current
 from learn.cases import Case
-from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
-from learn.estimation.on_machine import placed
+from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
+from learn.estimation.on_machine import machine_for, placed
+from learn.estimation.sources import (
+    TARGETS,
+    WITHOUT_TRACE,
+    Gathered,
+    ask_fitted,
+    ask_method,
+    ask_stored,
+    in_a_plain_loop,
+)
 from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
-    from learn.artifacts import Artifact, Wanted
-    from learn.step_store import StepStore
     from learn.traced import TracedStep, Traces
+    from warehouse.folder import DataFolder
 
-TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
-# Target -> the stored feature of a step that is the trace's own figure.
-_STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
-    name: f"job_roofline_{name}" for name in ("smact", "smocc", "drama")
-}
+    Data: TypeAlias = str | os.PathLike[str] | DataFolder
+
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
-# Where the trace meets its own limits, these may still answer: what each of them does instead.
-WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,243 +108,96 @@ class Estimate:
         return {**asdict(self), "fits": self.fits_device}
 
 
-@dataclass
-class _Gathered:
-    """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it, `loops` target -> of which
-    loop. `absent`: targets without a fitted model, in the folder `searched`."""
+@contextlib.contextmanager
+def _as_a_training_script() -> Iterator[None]:
+    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
+    import torch
 
-    values: dict[str, Any] = field(default_factory=dict)
-    by: dict[str, str] = field(default_factory=dict)
-    loops: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    searched: str = ""
-
-    def move(self, mib: float) -> None:
-        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
-        if self.by.get("memory", "").endswith("(default)"):
-            for name in ("peak_memory_mib", "upper_mib"):
-                if self.values.get(name) is not None:
-                    self.values[name] += mib
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
-def answer(
-    job: Workload,
-    device: DeviceSpec,
-    *,
-    estimator: str | None = None,
-    data=None,
-    allocator: AllocatorSettings | None = None,
-    timeline: bool = False,
-    loop: str | None = None,
-    on: MachineProfile,
-    traces: Traces | None = None,
-) -> tuple[Estimate, TracedStep | None]:
-    """The estimate of one job, and its trace where there is one (`timeline`: with its allocator's every move).
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A job and how its estimate is made, whatever the device. The fields are as in `learn.estimate`, checked."""
 
-    `estimator` and `loop` as in `learn.estimate.estimate`, but checked; `traces` as in `learn.traced.step_of`.
-    `Estimate.seconds` is left at 0. Raises
-    `UsageError` for what has no answer: for peak memory that is, other figures may be missing.
-    """
-    from learn.estimators import TRAINING_FREE, get_estimator
-    from learn.step_store import StepStore
-    from learn.traced import CannotTrace, step_of
+    job: Workload
+    allocator: AllocatorSettings | None = None
+    estimator: str | None = None
+    data: Data | None = None
+    loop: str | None = None
+    machine: str | MachineProfile | None = None
 
-    gathered, steps = _Gathered(), StepStore(data)
-    if loop is not None:
-        job = replace(job, training_loop=loop == PIPELINE)
-    case = _case(job, device)
-    if (
-        estimator is not None
-        and estimator not in TRAINING_FREE
-        and job.config is None
-        and not get_estimator(estimator).needs_trace
-    ):
-        raise UsageError(f"estimator={estimator} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
-    traced = failure = None
-    try:
-        traced = step_of(job, device, allocator=allocator, timeline=timeline, traces=traces)
-    except CommandError as error:
-        failure = error
-        _recall(case, steps)
-    beyond = training_of(job.settings).beyond_trials()
-    if estimator in TRAINING_FREE and estimator != "trace":
-        _ask(gathered, job, device, estimator)
-    elif estimator is None and beyond:
-        gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
-    elif estimator != "trace":
-        if beyond:
-            gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out")
-        with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
-            in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent, traces))
-            _ask_fitted(gathered, case, steps, in_a_plain_loop, estimator, data, loop)
-    if failure is not None and estimator in (None, "trace"):
-        _ask_stored(gathered, case, steps)
-    if failure is not None and "peak_memory_mib" not in gathered.values:
-        advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
-        kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
-        raise kind(f"{failure}{advice}") from failure
-    if traced is not None:
-        described_mib = traced.step.peak_memory_mib
-        traced = placed(
-            traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline
-        )
-        gathered.move(traced.step.peak_memory_mib - described_mib)
-    return _assembled(gathered, job, device, traced, failure, allocator, loop, on), traced
+    @naming_the_extra()
+    @_as_a_training_script()
+    def answered(
+        self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
+    ) -> tuple[Estimate, TracedStep | None]:
+        """Return the estimate on one device, and the traced step where there is one.
 
+        Args:
+            device: The GPU model.
+            timeline: Whether the traced step keeps the allocator's state after every event.
+            traces: As in `learn.traced.step_of`.
 
-def _recall(case: Case, steps: StepStore) -> None:
-    """What was stored of a case that cannot be traced here: its config may name code that nobody allowed to run."""
-    if case.config is not None:
-        steps.recall([case, replace(case, training_loop=True)])
+        Raises:
+            UsageError: There is no answer: for peak memory, that is. Other figures may be missing.
+        """
+        from learn.estimators import TRAINING_FREE
+        from learn.step_store import StepStore
+        from learn.traced import CannotTrace, step_of
 
-
-def _ask_stored(gathered: _Gathered, case: Case, steps: StepStore) -> None:
-    """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
-    from learn.targets import get_target
-
-    if (features := steps.features(case)) is None:
-        return
-    for target in TARGETS:
-        column = get_target(target).column
-        if column not in gathered.values:
-            gathered.values[column], gathered.by[target] = features[_STORED[target]], "trace"
-            gathered.loops[target] = loop_named(case.training_loop)
-    gathered.notes.append("figures of the trace are those stored in the data folder, since it cannot be repeated here")
-
-
-def _case(job: Workload, device: DeviceSpec) -> Case:
-    if job.config is not None:
-        return Case(job.config, device.name, job.training_loop, described=device)
-    return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
-
-
-def _ask(gathered: _Gathered, job: Workload, device: DeviceSpec, estimator: str) -> None:
-    """Memory by a training-free method. `UsageError` with the method's reason."""
-    from learn.analytical.base import AnalyticalEstimator, analyse
-    from learn.estimators import get_estimator
-    from learn.traced import wants_values
-
-    if beyond := training_of(job.settings).beyond_trials():
-        raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
-    known = get_estimator(estimator)
-    assert issubclass(known, AnalyticalEstimator), estimator
-    by_method = analyse(known.method(), job, device)
-    if by_method.mib is None:
-        stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
-        advice = f"; {WITHOUT_TRACE}" if stuck else ""
-        raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
-    gathered.values |= {"peak_memory_mib": by_method.mib, "breakdown": dict(by_method.parts)}
-    gathered.by["memory"], gathered.loops["memory"] = estimator, loop_named(job.training_loop)
-    gathered.notes.append(known.warning)
-
-
-def _ask_fitted(
-    gathered: _Gathered,
-    case: Case,
-    steps: StepStore,
-    in_a_plain_loop: Callable[[], Case],
-    estimator: str | None,
-    data: Any,
-    loop: str | None,
-) -> None:
-    """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
-    folder's, else the one that comes with the project.
-
-    Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
-    each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
-    answer; memory, which hardly depends on the loop, is answered by any.
-    """
-    from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-    from learn.estimators import LEVEL
-    from learn.targets import get_target
-    from warehouse.folder import DataFolder
-
-    folder = DataFolder.resolve(data)
-    if data is not None:
-        folder.open()
-    module = case.config is None
-    family = None if module else case.family
-    wanted: Wanted = {"estimator": estimator, "family": family, "device": case.device, "for_modules": module}
-    learnt: Wanted = {**wanted, "learnt": True}
-    shipped = {target: default_artifact(target) for target in TARGETS}
-    shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
-    if estimator is not None and "memory" not in shipped:
-        load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-    gathered.searched = str(folder.models)
-    notes = []
-    for target in TARGETS:
-        own = None
+        began = time.monotonic_ns()
+        on = machine_for(self.machine, device, self.data)
+        gathered, steps, estimator = Gathered(), StepStore(self.data), self.estimator
+        job = self.job if self.loop is None else replace(self.job, training_loop=self.loop == PIPELINE)
+        case = self._case(job, device)
+        traced = failure = None
         try:
-            own = find_latest(folder, target, **learnt)
-        except StaleArtifact as error:
-            if estimator is not None:
-                raise
-            notes.append(str(error))
-        artifact, note = _of_loop(target, own, shipped.get(target), loop)
-        notes += note
-        if artifact is None:
-            gathered.absent.append(target)
-            continue
-        default = artifact is not own
-        sources = artifact.meta["rows"]["source"]
-        asked = in_a_plain_loop() if loops_of_sources(sources) == {PIPELINE} else case
-        prediction = artifact.estimator.predict([asked], steps)
-        if prediction.refusals:
-            if target == "memory" and estimator is not None:
-                raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
-            gathered.absent.append(target)
-            continue
-        name = artifact.meta["estimator"]
-        gathered.values[get_target(target).column] = float(prediction.point[0])
-        gathered.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
-        gathered.loops[target] = loop_named(asked.training_loop)
-        if target == "memory":
-            upper = prediction.upper(LEVEL)
-            gathered.values["upper_mib"] = None if upper is None else float(upper[0])
-        notes += [f"{target}: {text}" for text in prediction.warnings]
-        notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
-        of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
-        notes.append(f"{target}: fitted on {', '.join(sources)} rows{of_loop}")
-        if default and not is_current(artifact.meta["feature_version"]):
-            notes.append(
-                f"{target}: the model that comes with the project was fitted with features "
-                f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
-            )
-    gathered.notes += _merged(notes)
+            traced = step_of(job, device, allocator=self.allocator, timeline=timeline, traces=traces)
+        except CommandError as error:
+            failure = error
+            if case.config is not None:  # it may name code that nobody allowed to run: what was stored of it may answer
+                steps.recall([case, replace(case, training_loop=True)])
+        beyond = training_of(job.settings).beyond_trials()
+        if estimator in TRAINING_FREE and estimator != "trace":
+            ask_method(gathered, job, device, estimator)
+        elif estimator is None and beyond:
+            gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
+        elif estimator != "trace":
+            if beyond:
+                gathered.notes.append(
+                    f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
+                )
+            with steps.lent(case, traced if self.allocator is None else None), contextlib.ExitStack() as lent:
+                plain = functools.cache(functools.partial(in_a_plain_loop, case, steps, lent, traces))
+                ask_fitted(gathered, case, steps, plain, estimator, self.data, self.loop)
+        if failure is not None and estimator in (None, "trace"):
+            ask_stored(gathered, case, steps)
+        if failure is not None and "peak_memory_mib" not in gathered.values:
+            advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
+            kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
+            raise kind(f"{failure}{advice}") from failure
+        if traced is not None:
+            described_mib = traced.step.peak_memory_mib
+            traced = placed(
+                traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
+                timeline=timeline,
+            )  # fmt: skip
+            gathered.move(traced.step.peak_memory_mib - described_mib)
+        done = _assembled(gathered, job, device, traced, failure, self.allocator, self.loop, on)
+        return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
+    def _case(self, job: Workload, device: DeviceSpec) -> Case:
+        """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
+        from learn.estimators import TRAINING_FREE, get_estimator
 
-def _of_loop(
-    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
-) -> tuple[Artifact | None, list[str]]:
-    """Return the first of the two models that knows the loop, and which model was passed over for that."""
-    if loop is None or target == "memory":
-        return own or shipped, []
-    passed_over: list[str] = []
-    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
-        if artifact is None:
-            continue
-        known = loops_of_sources(artifact.meta["rows"]["source"])
-        if loop in known:
-            return artifact, passed_over
-        passed_over += [
-            f"{target}: {words} was fitted on the {name} loop only; pass loop={name} to use it" for name in known
-        ]
-    return None, passed_over
-
-
-def _in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, traces: Traces | None) -> Case:
-    """The case in such a loop, its record at hand while `lent` is open."""
-    from learn.traced import step_of
-
-    if case.training_loop or case.spec is None:
-        return case
-    looped = replace(case, training_loop=True)
-    if case.module is not None:
-        looped = replace(looped, module=replace(case.module, training_loop=True))
-    with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
-        lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec, traces=traces)))
-    return looped
+        if job.config is not None:
+            return Case(job.config, device.name, job.training_loop, described=device)
+        named = self.estimator
+        if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
+            raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
+        return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
 
 def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:
@@ -353,7 +211,7 @@ def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | N
 
 
 def _assembled(
-    gathered: _Gathered,
+    gathered: Gathered,
     job: Workload,
     device: DeviceSpec,
     traced: TracedStep | None,
@@ -463,12 +321,3 @@ def _parameters(job: Workload) -> int | None:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
     except Exception:  # a model may raise anything, and the trace's reason is told already
         return None
-
-
-def _merged(notes: list[str]) -> list[str]:
-    """`smact: x`, `drama: x` as one `smact, drama: x`."""
-    by_text: dict[str, list[str]] = {}
-    for note in notes:
-        head, colon, text = note.partition(": ")
-        by_text.setdefault(text if colon and head in TARGETS else note, []).append(head if head in TARGETS else "")
-    return [f"{', '.join(heads)}: {text}" if all(heads) else text for text, heads in by_text.items()]

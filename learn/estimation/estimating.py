@@ -5,16 +5,14 @@ Start reading at `estimate`; `learn.estimation.answers` asks the estimators.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.errors import CommandError, UsageError, unknown_name
-from conf.extras import naming_the_extra
 from featurize.allocator_settings import AllocatorSettings
 from featurize.machine import MachineProfile
 from featurize.own_code import parse_trust, trusting
@@ -22,7 +20,7 @@ from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import TRAINING_FIELDS
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Estimate, answer
+from learn.estimation.answers import Estimate, Question
 from learn.estimation.loops import require_loop
 from learn.estimation.on_machine import machine_for
 
@@ -30,15 +28,12 @@ if TYPE_CHECKING:
     import torch
 
     from featurize.device_spec import DeviceSpec
-    from learn.traced import TracedStep, Traces
-    from learn.workload import Workload
-    from warehouse.folder import DataFolder
+    from learn.estimation.answers import Data
 
     Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
     Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
     Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
     Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
-    Data: TypeAlias = str | os.PathLike[str] | DataFolder
 
 METHODS = ("full", "fast")
 
@@ -124,7 +119,8 @@ def estimate(
     """
     began = time.monotonic_ns()
     device = checked(estimator, method, device)
-    loop = require_loop(loop)
+    if isinstance(model, Mapping):
+        model = config_from_mapping(model)
     given = {
         "optimizer": optimizer,
         "precision": precision,
@@ -137,7 +133,9 @@ def estimate(
     if method == "fast":
         traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
         config = _config_for_fast(model, given, traced_only)
-        return estimate_many([config], device=device, method="fast", data=data, machine=machine)[0]
+        from learn.estimation.fast_estimates import fast_estimates
+
+        return fast_estimates([config], device, machine_for(machine, device, data))[0]
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
@@ -235,8 +233,6 @@ def _configs(given: object) -> list[TrialConfig]:
 def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mapping[str, Any]) -> TrialConfig:
     if given_too := [name for name, value in traced_only.items() if value is not None]:
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
-    if isinstance(model, Mapping):
-        model = config_from_mapping(model)
     if not isinstance(model, TrialConfig):
         raise UsageError("method=fast answers from a trial config alone; modules take method=full")
     _require_same(model, given)
@@ -267,51 +263,8 @@ def _require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
             raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
 
 
-@contextlib.contextmanager
-def _as_a_training_script() -> Iterator[None]:
-    """With gradients, whatever mode the caller is in; the caller's random numbers go on as if nothing had been."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A job and how its estimate is made, whatever the device. The fields are as in `estimate`, checked."""
-
-    job: Workload
-    allocator: AllocatorSettings | None
-    estimator: str | None
-    data: Data | None
-    loop: str | None
-    machine: str | MachineProfile | None
-
-    def answered(
-        self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
-    ) -> tuple[Estimate, TracedStep | None]:
-        """Return the estimate on one device, and the traced step where there is one.
-
-        Args:
-            device: The GPU model.
-            timeline: Whether the traced step keeps the allocator's state after every event.
-            traces: As in `learn.traced.step_of`.
-
-        Raises:
-            UsageError: As in `estimate`.
-        """
-        began = time.monotonic_ns()
-        on = machine_for(self.machine, device, self.data)
-        with naming_the_extra(), _as_a_training_script():
-            done, traced = answer(
-                self.job, device, estimator=self.estimator, data=self.data, allocator=self.allocator,
-                timeline=timeline, loop=self.loop, on=on, traces=traces,
-            )  # fmt: skip
-        return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
-
-
 def question_of(
-    model: Job,
+    model: Model | TrialConfig,
     inputs: Inputs | None = None,
     *,
     training: Mapping[str, Any],
@@ -334,17 +287,23 @@ def question_of(
     Raises:
         UsageError: As in `estimate`.
     """
+    from learn.workload import of_config, of_module
+
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
     elif allocator is not None and not isinstance(allocator, AllocatorSettings):
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
-    if isinstance(model, Mapping):
-        model = config_from_mapping(model)
     if isinstance(model, TrialConfig):
+        _require_same(model, training)
         of_modules = {"inputs": inputs, "target": target, "loss": loss}
-        job = _job_of_config(trusting(model, parse_trust(trust)), of_modules, training, name)
+        if given_too := [key for key, value in of_modules.items() if value is not None]:
+            raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
+        job = of_config(trusting(model, parse_trust(trust)))
+        job = job if name is None else replace(job, name=name)
     elif callable(model):
-        job = _job_of_module(model, inputs, training, input_dtype=input_dtype, target=target, loss=loss, name=name)
+        job = of_module(
+            model, inputs, Training(**training), input_dtype=input_dtype, target=target, loss=loss, name=name
+        )
     else:
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
@@ -352,30 +311,3 @@ def question_of(
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine
     )
-
-
-def _job_of_config(
-    config: TrialConfig, of_modules: Mapping[str, Any], given: Mapping[str, Any], name: str | None
-) -> Workload:
-    from learn.workload import of_config
-
-    _require_same(config, given)
-    if given_too := [key for key, value in of_modules.items() if value is not None]:
-        raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
-    job = of_config(config)
-    return job if name is None else replace(job, name=name)
-
-
-def _job_of_module(
-    model: Model,
-    inputs: Inputs | None,
-    given: Mapping[str, Any],
-    *,
-    input_dtype: str,
-    target: Tensors | None,
-    loss: Callable[..., torch.Tensor] | None,
-    name: str | None,
-) -> Workload:
-    from learn.workload import of_module
-
-    return of_module(model, inputs, Training(**given), input_dtype=input_dtype, target=target, loss=loss, name=name)

@@ -14,13 +14,13 @@ from featurize.device_spec import device_names
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Estimate
+from learn.estimation.answers import Estimate, Question
 from learn.estimation.batch_search import largest_fitting
-from learn.estimation.estimating import Question, checked, question_of, training_settings
+from learn.estimation.estimating import checked, question_of, training_settings
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.estimating import Inputs, Job, Tensors
+    from learn.estimation.estimating import Inputs, Job, Model, Tensors
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
@@ -196,7 +196,7 @@ def _require_by(by: str) -> None:
         raise unknown_name("by", by, BY)
 
 
-def _with_config(model: Job) -> Job:
+def _with_config(model: Job) -> Model | TrialConfig:
     return config_from_mapping(model) if isinstance(model, Mapping) else model
 
 
@@ -206,7 +206,9 @@ def _require_inputs(inputs: Inputs | None) -> Inputs:
     return inputs
 
 
-def _question(model: Job, inputs: Inputs | None, target: Tensors | None, options: Mapping[str, Any]) -> Question:
+def _question(
+    model: Model | TrialConfig, inputs: Inputs | None, target: Tensors | None, options: Mapping[str, Any]
+) -> Question:
     if given := [name for name in _OF_ESTIMATE if options.get(name) is not None]:
         raise UsageError(f"{', '.join(given)}: of one estimate only; leave it out")
     settings = options.get("settings")

@@ -136,7 +136,7 @@ class HybridEstimator(Estimator):
             kept = [records[i] for i in known]
             table, base = self._table([cases[i] for i in known], kept), self._base(kept)
             centre[known] = self._centre(self._correction, table, base)
-            scale[known] = self._scale_of(table)
+            scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
             if self.target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
             for i, record in zip(known, kept, strict=True):
@@ -205,9 +205,6 @@ class HybridEstimator(Estimator):
         part = (place - knots[left]) / (knots[left + 1] - knots[left])
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
         return inside + (asked - place) * math.log(2)  # beyond the knots: the factor of the nearest
-
-    def _scale_of(self, table: np.ndarray) -> np.ndarray:
-        return np.maximum(self._scale.predict(self._of_network(table)), self._floor)
 
     def _held_out(self, rows: Rows, table, correction, weight, base) -> np.ndarray:
         fold = group_folds(_units(rows), FOLDS, self.seed)

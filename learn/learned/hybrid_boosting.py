@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -41,7 +41,10 @@ class Boosted:
     def fit(self, table: np.ndarray, label: np.ndarray, at_least: np.ndarray | None, weight: np.ndarray) -> Self:
         """table (n, columns), label (n,), weight (n,); at_least (n,) bool: the label is a bound from below, so that a
         prediction above it is no error."""
-        bound = np.zeros(len(label), dtype=bool) if at_least is None else at_least
+        import lightgbm
+
+        s, n = self.settings, len(label)
+        bound = np.zeros(n, dtype=bool) if at_least is None else at_least
         spread = max(_ROBUST, float(np.median(np.abs(label - np.median(label)))))
 
         def objective(predicted: np.ndarray, _data) -> tuple[np.ndarray, np.ndarray]:
@@ -50,42 +53,35 @@ class Boosted:
             gradient = np.where(satisfied, 0.0, np.clip(gap, -spread, spread))
             return gradient * weight, np.where(satisfied, _NOTHING_KNOWN, 1.0) * weight
 
-        s = self.settings
-        if s.quantile is None:
+        wanted: dict[str, Any]
+        if s.quantile is None:  # the objective has the weights, and begins at the start
             self._start = float(np.median(label[~bound])) if (~bound).any() else 0.0
-            self._train({"objective": objective}, table, label, weight=None)
+            wanted, of_data = {"objective": objective}, {"label": label, "init_score": np.full(n, self._start)}
         else:
             self._start = float(np.quantile(label, s.quantile))
-            self._train({"objective": "quantile", "alpha": s.quantile}, table, label - self._start, weight)
-        return self
-
-    def _train(self, objective: dict, table: np.ndarray, label: np.ndarray, weight: np.ndarray | None) -> None:
-        import lightgbm
-
-        s, n = self.settings, len(label)
-        started = None if s.quantile is not None else np.full(n, self._start)
+            wanted = {"objective": "quantile", "alpha": s.quantile}
+            of_data = {"label": label - self._start, "weight": weight}
+        about = {"verbosity": -1, "num_threads": 1, "min_data_in_bin": 1}
+        parameters = {
+            **wanted,
+            **about,
+            "boost_from_average": False,
+            "learning_rate": 0.05,
+            "num_leaves": s.leaves,
+            "min_data_in_leaf": int(np.clip(n // 50, 3, s.least)),
+            "lambda_l2": s.l2,
+            "feature_fraction": s.share,
+            "bagging_fraction": 0.7,
+            "bagging_freq": 1,
+            "deterministic": True,
+            "force_row_wise": True,
+        }
         self._boosters = []
         for member in range(MEMBERS):
-            parameters = {
-                **objective,
-                "boost_from_average": False,
-                "learning_rate": 0.05,
-                "num_leaves": s.leaves,
-                "min_data_in_leaf": int(np.clip(n // 50, 3, s.least)),
-                "min_data_in_bin": 1,
-                "lambda_l2": s.l2,
-                "feature_fraction": s.share,
-                "bagging_fraction": 0.7,
-                "bagging_freq": 1,
-                "seed": self.seed + member,
-                "deterministic": True,
-                "force_row_wise": True,
-                "num_threads": 1,
-                "verbosity": -1,
-            }
-            about = {"verbosity": -1, "num_threads": 1, "min_data_in_bin": 1}
-            data = lightgbm.Dataset(table, label, weight=weight, init_score=started, params=about)
-            self._boosters.append(lightgbm.train(parameters, data, num_boost_round=s.rounds))
+            data = lightgbm.Dataset(table, **of_data, params=about)
+            seeded = {**parameters, "seed": self.seed + member}
+            self._boosters.append(lightgbm.train(seeded, data, num_boost_round=s.rounds))
+        return self
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """(n,) the members' mean."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from conf.errors import UsageError
-from conf.extras import naming_the_extra
 from conf.own_packages import PACKAGES
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
@@ -25,14 +24,14 @@ from featurize.device_spec import describe_device
 from featurize.machine import MachineProfile
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Estimate, answer
+from learn.estimation.answers import Estimate, Question
 from learn.estimation.loops import require_loop
 from learn.estimation.on_machine import machine_for
 from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.estimating import Data
+    from learn.estimation.answers import Data
     from learn.script.record_file import ScriptRecord
     from learn.workload import Workload
 
@@ -128,10 +127,8 @@ def estimate_script(
         page = checked_path(Path(report))
     record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
     job = _workload(record, name or parsed.name)
-    with naming_the_extra():
-        done, traced = answer(
-            job, spec, estimator=estimator, data=data, allocator=allocator, timeline=page is not None, loop=loop, on=on
-        )
+    question = Question(job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on)
+    done, traced = question.answered(spec, timeline=page is not None)
     notes = (*_hidden_modules(parsed), *_notes(record))
     done = replace(done, warnings=(*notes, *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:

@@ -6,12 +6,12 @@ Hydra or OmegaConf would choke on or take in silence.
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import random
 import runpy
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from infra.generate_docs import command_modules
 SEED, CASES = 11, 500
 LONGEST_LINE = 6000
 COMMANDS = command_modules()
-BODIES = {"estimate": "learn.commands.estimate", "fit": "learn.commands.fit"}  # where the command's module has no entry
 # What a command needs, so that nothing but the hostile argument is wrong. None of it starts a trial.
 NEEDED = {
     "submit": ["+arch=mlp", "n=1", "detach=true"], "grow": ["n=1", "dry_run=true"], "query": ["SELECT 1"],
@@ -137,7 +136,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def invoke(monkeypatch, capsys, tmp_path_factory):
-    """Run a command's `main` in this process, in an empty folder: (exit code, standard output, standard error)."""
+    """Run a command in this process, in an empty folder: (exit code, standard output, standard error)."""
     place = tmp_path_factory.mktemp("a'; echo foo") / "here"
     place.mkdir()
     monkeypatch.chdir(place)
@@ -145,10 +144,9 @@ def invoke(monkeypatch, capsys, tmp_path_factory):
 
     def call(name: str, *arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        with pytest.raises(SystemExit) as left:
-            if name in BODIES:
-                runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
-            importlib.import_module(COMMANDS[name]).main()
+        with pytest.raises(SystemExit) as left, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of runpy, about a module that was imported before
+            runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
         out, err = capsys.readouterr()
         return left.value.code, out, err
 
@@ -348,13 +346,16 @@ RIGHT = [
 def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, arguments, key, value):
     from omegaconf import OmegaConf
 
-    problems = []
-    module = importlib.import_module(BODIES.get(name, COMMANDS[name]))
+    composed = []
+
+    def leave(_name, cfg):
+        composed.append(OmegaConf.to_container(cfg, resolve=True))
+        raise SystemExit(0)
+
     monkeypatch.setattr("conf.cli._require", lambda *_: None)  # required keys that are of no interest here
-    monkeypatch.setattr("conf.cli._typed", lambda _name, cfg: cfg)  # as composed
-    monkeypatch.setattr(module, "entry", lambda cfg: problems.append(OmegaConf.to_container(cfg, resolve=True)))
+    monkeypatch.setattr("conf.cli._typed", leave)
     assert invoke(name, *arguments) == (0, "", "")
-    node = problems[0]
+    node = composed[0]
     for part in key.split("."):
         node = node.get(part)
     assert node == value

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from featurize.device_spec import describe_device
-from learn.estimation.answers import answer
-from learn.estimation.on_machine import machine_for
+from learn.estimation.answers import Question
 from learn.script import estimating
 from learn.script.choices import name_of
 from learn.script.explaining import explained
@@ -24,7 +23,7 @@ DEVICE = describe_device("A100-SXM4-40GB")
 def answered(settings, **more):
     record = dataclasses.replace(RECORD, settings=settings)
     job = estimating._workload(record, "train.py")
-    return answer(job, DEVICE, on=machine_for(None, DEVICE, None), **more)[0], tuple(estimating._notes(record))
+    return Question(job=job, **more).answered(DEVICE)[0], tuple(estimating._notes(record))
 
 
 def test_an_optimizer_that_nobody_knows_fails_no_answer():

@@ -1,0 +1,203 @@
+"""The sources of an estimate's figures: methods that need no training, fitted models, figures that were stored.
+
+Start reading at `ask_fitted`; `learn.estimation.answers` decides which of them are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import CommandError, UsageError
+from featurize.device_spec import DeviceSpec
+from featurize.training_settings import training_of
+from featurize.version import is_current
+from learn.cases import Case
+from learn.estimation.loops import PIPELINE, loop_named, loops_of_sources
+from learn.workload import Workload
+
+if TYPE_CHECKING:
+    from learn.artifacts import Artifact, Wanted
+    from learn.step_store import StepStore
+    from learn.traced import Traces
+
+TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
+# Target -> the stored feature of a step that is the trace's own figure.
+_STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
+    name: f"job_roofline_{name}" for name in ("smact", "smocc", "drama")
+}
+# Where the trace meets its own limits, these may still answer: what each of them does instead.
+WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
+
+
+@dataclass
+class Gathered:
+    """Gathers figures: `values` by their field of `Estimate`, `by` target -> who gave it, `loops` target -> of which
+    loop. `absent`: targets without a fitted model, in the folder `searched`."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)
+    loops: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    searched: str = ""
+
+    def move(self, mib: float) -> None:
+        """Move memory that a model which comes along answered to another machine than its rows were measured on."""
+        if self.by.get("memory", "").endswith("(default)"):
+            for name in ("peak_memory_mib", "upper_mib"):
+                if self.values.get(name) is not None:
+                    self.values[name] += mib
+
+
+def ask_fitted(
+    gathered: Gathered,
+    case: Case,
+    steps: StepStore,
+    in_a_plain_loop: Callable[[], Case],
+    estimator: str | None,
+    data: Any,
+    loop: str | None,
+) -> None:
+    """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
+    folder's, else the one that comes with the project.
+
+    Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
+    each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
+    answer; memory, which hardly depends on the loop, is answered by any.
+    """
+    from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
+    from learn.estimators import LEVEL
+    from learn.targets import get_target
+    from warehouse.folder import DataFolder
+
+    folder = DataFolder.resolve(data)
+    if data is not None:
+        folder.open()
+    module = case.config is None
+    family = None if module else case.family
+    wanted: Wanted = {"estimator": estimator, "family": family, "device": case.device, "for_modules": module}
+    learnt: Wanted = {**wanted, "learnt": True}
+    shipped = {target: default_artifact(target) for target in TARGETS}
+    shipped = {t: a for t, a in shipped.items() if a is not None and estimator in (None, a.meta["estimator"])}
+    if estimator is not None and "memory" not in shipped:
+        load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
+    gathered.searched = str(folder.models)
+    notes = []
+    for target in TARGETS:
+        own = None
+        try:
+            own = find_latest(folder, target, **learnt)
+        except StaleArtifact as error:
+            if estimator is not None:
+                raise
+            notes.append(str(error))
+        artifact, note = _of_loop(target, own, shipped.get(target), loop)
+        notes += note
+        if artifact is None:
+            gathered.absent.append(target)
+            continue
+        default = artifact is not own
+        sources = artifact.meta["rows"]["source"]
+        asked = in_a_plain_loop() if loops_of_sources(sources) == {PIPELINE} else case
+        prediction = artifact.estimator.predict([asked], steps)
+        if prediction.refusals:
+            if target == "memory" and estimator is not None:
+                raise UsageError(f"estimator={estimator} has no answer: {prediction.refusals[0]}")
+            gathered.absent.append(target)
+            continue
+        name = artifact.meta["estimator"]
+        gathered.values[get_target(target).column] = float(prediction.point[0])
+        gathered.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
+        gathered.loops[target] = loop_named(asked.training_loop)
+        if target == "memory":
+            upper = prediction.upper(LEVEL)
+            gathered.values["upper_mib"] = None if upper is None else float(upper[0])
+        notes += [f"{target}: {text}" for text in prediction.warnings]
+        notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
+        of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
+        notes.append(f"{target}: fitted on {', '.join(sources)} rows{of_loop}")
+        if default and not is_current(artifact.meta["feature_version"]):
+            notes.append(
+                f"{target}: the model that comes with the project was fitted with features "
+                f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
+            )
+    gathered.notes += _merged(notes)
+
+
+def _of_loop(
+    target: str, own: Artifact | None, shipped: Artifact | None, loop: str | None
+) -> tuple[Artifact | None, list[str]]:
+    """Return the first of the two models that knows the loop, and which model was passed over for that."""
+    if loop is None or target == "memory":
+        return own or shipped, []
+    passed_over: list[str] = []
+    for artifact, words in ((own, "the newest model of the data folder"), (shipped, "the model that comes along")):
+        if artifact is None:
+            continue
+        known = loops_of_sources(artifact.meta["rows"]["source"])
+        if loop in known:
+            return artifact, passed_over
+        passed_over += [
+            f"{target}: {words} was fitted on the {name} loop only; pass loop={name} to use it" for name in known
+        ]
+    return None, passed_over
+
+
+def in_a_plain_loop(case: Case, steps: StepStore, lent: contextlib.ExitStack, traces: Traces | None) -> Case:
+    """The case in such a loop, its record at hand while `lent` is open."""
+    from learn.traced import step_of
+
+    if case.training_loop or case.spec is None:
+        return case
+    looped = replace(case, training_loop=True)
+    if case.module is not None:
+        looped = replace(looped, module=replace(case.module, training_loop=True))
+    with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
+        lent.enter_context(steps.lent(looped, step_of(looped.workload, case.spec, traces=traces)))
+    return looped
+
+
+def ask_method(gathered: Gathered, job: Workload, device: DeviceSpec, estimator: str) -> None:
+    """Memory by a training-free method. `UsageError` with the method's reason."""
+    from learn.analytical.base import AnalyticalEstimator, analyse
+    from learn.estimators import get_estimator
+    from learn.traced import wants_values
+
+    if beyond := training_of(job.settings).beyond_trials():
+        raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
+    known = get_estimator(estimator)
+    assert issubclass(known, AnalyticalEstimator), estimator
+    by_method = analyse(known.method(), job, device)
+    if by_method.mib is None:
+        stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
+        advice = f"; {WITHOUT_TRACE}" if stuck else ""
+        raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
+    gathered.values |= {"peak_memory_mib": by_method.mib, "breakdown": dict(by_method.parts)}
+    gathered.by["memory"], gathered.loops["memory"] = estimator, loop_named(job.training_loop)
+    gathered.notes.append(known.warning)
+
+
+def ask_stored(gathered: Gathered, case: Case, steps: StepStore) -> None:
+    """The trace's figures that were stored of a case that cannot be traced here, for targets without an answer."""
+    from learn.targets import get_target
+
+    if (features := steps.features(case)) is None:
+        return
+    for target in TARGETS:
+        column = get_target(target).column
+        if column not in gathered.values:
+            gathered.values[column], gathered.by[target] = features[_STORED[target]], "trace"
+            gathered.loops[target] = loop_named(case.training_loop)
+    gathered.notes.append("figures of the trace are those stored in the data folder, since it cannot be repeated here")
+
+
+def _merged(notes: list[str]) -> list[str]:
+    """`smact: x`, `drama: x` as one `smact, drama: x`."""
+    by_text: dict[str, list[str]] = {}
+    for note in notes:
+        head, colon, text = note.partition(": ")
+        by_text.setdefault(text if colon and head in TARGETS else note, []).append(head if head in TARGETS else "")
+    return [f"{', '.join(heads)}: {text}" if all(heads) else text for text, heads in by_text.items()]
