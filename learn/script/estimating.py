@@ -42,7 +42,7 @@ _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by defa
 _LAST_LINES = 3
 _LARGEST_OUTPUT = 2**20
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
-_ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "checkpointing", "checkpoint_reentrant")
+_ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +260,7 @@ def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
         accumulation=int(chosen.get("accumulation", 1)),
         clip_norm=number("clip_norm"),
         clip_value=number("clip_value"),
+        zero_grad=text("zero_grad") or ScriptSettings.zero_grad,
         checkpointing=text("checkpointing"),
         checkpoint_reentrant=bool(chosen.get("checkpoint_reentrant")),
     )

@@ -5,6 +5,7 @@ Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ class StepWatch:
     ) -> None:
         self.steps = 0  # done
         self._in_backward = False
+        self._in_forward = False  # a forward pass of the step has begun, and no backward pass
         self.backwards = 0  # of the step that runs
         self.most_backwards = 0
         self.batch_size = 0
@@ -49,6 +51,7 @@ class StepWatch:
         optimizers.register_optimizer_step_post_hook(self._after_step)
         made = Optimizer.__init__
         backward = torch.autograd.backward
+        zero_grad = Optimizer.zero_grad
 
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
@@ -66,8 +69,20 @@ class StepWatch:
                 self._in_backward = False
             self._after_backward()
 
+        @functools.wraps(zero_grad)
+        def watched_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            if self._in_forward and not self.backwards:
+                self._note_late_zero_grad(optimizer)
+            zero_grad(optimizer, *args, **kwargs)
+
         replace_attribute(Optimizer, "__init__", init)
+        replace_attribute(Optimizer, "zero_grad", watched_zero_grad)
         replace_attribute(torch.autograd, "backward", run_backward)
+
+    def _note_late_zero_grad(self, optimizer: Optimizer) -> None:
+        with torch._C.DisableTorchFunction():
+            if any(p.grad is not None and p.is_meta for group in optimizer.param_groups for p in group["params"]):
+                self.choices.seen["zero_grad"] = "after_forward"
 
     def _begin(self, phase: str) -> None:
         self._recorder.phase = phase
@@ -85,6 +100,7 @@ class StepWatch:
             if recorder.step == 0:
                 recorder.step = 1
             self._begin("forward")
+        self._in_forward = True
         with torch._C.DisableTorchFunction():
             samples = _samples(inputs)
             if samples and next(module.parameters(), None) is not None:
@@ -92,6 +108,7 @@ class StepWatch:
 
     def _after_backward(self) -> None:
         self.backwards += 1
+        self._in_forward = False
         parameters = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         self._recorder.name_gradients(parameters)
         self._begin("optimizer")

@@ -116,17 +116,21 @@ MOBILENET = torchvision_model("mobilenet_v2", num_classes=10)
 FCN = torchvision_model("fcn_resnet50", weights=None, weights_backbone=None, aux_loss=True, num_classes=5)
 IMAGES = [8, 3, 64, 64]
 LLAMA = {"optimizer": "adamw", "loss": own_loss, **TOKENS}
+TRAINER = {**LLAMA, "holds_output": False}
+LATE = {"zero_grad": "after_forward"}
+LIGHTNING = {"optimizer": "adamw", "precision": "bf16", "holds_output": False, **LATE}
 MOMENTUM = {"optimizer": "momentum", "cudnn_benchmark": True}
 SEGMENTATION = {"optimizer": "adamw", "target": [2, 64, 64], "loss": two_losses}
 JOBS = {
     "plain_amp --amp none": Job(RESNET18, IMAGES),
     "plain_amp --amp bf16": Job(RESNET18, IMAGES, {"precision": "bf16"}),
-    "hf_trainer": Job(llama, [[8, 64]], LLAMA),
-    "hf_trainer --bf16": Job(llama, [[8, 64]], {**LLAMA, "precision": "bf16"}),
+    "hf_trainer": Job(llama, [[8, 64]], TRAINER),
+    "hf_trainer --bf16": Job(llama, [[8, 64]], {**TRAINER, "precision": "bf16"}),
     "accelerate_loop": Job(bert, [[8, 64], [8]], {**LLAMA, "precision": "bf16"}),
-    "lightning_fit": Job(MOBILENET, [16, 3, 64, 64], {"optimizer": "adamw", "precision": "bf16"}),
+    "lightning_fit": Job(MOBILENET, [16, 3, 64, 64], LIGHTNING),
     "timm_like": Job(vit, [8, 3, 224, 224], {"optimizer": "adamw", "precision": "fp16", "cudnn_benchmark": True}),
-    "torchvision_like --wd 0": Job(RESNET34, IMAGES, MOMENTUM),
+    "torchvision_like --wd 0": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE}),
+    "torchvision_like --wd 0 --amp": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE, "precision": "fp16"}),
     "rnn_loop": Job(Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
     "segmentation_loop": Job(FCN, [2, 3, 64, 64], SEGMENTATION),
     "detection_loop": Job(detector, [*detections(masks=False)], {"optimizer": "momentum"}),
@@ -158,6 +162,7 @@ def check_same(command, job):
     script = run(command, estimator="trace")
     module = estimate(job.make, job.inputs, estimator="trace", **job.settings)
     assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+    assert script.allocated_mib == pytest.approx(module.allocated_mib, rel=0.01)  # without the context, which is larger
     assert script.parameters == module.parameters
     assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.1)  # clipping and logging take time too
     return script
