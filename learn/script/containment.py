@@ -57,6 +57,7 @@ def contain(notes: Notes) -> None:
     _keep_from_saving(notes)
     _refuse_connections(notes)
     _run_eagerly(notes)
+    replace_attribute(torch, "inference_mode", _NoGrad)
     _load_in_this_process(notes)
     sys.meta_path.insert(0, SilentLoggers(notes.add))
 
@@ -122,6 +123,35 @@ def _run_eagerly(notes: Notes) -> None:
 
     replace_attribute(torch, "compile", as_it_is)
     replace_attribute(torch.nn.Module, "compile", lambda self, *args, **kwargs: as_it_is())
+
+    def not_scripted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        notes.add("TorchScript was left out: its functions and modules run as they are written")
+        return function if function is not None else lambda given: given
+
+    for name in ("script", "trace", "freeze", "optimize_for_inference", "script_if_tracing"):
+        replace_attribute(torch.jit, name, not_scripted)
+
+
+class _NoGrad(torch.no_grad):
+    """In the place of `torch.inference_mode`, whose tensors reach no dispatch mode in operators that it could record."""
+
+    def __new__(cls, mode: Any = True) -> Any:
+        return object.__new__(cls) if isinstance(mode, bool) else cls()(mode)
+
+    def __init__(self, mode: bool = True) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        if self.mode:
+            super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.mode:
+            super().__exit__(*error)
+
+    def clone(self) -> _NoGrad:
+        return type(self)(self.mode)
 
 
 def _load_in_this_process(notes: Notes) -> None:

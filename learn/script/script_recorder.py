@@ -28,6 +28,8 @@ _LARGE = 2**20  # elements
 _RANDOM = frozenset({"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"})
 _ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "fill", "zero"))
 _CONDITIONS = ("aten::equal", "aten::is_nonzero")
+_UNIQUE = ("aten::_unique2", "aten::unique_consecutive")
+ALL_DISTINCT = "unique keeps everything where its argument is computed in the step: an upper bound"
 _LOSS = 1.0  # of a loss whose number of classes is not known
 
 
@@ -40,6 +42,7 @@ class ScriptRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__(nn.Module())
         self.on_forward: Any = None
+        self.updating = False  # an optimizer's step runs
         self.live_bytes = self.peak_live_bytes = 0
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
@@ -174,6 +177,10 @@ class ScriptRecorder(Recorder):
                     places.extend(mode.__torch_dispatch__(NONZERO, (), (index,)).unbind(1))
             return args[0], places, *args[2:]
 
+    def follows_values(self) -> bool:
+        """As of any trace, but what lies between a backward pass and the update belongs to the script."""
+        return not self.updating
+
     def run(self, func, traits: Traits, args: tuple, kwargs: dict):
         name = traits.name
         if name == READ and args[0].is_meta:
@@ -189,6 +196,8 @@ class ScriptRecorder(Recorder):
         if name == "aten::masked_select" and any(self.values.of(one) is None for one in args):
             self.values.assume(ALL_KEPT)
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+        if name in _UNIQUE and self.values.of(args[0]) is None:
+            return self._all_distinct(args[0])
         if name.startswith(_IN_PLACE_UPDATES) and traits.mutates:
             return None if not func._schema.returns else args[0]
         try:
@@ -197,6 +206,13 @@ class ScriptRecorder(Recorder):
             if name in _CONDITIONS:
                 return True
             raise
+
+    def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `unique` gives of values that are not known: each is another one."""
+        self.values.assume(ALL_DISTINCT)
+        inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
+        counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
+        return tensor.new_empty(tensor.numel()), inverse, counts
 
     def _on_host(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         values = self.values.of(tensor)

@@ -115,9 +115,11 @@ class StepWatch:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._begin("optimizer")
+        self._recorder.updating = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
+        recorder.updating = False
         with torch._C.DisableTorchFunction():
             recorder.name(
                 (
