@@ -49,6 +49,7 @@ class _Run:
     def __init__(self, request: dict[str, Any]) -> None:
         from featurize.device_spec import device_from_mapping
         from learn.script.containment import Notes
+        from learn.script.making_way import OwnPackages
         from learn.script.script_recorder import ScriptRecorder
 
         self.path = Path(request["record"])
@@ -58,6 +59,7 @@ class _Run:
         self.recorder: ScriptRecorder = ScriptRecorder()
         self.watch: StepWatch | None = None
         self.precisions: list[str] = []
+        self.own_packages = OwnPackages()
 
     def run(self) -> None:
         """Run the script until its steps are done, and leave the record. Never returns."""
@@ -97,6 +99,8 @@ class _Run:
                 except SystemExit as error:
                     if error.code not in (None, 0):
                         problem = f"{self.script} exits with {error.code!r}"
+                        if isinstance(error.__context__, Exception):  # which a framework has caught and shown
+                            problem += f" after {explained(error.__context__, self.script)}"
                 except BaseException as error:  # whatever a script may raise
                     traceback.print_exc()
                     problem = explained(error, self.script)
@@ -107,6 +111,7 @@ class _Run:
         sys.path[0] = os.getcwd() if self.module else str(Path(self.script).resolve().parent)
         if (ROOT / "pyproject.toml").is_file():  # a checkout, whose other folders a script must not take for packages
             sys.path[1:] = [path for path in sys.path[1:] if not path or Path(path).resolve() != ROOT]
+        self.own_packages.make_way()
         if self.module:
             runpy.run_module(self.script, run_name="__main__", alter_sys=True)
         else:
@@ -140,6 +145,7 @@ class _Run:
 
     def finish(self, problem: str | None = None) -> None:
         """Leave the record and end the process at once, with whatever threads the script has."""
+        self.own_packages.come_back()
         import torch
 
         from featurize.trace import STEPS

@@ -133,7 +133,7 @@ def _run_eagerly(notes: Notes) -> None:
 
 
 class _NoGrad(torch.no_grad):
-    """In the place of `torch.inference_mode`, whose tensors reach no dispatch mode in operators that it could record."""
+    """In the place of `torch.inference_mode`, in which composite operators reach a dispatch mode undivided."""
 
     def __new__(cls, mode: Any = True) -> Any:
         return object.__new__(cls) if isinstance(mode, bool) else cls()(mode)

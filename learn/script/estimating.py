@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from conf.errors import UsageError
 from conf.extras import naming_the_extra
-from conf.own_packages import PACKAGES
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import describe_device
@@ -132,7 +131,7 @@ def estimate_script(
         done, traced = answer(
             job, spec, estimator=estimator, data=data, allocator=allocator, timeline=page is not None, loop=loop, on=on
         )
-    notes = (*_hidden_modules(parsed), *_notes(record))
+    notes = tuple(_notes(record))
     done = replace(done, warnings=(*notes, *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
@@ -264,14 +263,6 @@ def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
         checkpointing=text("checkpointing"),
         checkpoint_reentrant=bool(chosen.get("checkpoint_reentrant")),
     )
-
-
-def _hidden_modules(command: _Command) -> Iterator[str]:
-    """Yield a note where the script's folder has modules of this project's names, which the script does not get."""
-    folder = Path.cwd() if command.module else Path(command.script).parent
-    for name in PACKAGES:
-        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
-            yield f"the script's own module {name} is hidden by this project's of that name"
 
 
 def _notes(record: ScriptRecord) -> Iterator[str]:

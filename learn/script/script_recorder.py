@@ -43,6 +43,8 @@ class ScriptRecorder(Recorder):
         super().__init__(nn.Module())
         self.on_forward: Any = None
         self.updating = False  # an optimizer's step runs
+        self.trained: set[int] = set()  # storages of the parameters that have gradients
+        self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
         self.live_bytes = self.peak_live_bytes = 0
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
@@ -90,8 +92,11 @@ class ScriptRecorder(Recorder):
     def name_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Say which blocks are gradients, and which parameters these belong to."""
         with torch._C.DisableTorchFunction():
-            parameters = list(parameters)
+            parameters = list({id(p): p for p in (*parameters, *self._parameters())}.values())
             self._name_of_model(parameters, "parameter")
+            self.trained = {
+                p.untyped_storage()._cdata for p in parameters if p.grad is not None and p.is_meta and p.requires_grad
+            }
             self.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
     def _name_of_model(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -145,6 +150,8 @@ class ScriptRecorder(Recorder):
                     return args[0]
                 return func(*args, **(kwargs or {}))
             name = func._schema.name
+            if self.phase == "optimizer" and not self.updating and not self.updated_by_hand:
+                self.updated_by_hand = self._writes_to_parameters(func, args)
             from_host = name in (_TO_COPY, _COPY) and any(isinstance(a, Tensor) and not a.is_meta for a in args)
             keep, self.keep_operators = self.keep_operators, self.keep_operators and not from_host
             try:
@@ -156,6 +163,18 @@ class ScriptRecorder(Recorder):
             elif name == "aten::_log_softmax":
                 self._loss = math.log(max(2, args[0].shape[args[1]]))
             return out
+
+    def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
+        written = (args[place] for place in self.traits_of(func).written if place < len(args))
+        tensors = (one for value in written for one in (value if isinstance(value, list | tuple) else (value,)))
+        return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self.trained for one in tensors)
+
+    def name_updates_state(self) -> None:
+        """Say that what an update without an optimizer of torch has taken, and keeps, is its state."""
+        live = {block for block, _ in self._live.values()}
+        for event in self.events:
+            if event.phase == "optimizer" and event.block in live and self._kinds[event.block] is None:
+                self._kinds[event.block] = "optimizer_state"
 
     def _copied_from_host(self, tensor: Tensor) -> None:
         known = self._live.get(tensor.untyped_storage()._cdata)

@@ -20,6 +20,8 @@ from learn.script.choices import Choices, name_of
 from learn.script.replacing import replace_attribute
 from learn.script.script_recorder import ScriptRecorder
 
+BY_HAND = "an optimizer of its own"  # the name of an optimizer that is none of torch's
+
 
 class StepWatch:
     """Follows a script's training loop by its optimizers.
@@ -93,6 +95,10 @@ class StepWatch:
         if self._in_backward or not torch.is_grad_enabled():
             return
         recorder = self._recorder
+        if recorder.updated_by_hand and not self._stepped:
+            self.optimizer_name = self.optimizer_name or BY_HAND
+            recorder.name_updates_state()
+            self._end_step()
         if self.steps >= STEPS:
             self._on_done()
         if recorder.phase in ("backward", "optimizer", "setup"):
@@ -140,9 +146,14 @@ class StepWatch:
             waiting = [o for o in self._optimizers if o not in self._stepped and _has_gradients(o)]
         if waiting and not again:
             return
-        self._stepped.clear()
         self.optimizer_name = self.optimizer_name or name_of(optimizer)
         self.choices.of_optimizer(optimizer)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        recorder = self._recorder
+        self._stepped.clear()
+        recorder.updated_by_hand = False
         self.most_backwards = max(self.most_backwards, self.backwards)
         self.steps, self.backwards = self.steps + 1, 0
         if self.steps < STEPS:

@@ -139,7 +139,9 @@ NEEDS = {
     "plain_amp": ("torchvision",), "hf_trainer": ("transformers", "accelerate"),
     "accelerate_loop": ("transformers", "accelerate"), "lightning_fit": ("torchvision", "lightning"),
     "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
-    "detection_loop": ("torchvision",), "pretrained_folder": ("transformers",),
+    "detection_loop": ("torchvision",), "ignite_loop": ("torchvision", "ignite"),
+    "fastai_fit": ("torchvision", "fastai"), "mask_rcnn_evaluated": ("torchvision",),
+    "pretrained_folder": ("transformers",),
 }  # fmt: skip
 
 
