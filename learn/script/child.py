@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from learn.script.choices import Setting
+    from learn.script.compiling import ScriptCompiler
     from learn.script.containment import Notes
     from learn.script.script_recorder import ScriptRecorder
     from learn.script.step_watch import StepWatch
@@ -58,6 +59,7 @@ class _Run:
         self.notes: Notes = Notes()
         self.recorder: ScriptRecorder = ScriptRecorder()
         self.watch: StepWatch | None = None
+        self.compiler: ScriptCompiler | None = None
         self.precisions: list[str] = []
         self.own_packages = OwnPackages()
 
@@ -69,6 +71,7 @@ class _Run:
         from featurize.cuda_policy import as_on_cuda
         from featurize.releases import complete
         from featurize.vision import mend_torchvision
+        from learn.script.compiling import ScriptCompiler
         from learn.script.containment import contain
         from learn.script.device_mode import PretendCuda, enter_everywhere
         from learn.script.explaining import explained
@@ -91,8 +94,10 @@ class _Run:
             install(self.spec, self.recorder, autocast)
             self.watch.install()
             install_one_process(self.recorder, self.notes.add)
+            self.compiler = ScriptCompiler(self.recorder, self.notes.add)
+            self.compiler.install()
             self._follow_threads()
-            enter_everywhere()
+            enter_everywhere(unless=lambda: self.compiler is not None and self.compiler.capturing)
             with self.recorder, PretendCuda():
                 try:
                     self._execute()
@@ -125,6 +130,9 @@ class _Run:
         run = threading.Thread.run
 
         def run_inside(thread: threading.Thread) -> None:
+            if self.compiler is not None and self.compiler.capturing:
+                run(thread)
+                return
             with self.recorder, PretendCuda():
                 run(thread)
 
@@ -165,7 +173,7 @@ class _Run:
             batch_size=watch.batch_size or recorder.batch_size(),
             backwards=watch.most_backwards,
             steps=watch.steps,
-            notes=self.notes.all(),
+            notes=(*self.notes.all(), *(self.compiler.notes() if self.compiler is not None else ())),
         )
         write_record(self.path, record)
         sys.stdout.flush()

@@ -117,13 +117,6 @@ def _refuse_connections(notes: Notes) -> None:
 
 
 def _run_eagerly(notes: Notes) -> None:
-    def as_it_is(model: Any = None, **kwargs: Any) -> Any:
-        notes.add("torch.compile was left out: the figures are those of the eager model")
-        return model if model is not None else lambda given: given
-
-    replace_attribute(torch, "compile", as_it_is)
-    replace_attribute(torch.nn.Module, "compile", lambda self, *args, **kwargs: as_it_is())
-
     def not_scripted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
         notes.add("TorchScript was left out: its functions and modules run as they are written")
         return function if function is not None else lambda given: given

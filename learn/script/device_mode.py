@@ -181,13 +181,14 @@ def _set_data(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mappin
     torch.utils.swap_tensors(tensor, replacement)
 
 
-def enter_everywhere() -> None:
+def enter_everywhere(unless: Callable[[], bool]) -> None:
     """Enter the mode around autograd's engine: it is left when `backward` is called, and forward passes that are
-    recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked."""
+    recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked.
+    `unless` says whether a compiler runs the engine on tensors of its own, which a mode would confuse."""
     engine = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_function_stack():
+        if torch._C._len_torch_function_stack() or unless():
             return engine(*args, **kwargs)
         with PretendCuda():
             return engine(*args, **kwargs)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from featurize.compiled import MODELLED
 from featurize.vision import mend_torchvision
 from learn import estimate, estimate_script
 from tests.featurize.published_models import detections
@@ -177,10 +178,13 @@ def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path
     assert not os.listdir(tmp_path)
 
 
-def test_a_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
-    settings = {"optimizer": "adamw", "precision": "bf16", "loss": lambda output, _target: output[1], **TOKENS}
+def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
+    settings = {
+        "optimizer": "adamw", "precision": "bf16", "compile": True, "implementation": "fused", "clip_norm": 1.0,
+        "loss": lambda output, _target: output[1], **TOKENS,
+    }  # fmt: skip
     script = check_same("nanogpt_like", Job(gpt, [[4, 128], [4, 128]], settings))
-    assert "torch.compile was left out: the figures are those of the eager model" in script.warnings
+    assert MODELLED in script.warnings
 
 
 @pytest.mark.slow
@@ -297,7 +301,7 @@ def test_values_from_the_host_decide_shapes_and_the_report_is_written(tmp_path):
     report = tmp_path / "report.html"
     script = estimate_script(["python", "train.py"], report=report, name="masked model")
     assert script.warnings[0] == "the script trains with adadelta, fp32, 4 samples in a forward pass"
-    assert script.warnings[1] == "the script also chooses clip_norm=0.5"
+    assert script.warnings[1] == "the script also chooses clip_norm=0.5, zero_grad=after_forward"
     assert f"assumed: {values.ALL_KEPT}" in script.warnings
     assert "masked model" in report.read_text()
 
