@@ -38,9 +38,11 @@ def as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[No
             if place is not None and (original := getattr(place, name, None)) is not None:
                 stack.enter_context(replaced(place, name, make(original)))
 
-        stand_in("ops.boxes", None, "nms", lambda original: functools.partial(_nms, original, assume))
+        for module in ("ops.boxes", "ops"):
+            stand_in(module, None, "nms", lambda original: functools.partial(_nms, original, assume))
         for module in ("ops.poolers", "ops", "models.detection.roi_heads"):
             stand_in(module, None, "roi_align", lambda original: functools.partial(_roi_align, original, autocast))
+        stand_in("models.detection.transform", None, "paste_masks_in_image", _paste)
         stand_in("ops.poolers", "LevelMapper", "__call__", _levels)
         stand_in("models.detection._utils", "Matcher", "__call__", lambda original: _matches(original, assume))
         yield
@@ -94,6 +96,19 @@ class _RoiAlign(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0].new_zeros(ctx.shape), None, None
+
+
+def _paste(original: Callable) -> Callable:
+    """In an evaluation each mask becomes an image, wherever its box lies."""
+
+    @functools.wraps(original)
+    def call(masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1) -> Tensor:
+        if not masks.is_meta or not len(masks):
+            return original(masks, boxes, img_shape, padding)
+        height, width = (int(size) for size in img_shape)
+        return torch.stack([masks.new_zeros(height, width) for _ in range(len(masks))])[:, None]
+
+    return call
 
 
 def _levels(original: Callable) -> Callable:

@@ -173,9 +173,13 @@ class Recorder(TorchDispatchMode):
         if decided is not NotImplemented:
             return decided
         out = self._results.of(func, traits.name, args, kwargs)
-        if traits.mutates or self.phase != "optimizer":
+        if traits.mutates or self.follows_values():
             self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
+
+    def follows_values(self) -> bool:
+        """Return whether values of what operators make may be asked for: not within an update."""
+        return self.phase != "optimizer"
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -78,7 +78,7 @@ class TrainingStep:
         self.on_phase = on_phase or (lambda name: None)
         self.on_batch = on_batch or (lambda: None)
         self.loss = loss or cross_entropy
-        self.holds_output = holds_output
+        self.holds_output = holds_output and self.settings.holds_output
         self._held: tuple = ()
         if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.compiled` does it
             model.compile()
@@ -103,7 +103,9 @@ class TrainingStep:
         them once for each micro-step, and returns the last loss.
         """
         settings = self.settings
-        self._zero_grad()
+        late = settings.zero_grad == "after_forward"
+        if not late:
+            self._zero_grad()
         for number in range(settings.accumulation):
             if number:
                 self.on_batch()
@@ -112,6 +114,8 @@ class TrainingStep:
             loss = self._forward(given, targets)
             if settings.accumulation > 1:
                 loss = loss / settings.accumulation
+            if late and not number:
+                self._zero_grad()
             self.on_phase("backward")
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         if not settings.optimizer_in_backward:

@@ -28,6 +28,7 @@ IMPLEMENTATIONS_OF = {
     **dict.fromkeys(("rmsprop", "adafactor"), ("foreach", "loop")),
 }
 CHECKPOINTING = ("full", "selective")
+ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = (*OPTIMIZERS, "nesterov", "adagrad")  # optimizers with an implementation for the CPU
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
@@ -60,6 +61,10 @@ class Training:
         clip_norm: Largest norm of all gradients together; None does not clip.
         clip_value: Largest absolute value of a gradient; None does not clip.
         set_to_none: `zero_grad` frees the gradients; False fills them with zeros.
+        zero_grad: `before_forward`; `after_forward`: between the loss and the backward pass, so that the last step's
+            gradients live through the forward pass.
+        holds_output: Output and loss live until the next step's, as variables of a loop do. False: the step is a
+            function of its own, which leaves no output behind. A resident loop never holds them.
         grad_scaler: The loss is scaled by a `GradScaler`. None: with precision=fp16 only.
         ema: An exponential moving average of all weights and buffers is kept on the device.
         optimizer_in_backward: Each weight is updated, and its gradient freed, as soon as the gradient is complete.
@@ -87,6 +92,8 @@ class Training:
     clip_norm: float | None = None
     clip_value: float | None = None
     set_to_none: bool = True
+    zero_grad: str = "before_forward"
+    holds_output: bool = True
     grad_scaler: bool | None = None
     ema: bool = False
     optimizer_in_backward: bool = False
@@ -177,6 +184,7 @@ class Training:
                 "grad_scaler": self.scales_loss,
                 "offload_optimizer": self.offload_optimizer,
                 "set_to_none=false": self.set_to_none is False,
+                "zero_grad=after_forward": self.zero_grad == "after_forward",
             }
             if given := [name for name, value in others.items() if value]:
                 problems.append(f"optimizer_in_backward frees each gradient at once: leave {', '.join(given)} out")
@@ -188,12 +196,13 @@ _CHOICES = {
     "precision": ALL_PRECISIONS,
     "implementation": IMPLEMENTATIONS,
     "checkpointing": CHECKPOINTING,
+    "zero_grad": ZERO_GRADS,
     "quantize": QUANTIZATIONS,
 }
 _MAY_BE_NONE = ("implementation", "checkpointing", "quantize")
 _BOOLEANS = (
     "cudnn_benchmark", "channels_last", "set_to_none", "ema", "optimizer_in_backward", "checkpoint_reentrant",
-    "offload_activations", "offload_optimizer", "compile", "quantize_keeps_inputs",
+    "offload_activations", "offload_optimizer", "compile", "quantize_keeps_inputs", "holds_output",
 )  # fmt: skip
 
 

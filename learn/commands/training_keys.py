@@ -45,6 +45,14 @@ class TrainingKeys:
     set_to_none: bool | None = key(
         None, "for model: false where zero_grad fills the gradients with zeros instead of freeing them; default true"
     )
+    zero_grad: str | None = key(
+        None,
+        "for model: before_forward, or after_forward where it is called between loss and backward pass; "
+        "default before_forward",
+    )
+    holds_output: bool | None = key(
+        None, "for model: false where the step is a function that leaves no output behind; default true"
+    )
     grad_scaler: bool | None = key(
         None, "for model: true where a GradScaler scales the loss; default with precision=fp16 only"
     )

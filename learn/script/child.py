@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from learn.script.choices import Setting
+    from learn.script.compiling import ScriptCompiler
     from learn.script.containment import Notes
     from learn.script.script_recorder import ScriptRecorder
     from learn.script.step_watch import StepWatch
@@ -49,6 +50,7 @@ class _Run:
     def __init__(self, request: dict[str, Any]) -> None:
         from featurize.device_spec import device_from_mapping
         from learn.script.containment import Notes
+        from learn.script.making_way import OwnPackages
         from learn.script.script_recorder import ScriptRecorder
 
         self.path = Path(request["record"])
@@ -57,7 +59,9 @@ class _Run:
         self.notes: Notes = Notes()
         self.recorder: ScriptRecorder = ScriptRecorder()
         self.watch: StepWatch | None = None
+        self.compiler: ScriptCompiler | None = None
         self.precisions: list[str] = []
+        self.own_packages = OwnPackages()
 
     def run(self) -> None:
         """Run the script until its steps are done, and leave the record. Never returns."""
@@ -67,6 +71,7 @@ class _Run:
         from featurize.cuda_policy import as_on_cuda
         from featurize.releases import complete
         from featurize.vision import mend_torchvision
+        from learn.script.compiling import ScriptCompiler
         from learn.script.containment import contain
         from learn.script.device_mode import PretendCuda, enter_everywhere
         from learn.script.explaining import explained
@@ -89,14 +94,18 @@ class _Run:
             install(self.spec, self.recorder, autocast)
             self.watch.install()
             install_one_process(self.recorder, self.notes.add)
+            self.compiler = ScriptCompiler(self.recorder, self.notes.add)
+            self.compiler.install()
             self._follow_threads()
-            enter_everywhere()
+            enter_everywhere(unless=lambda: self.compiler is not None and self.compiler.capturing)
             with self.recorder, PretendCuda():
                 try:
                     self._execute()
                 except SystemExit as error:
                     if error.code not in (None, 0):
                         problem = f"{self.script} exits with {error.code!r}"
+                        if isinstance(error.__context__, Exception):  # which a framework has caught and shown
+                            problem += f" after {explained(error.__context__, self.script)}"
                 except BaseException as error:  # whatever a script may raise
                     traceback.print_exc()
                     problem = explained(error, self.script)
@@ -107,6 +116,7 @@ class _Run:
         sys.path[0] = os.getcwd() if self.module else str(Path(self.script).resolve().parent)
         if (ROOT / "pyproject.toml").is_file():  # a checkout, whose other folders a script must not take for packages
             sys.path[1:] = [path for path in sys.path[1:] if not path or Path(path).resolve() != ROOT]
+        self.own_packages.make_way()
         if self.module:
             runpy.run_module(self.script, run_name="__main__", alter_sys=True)
         else:
@@ -120,6 +130,9 @@ class _Run:
         run = threading.Thread.run
 
         def run_inside(thread: threading.Thread) -> None:
+            if self.compiler is not None and self.compiler.capturing:
+                run(thread)
+                return
             with self.recorder, PretendCuda():
                 run(thread)
 
@@ -140,6 +153,7 @@ class _Run:
 
     def finish(self, problem: str | None = None) -> None:
         """Leave the record and end the process at once, with whatever threads the script has."""
+        self.own_packages.come_back()
         import torch
 
         from featurize.trace import STEPS
@@ -159,7 +173,7 @@ class _Run:
             batch_size=watch.batch_size or recorder.batch_size(),
             backwards=watch.most_backwards,
             steps=watch.steps,
-            notes=self.notes.all(),
+            notes=(*self.notes.all(), *(self.compiler.notes() if self.compiler is not None else ())),
         )
         write_record(self.path, record)
         sys.stdout.flush()

@@ -57,6 +57,7 @@ def contain(notes: Notes) -> None:
     _keep_from_saving(notes)
     _refuse_connections(notes)
     _run_eagerly(notes)
+    replace_attribute(torch, "inference_mode", _NoGrad)
     _load_in_this_process(notes)
     sys.meta_path.insert(0, SilentLoggers(notes.add))
 
@@ -116,12 +117,34 @@ def _refuse_connections(notes: Notes) -> None:
 
 
 def _run_eagerly(notes: Notes) -> None:
-    def as_it_is(model: Any = None, **kwargs: Any) -> Any:
-        notes.add("torch.compile was left out: the figures are those of the eager model")
-        return model if model is not None else lambda given: given
+    def not_scripted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        notes.add("TorchScript was left out: its functions and modules run as they are written")
+        return function if function is not None else lambda given: given
 
-    replace_attribute(torch, "compile", as_it_is)
-    replace_attribute(torch.nn.Module, "compile", lambda self, *args, **kwargs: as_it_is())
+    for name in ("script", "trace", "freeze", "optimize_for_inference", "script_if_tracing"):
+        replace_attribute(torch.jit, name, not_scripted)
+
+
+class _NoGrad(torch.no_grad):
+    """In the place of `torch.inference_mode`, in which composite operators reach a dispatch mode undivided."""
+
+    def __new__(cls, mode: Any = True) -> Any:
+        return object.__new__(cls) if isinstance(mode, bool) else cls()(mode)
+
+    def __init__(self, mode: bool = True) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        if self.mode:
+            super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.mode:
+            super().__exit__(*error)
+
+    def clone(self) -> _NoGrad:
+        return type(self)(self.mode)
 
 
 def _load_in_this_process(notes: Notes) -> None:

@@ -6,6 +6,7 @@ Start reading at `PretendCuda.__torch_function__`. Code of `featurize` and `lear
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,11 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 from torch.utils import checkpoint
 
+from conf.own_packages import ROOT
 from featurize.replacing import replace_attribute
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
-_OWN = ("featurize.", "learn.script.")
+# Not by modules' names: a script may have packages that are called as ours.
+_OWN = tuple(str(ROOT / folder) + os.sep for folder in ("featurize", "learn"))
 
 _TYPE_NAMES = {
     torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16",
@@ -71,7 +74,7 @@ def _without_cuda(kwargs: Mapping) -> dict:
 
 def _asked_by_own_code() -> bool:
     """Whether the frame that reads a property is of this project: the handler is called from C++."""
-    return sys._getframe(3).f_globals.get("__name__", "").startswith(_OWN)
+    return sys._getframe(3).f_code.co_filename.startswith(_OWN)
 
 
 def _of_index(value: Any) -> Any:
@@ -178,13 +181,14 @@ def _set_data(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mappin
     torch.utils.swap_tensors(tensor, replacement)
 
 
-def enter_everywhere() -> None:
+def enter_everywhere(unless: Callable[[], bool]) -> None:
     """Enter the mode around autograd's engine: it is left when `backward` is called, and forward passes that are
-    recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked."""
+    recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked.
+    `unless` says whether a compiler runs the engine on tensors of its own, which a mode would confuse."""
     engine = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_function_stack():
+        if torch._C._len_torch_function_stack() or unless():
             return engine(*args, **kwargs)
         with PretendCuda():
             return engine(*args, **kwargs)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from conf.errors import UsageError
-from conf.own_packages import PACKAGES
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import describe_device
@@ -41,7 +40,7 @@ _MEMORY_SHARE = 0.75  # of this machine's memory, that a script may take by defa
 _LAST_LINES = 3
 _LARGEST_OUTPUT = 2**20
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
-_ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "checkpointing", "checkpoint_reentrant")
+_ALSO_NOTED = ("implementation", "clip_norm", "clip_value", "zero_grad", "checkpointing", "checkpoint_reentrant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +128,7 @@ def estimate_script(
     job = _workload(record, name or parsed.name)
     question = Question(job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on)
     done, traced = question.answered(spec, timeline=page is not None)
-    notes = (*_hidden_modules(parsed), *_notes(record))
+    notes = tuple(_notes(record))
     done = replace(done, warnings=(*notes, *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
@@ -257,17 +256,10 @@ def _settings(chosen: Mapping[str, str | bool | int | float]) -> ScriptSettings:
         accumulation=int(chosen.get("accumulation", 1)),
         clip_norm=number("clip_norm"),
         clip_value=number("clip_value"),
+        zero_grad=text("zero_grad") or ScriptSettings.zero_grad,
         checkpointing=text("checkpointing"),
         checkpoint_reentrant=bool(chosen.get("checkpoint_reentrant")),
     )
-
-
-def _hidden_modules(command: _Command) -> Iterator[str]:
-    """Yield a note where the script's folder has modules of this project's names, which the script does not get."""
-    folder = Path.cwd() if command.module else Path(command.script).parent
-    for name in PACKAGES:
-        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
-            yield f"the script's own module {name} is hidden by this project's of that name"
 
 
 def _notes(record: ScriptRecord) -> Iterator[str]:

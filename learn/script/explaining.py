@@ -29,9 +29,13 @@ def explained(error: BaseException, script: str) -> str:
         error: What was raised, with its traceback.
         script: The script's path, or its module's name.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_readable(frame.filename)]
     folders = (Path(script).resolve().parent, Path.cwd())
-    near = [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
+    frames, near = _frames(error, folders)
+    while error.__cause__ is not None:  # a framework's own error, raised from the user's
+        its_frames, its_near = _frames(error.__cause__, folders)
+        if not its_near:
+            break
+        error, frames, near = error.__cause__, its_frames, its_near
     where = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(near or frames)), "")
     operator, module = origin(error)
     of = f" in operator {operator}" if operator else ""
@@ -39,6 +43,14 @@ def explained(error: BaseException, script: str) -> str:
     text = first_line(error) if isinstance(error, Exception) else str(error)
     launched = isinstance(error, KeyError) and error.args and error.args[0] in DISTRIBUTED
     return f"{where}{type(error).__name__}{of}: {text}{_LAUNCHED if launched else ''}"
+
+
+def _frames(
+    error: BaseException, folders: tuple[Path, ...]
+) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
+    """The frames of code that the user could have written, and those of them below the folders."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_readable(frame.filename)]
+    return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]
 
 
 def _is_readable(filename: str) -> bool:

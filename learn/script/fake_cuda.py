@@ -24,6 +24,7 @@ from learn.script.script_recorder import ScriptRecorder
 
 _CUDA_VERSION = "12.8"
 _CUDNN_VERSION = 91002
+_NCCL_VERSION = (2, 26, 2)
 
 
 class FakeStream:
@@ -175,6 +176,7 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(torch.backends.cudnn, "version", _giving(_CUDNN_VERSION))
     replace_attribute(torch.backends.cudnn, "is_acceptable", _giving(False))  # weights are not flattened
     replace_attribute(torch.backends.cuda, "is_built", _giving(True))
+    replace_attribute(torch.cuda.nccl, "version", _giving(_NCCL_VERSION))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         replace_attribute(torch.cuda.nvtx, name, _giving(0))
 

@@ -23,7 +23,8 @@ _STEPS = 3
 # What a script is seen to choose, as `featurize.training_settings.Training` has it.
 SETTINGS: Mapping[str, type] = {
     "optimizer": str, "precision": str, "cudnn_benchmark": bool, "channels_last": bool, "implementation": str,
-    "accumulation": int, "clip_norm": float, "clip_value": float, "checkpointing": str, "checkpoint_reentrant": bool,
+    "accumulation": int, "clip_norm": float, "clip_value": float, "zero_grad": str, "checkpointing": str,
+    "checkpoint_reentrant": bool,
 }  # fmt: skip
 
 

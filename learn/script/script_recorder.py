@@ -29,6 +29,8 @@ _LARGE = 2**20  # elements
 _RANDOM = frozenset({"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"})
 _ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "fill", "zero"))
 _CONDITIONS = ("aten::equal", "aten::is_nonzero")
+_UNIQUE = ("aten::_unique2", "aten::unique_consecutive")
+ALL_DISTINCT = "unique keeps everything where its argument is computed in the step: an upper bound"
 _LOSS = 1.0  # of a loss whose number of classes is not known
 
 
@@ -41,6 +43,9 @@ class ScriptRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__(nn.Module())
         self.on_forward: Any = None
+        self.updating = False  # an optimizer's step runs
+        self.trained: set[int] = set()  # storages of the parameters that have gradients
+        self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
         self.live_bytes = self.peak_live_bytes = 0
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
@@ -88,8 +93,11 @@ class ScriptRecorder(Recorder):
     def name_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Say which blocks are gradients, and which parameters these belong to."""
         with torch._C.DisableTorchFunction():
-            parameters = list(parameters)
+            parameters = list({id(p): p for p in (*parameters, *self._parameters())}.values())
             self._name_of_model(parameters, "parameter")
+            self.trained = {
+                p.untyped_storage()._cdata for p in parameters if p.grad is not None and p.is_meta and p.requires_grad
+            }
             self.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
     def _name_of_model(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -145,6 +153,8 @@ class ScriptRecorder(Recorder):
                     return args[0]
                 return func(*args, **(kwargs or {}))
             name = func._schema.name
+            if self.phase == "optimizer" and not self.updating and not self.updated_by_hand:
+                self.updated_by_hand = self._writes_to_parameters(func, args)
             from_host = name in (_TO_COPY, _COPY) and any(isinstance(a, Tensor) and not a.is_meta for a in args)
             keep, self.keep_operators = self.keep_operators, self.keep_operators and not from_host
             try:
@@ -156,6 +166,18 @@ class ScriptRecorder(Recorder):
             elif name == "aten::_log_softmax":
                 self._loss = math.log(max(2, args[0].shape[args[1]]))
             return out
+
+    def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
+        written = (args[place] for place in self.traits_of(func).written if place < len(args))
+        tensors = (one for value in written for one in (value if isinstance(value, list | tuple) else (value,)))
+        return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self.trained for one in tensors)
+
+    def name_updates_state(self) -> None:
+        """Say that what an update without an optimizer of torch has taken, and keeps, is its state."""
+        live = {block for block, _ in self._live.values()}
+        for event in self.events:
+            if event.phase == "optimizer" and event.block in live and self._kinds[event.block] is None:
+                self._kinds[event.block] = "optimizer_state"
 
     def _copied_from_host(self, tensor: Tensor) -> None:
         known = self._live.get(tensor.untyped_storage()._cdata)
@@ -177,6 +199,10 @@ class ScriptRecorder(Recorder):
                     places.extend(mode.__torch_dispatch__(NONZERO, (), (index,)).unbind(1))
             return args[0], places, *args[2:]
 
+    def follows_values(self) -> bool:
+        """As of any trace, but what lies between a backward pass and the update belongs to the script."""
+        return not self.updating
+
     def run(self, func: OpOverload, traits: Traits, args: tuple, kwargs: dict) -> object:
         name = traits.name
         if name == READ and args[0].is_meta:
@@ -192,6 +218,8 @@ class ScriptRecorder(Recorder):
         if name == "aten::masked_select" and any(self.values.of(one) is None for one in args):
             self.values.assume(ALL_KEPT)
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+        if name in _UNIQUE and self.values.of(args[0]) is None:
+            return self._all_distinct(args[0])
         if name.startswith(_IN_PLACE_UPDATES) and traits.mutates:
             return None if not func._schema.returns else args[0]
         try:
@@ -200,6 +228,13 @@ class ScriptRecorder(Recorder):
             if name in _CONDITIONS:
                 return True
             raise
+
+    def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `unique` gives of values that are not known: each is another one."""
+        self.values.assume(ALL_DISTINCT)
+        inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
+        counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
+        return tensor.new_empty(tensor.numel()), inverse, counts
 
     def _on_host(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         values = self.values.of(tensor)

@@ -5,6 +5,7 @@ Start reading at `StepWatch.install`. After `STEPS` steps the next forward pass 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from featurize.trace import STEPS
 from learn.script.choices import Choices, name_of
 from learn.script.script_recorder import ScriptRecorder
 
+BY_HAND = "an optimizer of its own"  # the name of an optimizer that is none of torch's
+
 
 class StepWatch:
     """Follows a script's training loop by its optimizers.
@@ -31,6 +34,7 @@ class StepWatch:
     ) -> None:
         self.steps = 0  # done
         self._in_backward = False
+        self._in_forward = False  # a forward pass of the step has begun, and no backward pass
         self.backwards = 0  # of the step that runs
         self.most_backwards = 0
         self.batch_size = 0
@@ -49,6 +53,7 @@ class StepWatch:
         optimizers.register_optimizer_step_post_hook(self._after_step)
         made = Optimizer.__init__
         backward = torch.autograd.backward
+        zero_grad = Optimizer.zero_grad
 
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
@@ -66,8 +71,20 @@ class StepWatch:
                 self._in_backward = False
             self._after_backward()
 
+        @functools.wraps(zero_grad)
+        def watched_zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            if self._in_forward and not self.backwards:
+                self._note_late_zero_grad(optimizer)
+            zero_grad(optimizer, *args, **kwargs)
+
         replace_attribute(Optimizer, "__init__", init)
+        replace_attribute(Optimizer, "zero_grad", watched_zero_grad)
         replace_attribute(torch.autograd, "backward", run_backward)
+
+    def _note_late_zero_grad(self, optimizer: Optimizer) -> None:
+        with torch._C.DisableTorchFunction():
+            if any(p.grad is not None and p.is_meta for group in optimizer.param_groups for p in group["params"]):
+                self.choices.seen["zero_grad"] = "after_forward"
 
     def _begin(self, phase: str) -> None:
         self._recorder.phase = phase
@@ -78,6 +95,10 @@ class StepWatch:
         if self._in_backward or not torch.is_grad_enabled():
             return
         recorder = self._recorder
+        if recorder.updated_by_hand and not self._stepped:
+            self.optimizer_name = self.optimizer_name or BY_HAND
+            recorder.name_updates_state()
+            self._end_step()
         if self.steps >= STEPS:
             self._on_done()
         if recorder.phase in ("backward", "optimizer", "setup"):
@@ -85,6 +106,7 @@ class StepWatch:
             if recorder.step == 0:
                 recorder.step = 1
             self._begin("forward")
+        self._in_forward = True
         with torch._C.DisableTorchFunction():
             samples = _samples(inputs)
             if samples and next(module.parameters(), None) is not None:
@@ -92,15 +114,18 @@ class StepWatch:
 
     def _after_backward(self) -> None:
         self.backwards += 1
+        self._in_forward = False
         parameters = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         self._recorder.name_gradients(parameters)
         self._begin("optimizer")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._begin("optimizer")
+        self._recorder.updating = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
+        recorder.updating = False
         with torch._C.DisableTorchFunction():
             recorder.name(
                 (
@@ -121,9 +146,14 @@ class StepWatch:
             waiting = [o for o in self._optimizers if o not in self._stepped and _has_gradients(o)]
         if waiting and not again:
             return
-        self._stepped.clear()
         self.optimizer_name = self.optimizer_name or name_of(optimizer)
         self.choices.of_optimizer(optimizer)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        recorder = self._recorder
+        self._stepped.clear()
+        recorder.updated_by_hand = False
         self.most_backwards = max(self.most_backwards, self.backwards)
         self.steps, self.backwards = self.steps + 1, 0
         if self.steps < STEPS:

@@ -74,6 +74,16 @@ def most_of(trace, kind, step=2, phases=("forward", "backward", "optimizer")):
     return most
 
 
+def most_alive(trace, step, phase):
+    """The most bytes alive in a phase of a step."""
+    live, most = 0, 0
+    for event in trace.events:
+        live += event.nbytes
+        if (event.step, event.phase) == (step, phase):
+            most = max(most, live)
+    return most
+
+
 def weights(dtype_bytes=4):
     return dtype_bytes * sum(p.numel() for p in Net().parameters())
 
@@ -181,6 +191,30 @@ def test_accumulated_gradients_of_equal_batches_are_those_of_one():
 
 def test_gradients_that_are_filled_with_zeros_live_in_the_next_forward_pass():
     assert alive_after(traced(set_to_none=False), 2, "forward")["gradient"] == weights()
+
+
+def test_gradients_live_through_the_forward_pass_where_zero_grad_follows_it():
+    late = traced(zero_grad="after_forward")
+    assert alive_after(late, 2, "forward").get("gradient", 0) == 0
+    assert most_of(late, "gradient") == most_of(traced(), "gradient") == weights()
+    peaks = [most_alive(trace, 2, "forward") for trace in (late, traced())]
+    assert peaks[0] - peaks[1] == weights()
+    assert [op.name for op in late.operators] == [op.name for op in traced().operators]
+
+
+def test_an_accumulated_step_calls_a_late_zero_grad_once():
+    for summed, single in zip(
+        gradients(accumulation=4, zero_grad="after_forward"), gradients(zero_grad="after_forward"), strict=True
+    ):
+        assert torch.allclose(summed, single, atol=1e-6)
+
+
+def test_an_output_that_is_not_held_ends_with_its_step():
+    held, freed = (
+        trace_step(Net, batch, settings=Training(holds_output=holds), training_loop=True) for holds in (True, False)
+    )
+    outputs = 4 * BATCH * CLASSES
+    assert sum(alive_after(held, 1, "optimizer").values()) - sum(alive_after(freed, 1, "optimizer").values()) >= outputs
 
 
 def test_clipping_by_norm_and_by_value_does_what_torch_does():

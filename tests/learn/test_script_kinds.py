@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from featurize.compiled import MODELLED
 from featurize.vision import mend_torchvision
 from learn import estimate, estimate_script
 from tests.featurize.published_models import detections
@@ -116,17 +117,21 @@ MOBILENET = torchvision_model("mobilenet_v2", num_classes=10)
 FCN = torchvision_model("fcn_resnet50", weights=None, weights_backbone=None, aux_loss=True, num_classes=5)
 IMAGES = [8, 3, 64, 64]
 LLAMA = {"optimizer": "adamw", "loss": own_loss, **TOKENS}
+TRAINER = {**LLAMA, "holds_output": False}
+LATE = {"zero_grad": "after_forward"}
+LIGHTNING = {"optimizer": "adamw", "precision": "bf16", "holds_output": False, **LATE}
 MOMENTUM = {"optimizer": "momentum", "cudnn_benchmark": True}
 SEGMENTATION = {"optimizer": "adamw", "target": [2, 64, 64], "loss": two_losses}
 JOBS = {
     "plain_amp --amp none": Job(RESNET18, IMAGES),
     "plain_amp --amp bf16": Job(RESNET18, IMAGES, {"precision": "bf16"}),
-    "hf_trainer": Job(llama, [[8, 64]], LLAMA),
-    "hf_trainer --bf16": Job(llama, [[8, 64]], {**LLAMA, "precision": "bf16"}),
+    "hf_trainer": Job(llama, [[8, 64]], TRAINER),
+    "hf_trainer --bf16": Job(llama, [[8, 64]], {**TRAINER, "precision": "bf16"}),
     "accelerate_loop": Job(bert, [[8, 64], [8]], {**LLAMA, "precision": "bf16"}),
-    "lightning_fit": Job(MOBILENET, [16, 3, 64, 64], {"optimizer": "adamw", "precision": "bf16"}),
+    "lightning_fit": Job(MOBILENET, [16, 3, 64, 64], LIGHTNING),
     "timm_like": Job(vit, [8, 3, 224, 224], {"optimizer": "adamw", "precision": "fp16", "cudnn_benchmark": True}),
-    "torchvision_like --wd 0": Job(RESNET34, IMAGES, MOMENTUM),
+    "torchvision_like --wd 0": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE}),
+    "torchvision_like --wd 0 --amp": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE, "precision": "fp16"}),
     "rnn_loop": Job(Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
     "segmentation_loop": Job(FCN, [2, 3, 64, 64], SEGMENTATION),
     "detection_loop": Job(detector, [*detections(masks=False)], {"optimizer": "momentum"}),
@@ -135,7 +140,9 @@ NEEDS = {
     "plain_amp": ("torchvision",), "hf_trainer": ("transformers", "accelerate"),
     "accelerate_loop": ("transformers", "accelerate"), "lightning_fit": ("torchvision", "lightning"),
     "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
-    "detection_loop": ("torchvision",), "pretrained_folder": ("transformers",),
+    "detection_loop": ("torchvision",), "ignite_loop": ("torchvision", "ignite"),
+    "fastai_fit": ("torchvision", "fastai"), "mask_rcnn_evaluated": ("torchvision",),
+    "pretrained_folder": ("transformers",),
 }  # fmt: skip
 
 
@@ -158,6 +165,7 @@ def check_same(command, job):
     script = run(command, estimator="trace")
     module = estimate(job.make, job.inputs, estimator="trace", **job.settings)
     assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+    assert script.allocated_mib == pytest.approx(module.allocated_mib, rel=0.01)  # without the context, which is larger
     assert script.parameters == module.parameters
     assert script.step_time_ms == pytest.approx(module.step_time_ms, rel=0.1)  # clipping and logging take time too
     return script
@@ -170,10 +178,13 @@ def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path
     assert not os.listdir(tmp_path)
 
 
-def test_a_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
-    settings = {"optimizer": "adamw", "precision": "bf16", "loss": lambda output, _target: output[1], **TOKENS}
+def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_module():
+    settings = {
+        "optimizer": "adamw", "precision": "bf16", "compile": True, "implementation": "fused", "clip_norm": 1.0,
+        "loss": lambda output, _target: output[1], **TOKENS,
+    }  # fmt: skip
     script = check_same("nanogpt_like", Job(gpt, [[4, 128], [4, 128]], settings))
-    assert "torch.compile was left out: the figures are those of the eager model" in script.warnings
+    assert MODELLED in script.warnings
 
 
 @pytest.mark.slow
@@ -290,7 +301,7 @@ def test_values_from_the_host_decide_shapes_and_the_report_is_written(tmp_path):
     report = tmp_path / "report.html"
     script = estimate_script(["python", "train.py"], report=report, name="masked model")
     assert script.warnings[0] == "the script trains with adadelta, fp32, 4 samples in a forward pass"
-    assert script.warnings[1] == "the script also chooses clip_norm=0.5"
+    assert script.warnings[1] == "the script also chooses clip_norm=0.5, zero_grad=after_forward"
     assert f"assumed: {values.ALL_KEPT}" in script.warnings
     assert "masked model" in report.read_text()
 

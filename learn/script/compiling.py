@@ -1,0 +1,88 @@
+"""torch.compile in a script: modules as `featurize.compiled` models them, functions as they are written.
+
+Start reading at `ScriptCompiler.install`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from featurize.compiled import CompiledRegions
+from learn.script.device_mode import PretendCuda
+from featurize.replacing import replace_attribute
+from learn.script.script_recorder import ScriptRecorder
+
+FUNCTION = "torch.compile of a function was left out: it runs as it is written"
+
+
+class ScriptCompiler:
+    """The modules that a script has compiled.
+
+    note   hears which function was not compiled
+    """
+
+    def __init__(self, recorder: ScriptRecorder, note: Callable[[str], None]) -> None:
+        self._recorder, self._note = recorder, note
+        self._regions: list[CompiledRegions] = []
+        self._compiled: set[int] = set()  # modules, which live as long as the process
+
+    def install(self) -> None:
+        """Replace torch.compile and `nn.Module.compile` in this process."""
+
+        def compile_any(model: Any = None, **kwargs: Any) -> Any:
+            if model is None:
+                return lambda given: compile_any(given, **kwargs)
+            return self._module(model) if isinstance(model, nn.Module) else self._function(model)
+
+        replace_attribute(torch, "compile", compile_any)
+        replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module) and None)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is captured now, in a thread of its own, which is to have no modes."""
+        return any(regions.capturing for regions in self._regions)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return how sure the figures of the compiled modules are."""
+        return tuple(dict.fromkeys(text for regions in self._regions for text in regions.notes()))
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._compiled:
+            return module
+        self._compiled.add(id(module))
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def as_on_a_gpu(*args: Any, **kwargs: Any) -> Any:
+            if self.capturing:  # decompositions would pass on the device that they read
+                return forward(*args, **kwargs)
+            with torch._C._EnableTorchFunction(), PretendCuda():
+                return forward(*args, **kwargs)
+
+        vars(module)["forward"] = as_on_a_gpu
+        regions = CompiledRegions(module, [""])
+        regions.recorder = self._recorder
+        self._regions.append(regions)
+        compiled = module.forward
+
+        @functools.wraps(forward)
+        def compiled_as_it_is(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # the graphs are of meta tensors
+                on_the_gpu = any(tensor.is_meta for tensor in module.parameters())
+                return (compiled if on_the_gpu else as_on_a_gpu)(*args, **kwargs)
+
+        vars(module)["forward"] = compiled_as_it_is
+        return module
+
+    def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._note(FUNCTION)
+            return function(*args, **kwargs)
+
+        return noting

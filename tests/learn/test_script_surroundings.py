@@ -1,0 +1,62 @@
+"""What a script has around its training loop: packages of its own, evaluations, frameworks, habits."""
+
+import shutil
+
+import pytest
+
+from conf.errors import UsageError
+from learn import estimate, estimate_script
+from tests.learn import test_script_kinds as kinds
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_hydra_application_imports_its_own_packages_of_this_projects_names():
+    command = ["python", str(kinds.SCRIPTS / "hydra_app" / "train.py"), "batch=16"]
+    script = estimate_script(command, estimator="trace")
+    assert script.parameters == 64 * 512 + 512 + 512 * 16 + 16
+    assert script.warnings[0] == "the script trains with adamw, fp32, 16 samples in a forward pass"
+
+
+@pytest.mark.slow
+def test_what_fails_within_hydra_is_named_at_the_applications_line(tmp_path):
+    shutil.copytree(kinds.SCRIPTS / "hydra_app", tmp_path / "app")
+    (tmp_path / "app" / "learn" / "sizes.py").write_text("OUTPUTS = 'sixteen'\n")
+    with pytest.raises(UsageError, match=r"exits with 1 after .*models\.py:9: TypeError"):
+        estimate_script(["python", "app/train.py"])
+
+
+def test_evaluations_torchscript_and_an_optimizer_of_its_own_are_followed(tmp_path):
+    script = kinds.run("many_habits", estimator="trace")
+    samples = "32 samples in a forward pass, 2 backward passes in a step"
+    assert script.warnings[0] == f"the script trains with an optimizer of its own, fp32, {samples}"
+    assert "TorchScript was left out: its functions and modules run as they are written" in script.warnings
+    parts = script.breakdown
+    trained = (1024 * 2048 + 2048 + 2048 * 10 + 10) * 4 / 2**20  # a layer is never used
+    assert parts["gradients"] == pytest.approx(trained, rel=0.01)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_detector_may_be_evaluated_before_it_trains():
+    script = kinds.run("mask_rcnn_evaluated", estimator="trace")
+    assert script.warnings[0] == "the script trains with momentum, fp32, 2 samples in a forward pass"
+
+
+@pytest.mark.slow
+def test_an_engine_of_ignite_is_estimated_as_its_module():
+    pytest.importorskip("ignite")
+    settings = {"precision": "fp16", "holds_output": False}
+    kinds.check_same("ignite_loop", kinds.Job(kinds.RESNET18, kinds.IMAGES, settings))
+
+
+@pytest.mark.slow
+def test_a_learner_of_fastai_is_estimated_as_its_module():
+    pytest.importorskip("fastai")
+    script = kinds.run("fastai_fit", estimator="trace")
+    module = estimate(kinds.RESNET18, kinds.IMAGES, estimator="trace", implementation="loop", set_to_none=False)
+    assert script.allocated_mib == pytest.approx(module.allocated_mib, rel=0.03)
+    assert script.breakdown["optimizer state"] == pytest.approx(module.breakdown["optimizer state"], rel=0.01)

@@ -1,0 +1,3 @@
+"""Sizes of the models."""
+
+OUTPUTS = 16
