@@ -5,7 +5,7 @@ Start reading at `call`. Positional arguments are a tuple or a list, keyword arg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -52,6 +52,24 @@ def arguments(value: object) -> Inputs:
     if isinstance(value, Mapping):
         return {str(key): one for key, one in value.items()}
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def shape_of(value: object) -> Hashable:
+    """Return what tells two batches apart for a trace: structure, shapes, types, and which masks are all ones.
+
+    Other values decide nothing of a step's memory in most models: two batches of token ids count as one.
+    """
+    if isinstance(value, Tensor):
+        kind = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+        values = vars(value).get("gpufarm_values") if value.is_meta else value
+        if values is None or values.is_floating_point() or values.is_complex() or not values.numel():
+            return kind
+        return kind, bool((values == 1).all()) if bool((values <= 1).all()) else None
+    if isinstance(value, Mapping):
+        return tuple((key, shape_of(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return type(value).__name__, tuple(shape_of(one) for one in value)
+    return type(value), repr(value)
 
 
 def as_meta(tensor: Tensor) -> Tensor:

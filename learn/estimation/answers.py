@@ -25,6 +25,7 @@ from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
+    from featurize.step_trace import BatchMix
     from learn.artifacts import Artifact, Wanted
     from learn.step_store import StepStore
     from learn.traced import TracedStep, Traces
@@ -148,7 +149,8 @@ def answer(
     gathered, steps = _Gathered(), StepStore(data)
     if loop is not None:
         job = replace(job, training_loop=loop == PIPELINE)
-    case = _case(job, device)
+    alone = job.alone(job.longest) if job.batches else job
+    case = _case(alone, device)
     if (
         estimator is not None
         and estimator not in TRAINING_FREE
@@ -163,14 +165,24 @@ def answer(
         failure = error
         _recall(case, steps)
     beyond = training_of(job.settings).beyond_trials()
+    if job.batches:
+        beyond = (*beyond, "batches of several shapes")
+        if traced is not None and traced.trace.mix is not None:
+            alone = job.alone(traced.trace.mix.longest)
+            case = _case(alone, device)
+        if estimator not in (None, "trace"):
+            gathered.notes.append(f"estimator={estimator} does not follow a mix of batches: it takes the longest alone")
     if estimator in TRAINING_FREE and estimator != "trace":
-        _ask(gathered, job, device, estimator)
+        _ask(gathered, alone, device, estimator)
     elif estimator is None and beyond:
         gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
     elif estimator != "trace":
         if beyond:
             gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out")
-        with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
+        with (
+            steps.lent(case, traced if allocator is None and not job.batches else None),
+            contextlib.ExitStack() as lent,
+        ):
             in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent, traces))
             _ask_fitted(gathered, case, steps, in_a_plain_loop, estimator, data, loop)
     if failure is not None and estimator in (None, "trace"):
@@ -185,7 +197,7 @@ def answer(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline
         )
         gathered.move(traced.step.peak_memory_mib - described_mib)
-    return _assembled(gathered, job, device, traced, failure, allocator, loop, on), traced
+    return _assembled(gathered, alone, device, traced, failure, allocator, loop, on), traced
 
 
 def _recall(case: Case, steps: StepStore) -> None:
@@ -398,6 +410,8 @@ def _assembled(
         elif memory.retries:
             notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
+        if (mix := traced.trace.mix) is not None:
+            notes.append(_of_mix(mix, job.shape_text(), traced))
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
@@ -449,6 +463,16 @@ def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
         for loop, targets in of_loop.items()
     )
     return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
+
+
+def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
+    memory = traced.memory
+    return (
+        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
+        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
+        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
+        "utilization and step time are of the longest"
+    )
 
 
 def times(count: int) -> str:

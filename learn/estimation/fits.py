@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError, unknown_name
 from featurize.device_spec import device_names
 from featurize.trial import TrialConfig, config_from_mapping
+from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
-_OF_QUESTION = ("allocator", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine")
+_OF_QUESTION = ("allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine")
 _OF_ESTIMATE = ("method", "report")
 
 
@@ -122,15 +123,22 @@ def largest_batch(
     _require_by(by)
     spec = checked(options.get("estimator"), "full", device)
     model = _with_config(model)
-    given = model.batch_size if isinstance(model, TrialConfig) else batch_size_of(_require_inputs(inputs))
+    batches = options.pop("batches", None)
+    of_steps = None if batches is None or is_of_lengths(batches) else batches
+    given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
     estimates: dict[int, Estimate] = {}
 
     def needed_mib(batch: int) -> float:
         if isinstance(model, TrialConfig):
-            question = _question(replace(model, batch_size=batch), inputs, target, options)
+            question = _question(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
         else:
-            scaled, of_scaled = (with_batch_size(one, batch, from_size=given) for one in (inputs, target))
-            question = _question(model, scaled, of_scaled, options)
+            scaled, of_scaled = (
+                None if one is None else with_batch_size(one, batch, from_size=given) for one in (inputs, target)
+            )
+            at_size = batches
+            if of_steps is not None:
+                at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
+            question = _question(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
             estimates[batch], _ = question.answered(spec)
         except UsageError as error:
@@ -198,6 +206,18 @@ def _require_by(by: str) -> None:
 
 def _with_config(model: Job) -> Job:
     return config_from_mapping(model) if isinstance(model, Mapping) else model
+
+
+def _batch_size(inputs: Inputs | None, batches: Any) -> int:
+    """The samples of the batch; of several, which must have as many each."""
+    if batches is None:
+        return batch_size_of(_require_inputs(inputs))
+    sizes = {batch_size_of(one): None for one in batches}
+    if len(sizes) > 1:
+        raise UsageError(
+            f"the batches have {', '.join(map(str, sizes))} samples: largest_batch scales batches of one size"
+        )
+    return next(iter(sizes))
 
 
 def _require_inputs(inputs: Inputs | None) -> Inputs:
