@@ -33,6 +33,18 @@ def tensors_of(value: object) -> Iterator[Tensor]:
             yield from tensors_of(one)
 
 
+def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a batch with its name: `input_ids`, `targets[0].boxes`, `input 1` for a positional one."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from named_tensors(one, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for at, one in enumerate(value):
+            yield from named_tensors(one, f"{name}[{at}]" if name else f"input {at + 1}")
+
+
 def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
     """Return the value with every tensor replaced by what `function` makes of it; mappings become plain ones."""
     if isinstance(value, Tensor):

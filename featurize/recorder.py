@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self._traits: dict[object, Traits] = {}
         self._results = MetaResults()
         self.values = Values()
+        self.values.module_now = self._module_now
 
     # -- what the caller says of the step
 

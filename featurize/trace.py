@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize import flash_attention
-from featurize.batches import Inputs, arguments, as_meta, call, mapped, own_loss, shape_of, tensors_of
+from featurize.batches import Inputs, arguments, as_meta, call, mapped, named_tensors, own_loss, shape_of, tensors_of
 from featurize.compiled import CompiledRegions
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
@@ -35,6 +35,7 @@ from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
 from featurize.training_settings import training_of
 from featurize.trial_config import TrialConfig
+from featurize.values import name_tensor
 from featurize.wrappers import compiled_modules, remarks, unwrapped
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
@@ -219,7 +220,10 @@ def _on_meta(inputs: Tensor | Inputs | Callable | None, target: Tensor | None) -
     if callable(inputs):
         with torch.device("meta"):
             made, target = inputs("meta")
-    return arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
+    given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
+    for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
+        name_tensor(tensor, name)
+    return given, wanted
 
 
 class _Runner:
