@@ -59,6 +59,8 @@ class Estimate:
     loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
     seconds       what the estimate itself took
     device_memory_mib   what a job can use of the card
+    limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
+                  process to a share of it (`per_process_memory_fraction`)
     held_out_errors     of the fast path: target -> `median` and `p90` of how far it is off the full path, on
                         configurations held out; shares of memory and step time, absolute for ratios
     """
@@ -82,6 +84,7 @@ class Estimate:
     answered_by: Mapping[str, str]
     seconds: float
     device_memory_mib: float | None = None
+    limit_mib: float | None = None
     allocated_mib: float | None = None
     reserved_mib: float | None = None
     process_mib: float | None = None
@@ -91,8 +94,10 @@ class Estimate:
     loops: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, mib: float) -> bool:
-        """Whether the job fits into that much free memory: by the bound where there is one, else by the point."""
-        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= mib
+        """Whether the job fits into that much free memory, and into the share of the card that its allocator allows:
+        by the bound where there is one, else by the point."""
+        limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
+        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
 
     @property
     def fits_device(self) -> bool | None:
@@ -380,6 +385,8 @@ def _assembled(
 
     values, by = gathered.values, gathered.by
     notes: list[str] = []
+    limit_mib = _limit_mib(device, allocator, traced)
+    room = f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
     if traced is not None:
         step = _priced(traced, job, device, loop)
         for target in TARGETS:
@@ -403,10 +410,11 @@ def _assembled(
             "peak_phase": memory.peak_phase,
             "activations": {name: nbytes / MIB for name, nbytes in largest},
         }
+        more = f"{device.name} has" if limit_mib >= device.memory_mib else f"the {limit_mib:,.0f} MiB {room}"
         if not memory.fits and by["memory"] == "trace":
-            notes.append(f"out of memory: the step needs more than {device.name} has")
+            notes.append(f"out of memory: the step needs more than {more}")
         elif not memory.fits:
-            notes.append(f"the trace finds that the step needs more than {device.name} has")
+            notes.append(f"the trace finds that the step needs more than {more}")
         elif memory.retries:
             notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
@@ -419,12 +427,14 @@ def _assembled(
         values["parameters"] = _parameters(job)
     by_trace = by["memory"] == "trace"
     upper = values.get("upper_mib")
-    if upper is not None and values["peak_memory_mib"] <= device.memory_mib < upper:
-        notes.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
+    if upper is not None and values["peak_memory_mib"] <= limit_mib < upper:
+        notes.append(f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}")
     if by_trace:
         notes.append(NO_BOUND)
     elif values["peak_memory_mib"] > device.memory_mib:
         notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
+    elif values["peak_memory_mib"] > limit_mib:
+        notes.insert(0, f"out of memory by {by['memory']}: it may take {limit_mib:,.0f} MiB {room}")
     if allocator is not None and not by_trace:
         notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
     if gathered.absent:
@@ -442,6 +452,7 @@ def _assembled(
     )  # fmt: skip
     return Estimate(
         device_memory_mib=device.memory_mib,
+        limit_mib=limit_mib,
         **{**known, "breakdown": {}, "activations": {}, **values},
         device=device.name,
         warnings=tuple([*notes, *gathered.notes]),
@@ -463,6 +474,16 @@ def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
         for loop, targets in of_loop.items()
     )
     return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
+
+
+def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: TracedStep | None) -> float:
+    """Return what the figure of the whole card may reach. A share limits what the allocator reserves, to which comes
+    what lies outside of it."""
+    share = None if allocator is None else allocator.per_process_memory_fraction
+    if share is None:
+        return device.memory_mib
+    outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
+    return min(device.memory_mib, share * device.memory_mib + outside_mib)
 
 
 def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:

@@ -63,7 +63,8 @@ class DeviceFit:
 
     device     name of the GPU model
     fits       whether the figure that was asked for is at most the card's memory
-    room_mib   memory of the card that is left; negative where the job does not fit
+    room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
+               not fit
     estimate   of the job on that GPU model
     """
 
@@ -143,7 +144,8 @@ def largest_batch(
             estimates[batch], _ = question.answered(spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
-        return _needed_mib(estimates[batch], by)
+        done = estimates[batch]
+        return _needed_mib(done, by) + spec.memory_mib - _limit_mib(done, spec)
 
     batch = largest_fitting(needed_mib, spec.memory_mib, given)
     return LargestBatch(
@@ -190,13 +192,17 @@ def devices_that_fit(
     fits = []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         done, _ = question.answered(spec, traces=traces)
-        room_mib = spec.memory_mib - _needed_mib(done, by)
+        room_mib = _limit_mib(done, spec) - _needed_mib(done, by)
         fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
     return tuple(fits)
 
 
 def _needed_mib(done: Estimate, by: str) -> float:
     return done.peak_memory_mib if by == POINT or done.upper_mib is None else done.upper_mib
+
+
+def _limit_mib(done: Estimate, spec: DeviceSpec) -> float:
+    return spec.memory_mib if done.limit_mib is None else done.limit_mib
 
 
 def _require_by(by: str) -> None:
