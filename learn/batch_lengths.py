@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.errors import UsageError
@@ -65,7 +65,7 @@ def is_of_lengths(batches: Any) -> bool:
 
 def _drawn(shares: Mapping[int, Any]) -> list[int]:
     for length, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share < float("inf"):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
             raise UsageError(f"batches: the share of length {length} must be a number > 0, got {share!r}")
     ends = [round(STEPS_DRAWN * end / sum(shares.values())) for end in accumulate(shares.values())]
     counts = [max(1, end - begin) for begin, end in pairwise([0, *ends])]
