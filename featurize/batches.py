@@ -5,7 +5,7 @@ Start reading at `call`. Positional arguments are a tuple or a list, keyword arg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -33,6 +33,18 @@ def tensors_of(value: object) -> Iterator[Tensor]:
             yield from tensors_of(one)
 
 
+def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a batch with its name: `input_ids`, `targets[0].boxes`, `input 1` for a positional one."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from named_tensors(one, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for at, one in enumerate(value):
+            yield from named_tensors(one, f"{name}[{at}]" if name else f"input {at + 1}")
+
+
 def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
     """Return the value with every tensor replaced by what `function` makes of it; mappings become plain ones."""
     if isinstance(value, Tensor):
@@ -52,6 +64,24 @@ def arguments(value: object) -> Inputs:
     if isinstance(value, Mapping):
         return {str(key): one for key, one in value.items()}
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def shape_of(value: object) -> Hashable:
+    """Return what tells two batches apart for a trace: structure, shapes, types, and which masks are all ones.
+
+    Other values decide nothing of a step's memory in most models: two batches of token ids count as one.
+    """
+    if isinstance(value, Tensor):
+        kind = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+        values = vars(value).get("gpufarm_values") if value.is_meta else value
+        if values is None or values.is_floating_point() or values.is_complex() or not values.numel():
+            return kind
+        return kind, bool((values == 1).all()) if bool((values <= 1).all()) else None
+    if isinstance(value, Mapping):
+        return tuple((key, shape_of(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return type(value).__name__, tuple(shape_of(one) for one in value)
+    return type(value), repr(value)
 
 
 def as_meta(tensor: Tensor) -> Tensor:

@@ -38,8 +38,14 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
         reentrant: The variant of `torch.utils.checkpoint`.
 
     Raises:
-        UsageError: The model has no repeated blocks.
+        UsageError: The model has no repeated blocks, or is one of peft's prefix tuning, which fails with checkpointing
+            on a GPU too: its prefixes stand in the key-value cache, which checkpointed layers do without.
     """
+    if any(_tunes_a_prefix(module) for module in model.modules()):
+        raise UsageError(
+            "peft's prefix tuning does not work with checkpointing, on a GPU either: the prefixes stand in the "
+            "key-value cache, which checkpointed layers do without; leave checkpointing out"
+        )
     if how == "full" and _by_own_switches(model, every, reentrant):
         return
     blocks = repeated_blocks(model)
@@ -67,6 +73,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks, in order: members of the outermost nn.ModuleList and nn.Sequential that hold at least two of
     one class, where that class has modules of its own. Blocks that are nn.Sequential count where nothing else does."""
     return _blocks(model, nested=False) or _blocks(model, nested=True)
+
+
+def _tunes_a_prefix(module: nn.Module) -> bool:
+    configs = getattr(module, "peft_config", None)  # of peft's models, by the adapter's name
+    adapters = configs.values() if isinstance(configs, dict) else ()
+    return any(getattr(one, "peft_type", None) == "PREFIX_TUNING" for one in adapters)
 
 
 def _blocks(module: nn.Module, *, nested: bool) -> list[nn.Module]:

@@ -60,6 +60,7 @@ class Recorder(TorchDispatchMode):
         self._traits: dict[object, Traits] = {}
         self._results = MetaResults()
         self.values = Values()
+        self.values.module_now = self._module_now
 
     # -- what the caller says of the step
 
@@ -107,6 +108,21 @@ class Recorder(TorchDispatchMode):
             block = self._live[tensor.untyped_storage()._cdata][0]
             if self._kinds[block] is None:
                 self._kinds[block] = kind
+
+    def begin_step(self, number: int, *, keep_operators: bool) -> None:
+        """A step begins. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
+        self.step, self.phase, self.keep_operators = number, "forward", keep_operators
+        if self.operators:
+            self.operators = []
+            self._made_by = [made if made == BATCH else -1 for made in self._made_by]
+
+    def kind_of(self, block: int) -> str:
+        """Return what a block was said to be so far; empty for what nobody named."""
+        return self._kinds[block] or ""
+
+    def maker_of(self, block: int) -> tuple[str, str]:
+        """Return the operator and the module that made a block."""
+        return self._makers[block][:2]
 
     def stop(self) -> None:
         """End the record: what dies from here on is not the step's doing."""

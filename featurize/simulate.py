@@ -70,5 +70,5 @@ def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
 
     `batch_size` is of one micro-step; each loads a batch.
     """
-    nbytes = sum(block.nbytes for block in trace.blocks if block.kind == "batch")
+    nbytes = trace.batch_bytes
     return micro_steps * python_loader_ms(batch_size, nbytes // micro_steps)

@@ -62,8 +62,27 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
+class BatchMix:
+    """The steps of a trace whose batches have several shapes.
+
+    given     steps that were asked for
+    shapes    number of different batch shapes
+    longest   index of the longest batch among the given ones: the one whose step needs the most memory
+    order     index, among the given ones, of a batch of each step's shape
+    """
+
+    given: int
+    shapes: int
+    longest: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StepTrace:
-    """`operators` of the second step; `events` of the set-up and both steps; `notes`: what the trace leaves out."""
+    """`operators` of the last step; `events` of the set-up and all steps; `notes`: what the trace leaves out.
+
+    There are two steps on one batch, or the steps of `mix`, of which the last two are on the longest batch.
+    """
 
     operators: tuple[Operator, ...]
     events: tuple[Event, ...]
@@ -73,11 +92,20 @@ class StepTrace:
     compute_capability: tuple[int, int]
     assumed: tuple[str, ...] = ()  # of values that the model reads and only computing the step would give
     notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
+    mix: BatchMix | None = None
 
     @property
     def flops(self) -> int:
         """FLOPs of one steady step."""
         return sum(op.flops for op in self.operators)
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes of the batches that the trace copies to the device; of a mix, in its last two steps."""
+        if self.mix is None:
+            return sum(block.nbytes for block in self.blocks if block.kind == "batch")
+        taken = (event for event in self.events if event.nbytes > 0 and event.step > len(self.mix.order) - 2)
+        return sum(event.nbytes for event in taken if self.blocks[event.block].kind == "batch")
 
     @cached_property
     def peak_live_bytes(self) -> int:

@@ -8,7 +8,7 @@ that the job needs is taken.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line
 from featurize import flash_attention
-from featurize.batches import Inputs, arguments, as_meta, call, mapped, own_loss, tensors_of
+from featurize.batches import Inputs, arguments, as_meta, call, mapped, named_tensors, own_loss, shape_of, tensors_of
 from featurize.compiled import CompiledRegions
 from featurize.cuda_policy import as_on_cuda
 from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from featurize.quantized import elements, replace_bitsandbytes
 from featurize.recorder import Recorder, origin
 from featurize.skeleton import build_on_meta, on_meta
+from featurize.step_mix import StepSequence
 from featurize.step_trace import BATCH as BATCH
 from featurize.step_trace import BLOCK_KINDS as BLOCK_KINDS
 from featurize.step_trace import PHASES as PHASES
+from featurize.step_trace import BatchMix as BatchMix
 from featurize.step_trace import Block as Block
 from featurize.step_trace import Event as Event
 from featurize.step_trace import Operator as Operator
@@ -33,8 +35,10 @@ from featurize.step_trace import StepTrace as StepTrace
 from featurize.training import AUTOCAST_DTYPES, Training, TrainingSettings, TrainingStep, targets_for
 from featurize.training_settings import training_of
 from featurize.trial_config import TrialConfig
+from featurize.values import name_tensor
 from featurize.wrappers import compiled_modules, remarks, unwrapped
 
+COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
 STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
 
 
@@ -71,7 +75,7 @@ def trace_config(
 
 def trace_step(
     model: nn.Module | Callable[[], nn.Module],
-    inputs: Tensor | Inputs | Callable,
+    inputs: Tensor | Inputs | Callable | None,
     target: Tensor | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: str | None = None,
@@ -80,6 +84,7 @@ def trace_step(
     *,
     settings: TrainingSettings | None = None,
     training_loop: bool = True,
+    batches: Sequence[Tensor | Inputs | Callable] = (),
 ) -> StepTrace:
     """The trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
@@ -95,6 +100,9 @@ def trace_step(
     training_loop  the usual loop: each step's batch is copied to the device while the last one's is alive, and output
                and loss live until the next ones are assigned. Without, the batch lies on the device and the step
                leaves nothing behind, as in the farm's own trials.
+    batches    the inputs of each step, in order, instead of `inputs` (None): a job whose batches have several shapes.
+               Each shape is traced once, and the trace holds all these steps, then two on the longest batch; see
+               `featurize.step_mix`. Batches of a single shape are one of `inputs`
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.library_calls` notes what cuDNN and
@@ -130,33 +138,50 @@ def trace_step(
         model = step.model
         _require_trainable(model)  # quantized weights are frozen
         recorder = regions.recorder = Recorder(model)
-        if callable(inputs):  # before CUDA's rules hold: a family may plan its network here, and keeps the plan
-            with torch.device("meta"):
-                made, target = inputs("meta")
-        else:
-            made = inputs
-        given = arguments(mapped(made, as_meta))
-        target = None if target is None else as_meta(target)
+        # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
+        given = [_on_meta(one, target) for one in batches or (inputs,)]
+        shapes: dict[Hashable, int] = {}
+        order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
+        met_at = [order.index(shape) for shape in range(len(shapes))]
         policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability, recorder.values.assume)
         doing = "the model cannot be traced: it fails"
         with recorder.modules(), policy as enter_policy:
-            if target is None:
-                target = _target_for(recorder, step, given, loss)
+            of_shape = []
+            for made, wanted in (given[at] for at in met_at):
+                made_target = _target_for(recorder, step, made, loss) if wanted is None else wanted
+                of_shape.append((made, made_target))
             recorder.hold(model.parameters(), "parameter")
             recorder.hold(model.buffers(), "buffer")
             recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
             recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
-            _record(recorder, step, given, target, enter_policy, training_loop)
-        blocks = recorder.final_blocks()
+            runner = _Runner(recorder, step, enter_policy, training_loop)
+            sequence = None
+            if len(of_shape) == 1:
+                for number in range(1, STEPS + 1):
+                    runner.run(number, *of_shape[0], keep_operators=number == STEPS)
+            else:
+                sequence = StepSequence(
+                    recorder, lambda number, shape: runner.run(number, *of_shape[shape], mixed=True)
+                )
+                longest = met_at[sequence.play(order)]
+            recorder.stop()
+        blocks = tuple(recorder.final_blocks())
+        events, operators, mix = tuple(recorder.events), tuple(recorder.operators), None
+        if sequence is not None:
+            events, blocks = sequence.joined(blocks)
+            operators = sequence.operators
+            steps = tuple(met_at[shape] for shape in sequence.shapes)
+            mix = BatchMix(given=len(order), shapes=len(shapes), longest=longest, order=steps)
         return StepTrace(
-            operators=tuple(recorder.operators),
-            events=tuple(recorder.events),
-            blocks=tuple(blocks),
+            operators=operators,
+            events=events,
+            blocks=blocks,
             parameters=elements(model),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=capability,
             assumed=tuple(recorder.values.assumed),
-            notes=(*regions.notes(), *notes),
+            notes=(*regions.notes(), *notes, *([COMPILED_SHAPES] if mix is not None and compiled else ())),
+            mix=mix,
         )
     except (CommandError, TraceError):
         raise
@@ -190,28 +215,55 @@ def _require_trainable(model: nn.Module) -> None:
         raise UsageError("no parameter of the model requires a gradient: there is nothing to train")
 
 
-def _record(recorder: Recorder, step: TrainingStep, inputs, target, enter_policy, training_loop: bool) -> None:
-    parameters = list(step.model.parameters())
+def _on_meta(inputs: Tensor | Inputs | Callable | None, target: Tensor | None) -> tuple[Inputs, Tensor | None]:
+    made: object = inputs
+    if callable(inputs):
+        with torch.device("meta"):
+            made, target = inputs("meta")
+    given, wanted = arguments(mapped(made, as_meta)), None if target is None else as_meta(target)
+    for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
+        name_tensor(tensor, name)
+    return given, wanted
 
-    def enter(phase: str) -> None:
-        recorder.phase = phase
-        enter_policy(phase)
-        if phase == "optimizer":
-            recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
 
-    def next_batch() -> None:
-        if training_loop:
-            recorder.new_batch(tuple(tensors_of((inputs, target))))
+class _Runner:
+    """Runs recorded steps."""
 
-    step.on_phase, step.on_batch = enter, next_batch
-    for number in range(1, STEPS + 1):
-        recorder.step, recorder.phase, recorder.keep_operators = number, "forward", number == STEPS
-        if number == 1 or training_loop:
+    def __init__(self, recorder: Recorder, step: TrainingStep, enter_policy: Callable[[str], None], loop: bool) -> None:
+        self._recorder, self._step, self._training_loop = recorder, step, loop
+        parameters = list(step.model.parameters())
+
+        def enter(phase: str) -> None:
+            recorder.phase = phase
+            enter_policy(phase)
+            if phase == "optimizer":
+                recorder.name((p.grad for p in parameters if p.grad is not None), "gradient")
+
+        step.on_phase = enter
+
+    def run(
+        self,
+        number: int,
+        inputs: Inputs,
+        target: Tensor | None,
+        *,
+        keep_operators: bool = True,
+        mixed: bool = False,
+    ) -> None:
+        """Run one step. Each step of `mixed` shapes brings its own batch, whatever the loop."""
+        recorder, step = self._recorder, self._step
+
+        def next_batch() -> None:
+            if self._training_loop:
+                recorder.new_batch(tuple(tensors_of((inputs, target))))
+
+        step.on_batch = next_batch
+        recorder.begin_step(number, keep_operators=keep_operators)
+        if number == 1 or self._training_loop or mixed:
             recorder.new_batch(tuple(tensors_of((inputs, target))))
         with recorder:
             step(inputs, target)
         recorder.name(step.optimizer_tensors(), "optimizer_state")
-    recorder.stop()
 
 
 def _target_for(recorder: Recorder, step: TrainingStep, inputs: Inputs, loss: Callable | None) -> Tensor | None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +58,7 @@ _ABOUT_FINITE = frozenset(
     {*_OF_FINITE, *_NEGATIONS, *_CONJUNCTIONS, *_DISJUNCTIONS, *_REDUCTIONS, "aten::eq", "aten::ne"}
 )
 _MISSING = object()
+_NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", str(Path(__file__).parent) + os.sep)  # whose lines are no model's code
 
 _NO_VALUE = "the model reads a value that only computing the step would give: meta tensors have none"
 _HOW_MANY = (
@@ -63,11 +68,16 @@ _HOW_MANY = (
 FINITE = "numbers that the step computes are taken to be finite where the model asks"
 SPREAD = "the choices of topk among numbers that the step computes are taken to be spread evenly"
 ALL_KEPT = "nonzero keeps everything where its argument is computed in the step: an upper bound"
-ONES = "whole numbers of the batch that were given without values are taken to be 1"
+ONES = "whole numbers of {name} that were given without values are taken to be 1, and {place} reads them"
 
 
 class UnknownValue(RuntimeError):
     """The model reads a value that only computing the step would give."""
+
+
+def name_tensor(tensor: Tensor, name: str) -> None:
+    """Say which input a tensor of the batch is."""
+    vars(tensor)["gpufarm_name"] = name
 
 
 def remember(tensor: Tensor, values: Tensor) -> Tensor:
@@ -82,7 +92,9 @@ class Values:
 
     def __init__(self) -> None:
         self.assumed: dict[str, None] = {}  # in the order in which the step needed them
-        self._defaulted = False
+        self.module_now: Callable[[], str] = str  # path of the module that runs
+        self._defaulted: dict[int, tuple[weakref.ref, str]] = {}  # storages of defaults, or made of them -> the input
+        self._said_of: set[str] = set()  # inputs whose defaults were read
         self._draws = 0
         self._known: dict[int, tuple[weakref.ref, torch.UntypedStorage, bool]] = {}  # ours alone to write to?
         self._uniform: dict[int, tuple[weakref.ref, bool]] = {}  # truth values that are all the same, of any size
@@ -104,7 +116,7 @@ class Values:
                 self._know(tensor, values, ours=False)
             elif default is not None and _is_whole(tensor) and _is_small(tensor):
                 self._know(tensor, torch.full(tensor.shape, default, dtype=tensor.dtype, device="cpu"))
-                self._defaulted = True
+                self._note_default(tensor, vars(tensor).get("gpufarm_name", "the batch"))
 
     @contextlib.contextmanager
     def of_data(self) -> Iterator[None]:
@@ -161,12 +173,41 @@ class Values:
             return NotImplemented
         given, named = here
         assert isinstance(given, tuple) and isinstance(named, dict)
-        if self._defaulted:
-            self.assume(ONES)
+        source = self._default_in(args, kwargs)
+        if source and source not in self._said_of:
+            self._said_of.add(source)
+            self.assume(ONES.format(name=source, place=self._place()))
         out = func(*given, **named)
         if name == "aten::_to_copy" or not isinstance(out, Tensor | tuple | list):
             return out
         return self._as_meta(out)
+
+    def _default_in(self, args: tuple, kwargs: dict) -> str:
+        """The input whose default decides these arguments' values; empty where there is none."""
+        if not self._defaulted:
+            return ""
+        for tensor in _tensors((*args, *kwargs.values())):
+            if tensor.is_meta and not tensor.is_sparse:
+                held = self._defaulted.get(tensor.untyped_storage()._cdata)
+                if held is not None:
+                    return held[1]
+        return ""
+
+    def _note_default(self, tensor: Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._defaulted[key] = weakref.ref(storage, self._forgetter(self._defaulted, key)), name
+
+    def _place(self) -> str:
+        """The module that runs, and the line of its code, or of the loss."""
+        module = self.module_now()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_MODELS):
+            frame = frame.f_back
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+        if not module:
+            return line or "the step"
+        return f"module {module!r} ({line})" if line else f"module {module!r}"
 
     def without_masks(self, args: tuple, nonzero: Callable[[Tensor], Tensor], *, put: bool) -> tuple:
         """The arguments of an indexing operator, each mask that is known replaced by the places where it is true, as
@@ -217,14 +258,18 @@ class Values:
             made = (made,)
         if not isinstance(made, tuple | list) or len(made) != len(outputs):
             return
+        source = self._default_in(args, kwargs)
         for tensor, values in zip(outputs, made, strict=True):
             if isinstance(values, Tensor) and values.shape == tensor.shape and values.dtype is tensor.dtype:
                 self._know(tensor, values)
+                if source:
+                    self._note_default(tensor, source)
 
     def forget(self) -> None:
         """Nothing is known any more."""
         self._known.clear()
         self._uniform.clear()
+        self._defaulted.clear()
 
     def _follow_writes(self, func: OpOverload, args: tuple, kwargs: dict, traits: Traits) -> None:
         known = self._known
@@ -240,6 +285,9 @@ class Values:
             if not ours:
                 known[key] = ref, storage.clone(), True
         if not traits.foreach and self._computed(func, args, kwargs, traits) is not _MISSING:
+            if source := self._default_in(args, kwargs):
+                for target in targets:
+                    self._note_default(target, source)
             return
         for key in keys:
             known.pop(key, None)

@@ -79,8 +79,9 @@ def step_of(
     if trace is None:
         try:
             trace = trace_step(
-                job.build, job.batch, loss=job.loss, device=spec, settings=job.settings, training_loop=job.training_loop
-            )
+                job.build, None if job.batches else job.batch, loss=job.loss, device=spec, settings=job.settings,
+                training_loop=job.training_loop, batches=job.batches,
+            )  # fmt: skip
         except TraceError as error:
             raise _explained(error) from error
         if traces is not None:

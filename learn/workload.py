@@ -6,7 +6,7 @@ Start reading at `Workload`; `of_config` and `of_module` make one. torch is impo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class Workload:
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `featurize.training` takes it
     training_loop  it runs in the usual loop, as `featurize.trace.trace_step` has it; the farm's own trials do not
     recorded    its step, where it has been traced already, as a script's is; nothing is built then
+    batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
     """
 
     name: str
@@ -48,6 +49,25 @@ class Workload:
     loss: Callable | None = None
     training_loop: bool = True
     recorded: StepTrace | None = None
+    batches: tuple[Callable[[str], tuple[Inputs, Tensor | None]], ...] = ()
+
+    def alone(self, at: int) -> Workload:
+        """Return the job with the batch at this place of `batches` in every step."""
+        batch = self.batches[at]
+        inputs, _target = batch("meta")
+        return replace(self, batch=batch, batches=(), batch_size=_batch_size(inputs))
+
+    @property
+    def longest(self) -> int:
+        """Place in `batches` of the one with the most elements; a trace knows which one needs the most memory."""
+        return self.batches.index(self.batch)
+
+    def shape_text(self) -> str:
+        """Return the shapes of the batch's inputs, as `[8, 128], [8, 128]`."""
+        from featurize.batches import tensors_of
+
+        inputs, _target = self.batch("meta")
+        return ", ".join(str(list(tensor.shape)) for tensor in tensors_of(inputs))
 
 
 def of_config(config: TrialConfig) -> Workload:
@@ -84,6 +104,7 @@ def of_module(
     target=None,
     loss: Callable | None = None,
     name: str | None = None,
+    batches: Sequence[tuple[Any, Any]] = (),
 ) -> Workload:
     """The workload of an `nn.Module`, or of a zero-argument factory of one, in the usual training loop.
 
@@ -93,6 +114,7 @@ def of_module(
     settings     adam and fp32 by default
     target       a tensor or the shape of class indices; None: the output's own loss, or whatever suits the output
     loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
+    batches      inputs and target of each step, in order, instead of `inputs` and `target` (None)
 
     Tensors that were given are copied with their values, on meta with those of small ones (`featurize.values`); of
     shapes, integers are 0, so that they are valid token ids, and the rest is normal. Raises `UsageError` for inputs
@@ -100,15 +122,14 @@ def of_module(
     """
     from torch import nn
 
+    from featurize.batches import shape_of, tensors_of
     from featurize.training import Training
 
-    if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
-        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
     dtype = torch_dtype(input_dtype)
-    single = is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping)
-    maker = _maker_of_arguments((inputs,) if single else inputs, dtype)
-    target_maker = None if target is None else _maker(target, torch_dtype("int64"))
-    sizes = first_sizes(inputs)
+    makers = [_maker_of_batch(one, wanted, dtype) for one, wanted in batches or [(inputs, target)]]
+    made = [maker("meta") for maker in makers]
+    mixed = len({shape_of(one) for one in made}) > 1
+    at = max(range(len(made)), key=lambda one: sum(x.numel() for x in tensors_of(made[one][0])))
 
     def build() -> nn.Module:
         made = model if isinstance(model, nn.Module) else model()
@@ -116,17 +137,34 @@ def of_module(
             raise UsageError(f"the factory gave {type(made).__name__}, not a torch.nn.Module")
         return made
 
-    def batch(device: str):
-        return maker(device), None if target_maker is None else target_maker(device)
-
     return Workload(
         name=name or _name_of(model),
         build=build,
-        batch=batch,
+        batch=makers[at],
         settings=settings if settings is not None else Training(),
-        batch_size=int(sizes[0]) if len(sizes) else 1,
+        batch_size=_batch_size(batches[at][0] if batches else inputs),
         loss=loss,
+        batches=tuple(makers) if mixed else (),
     )
+
+
+def _batch_size(inputs: Any) -> int:
+    sizes = first_sizes(inputs)
+    return int(sizes[0]) if len(sizes) else 1
+
+
+def _maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[str], tuple[Inputs, Tensor | None]]:
+    """`make(device)` -> the batch's inputs and target on that device."""
+    if inputs is None or (not is_tensor(inputs) and isinstance(inputs, Sequence | Mapping) and not inputs):
+        raise UsageError("a module needs inputs: tensors or shapes, as in input=[64,3,224,224]")
+    single = is_tensor(inputs) or is_shape(inputs) or not isinstance(inputs, Sequence | Mapping)
+    maker = _maker_of_arguments((inputs,) if single else inputs, dtype)
+    target_maker = None if target is None else _maker(target, torch_dtype("int64"))
+
+    def batch(device: str) -> tuple[Inputs, Tensor | None]:
+        return maker(device), None if target_maker is None else target_maker(device)
+
+    return batch
 
 
 def _name_of(model: object) -> str:

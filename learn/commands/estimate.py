@@ -21,7 +21,7 @@ from featurize.own_code import config_of_user, parse_trust
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
 from learn.commands.estimate_fits import FINDS, print_fits
-from learn.commands.model_inputs import model_inputs
+from learn.commands.model_inputs import model_batches, model_inputs
 from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.model_names import load_factory
@@ -77,6 +77,12 @@ class EstimateSettings(TrainingKeys):
         None,
         "for model: its input's shape, as in [64,3,224,224], several as in [[8,128],[8,128]], or keyword arguments: "
         "'{input_ids: [8,128], labels: [8,128]}'; '{shape: [8,128], dtype: int64}' in place of a shape",
+    )
+    batches: list[Any] | Mapping[Any, Any] | None = key(
+        None,
+        "for model: the input of each step, as in [[8,128],[8,512]]; or sequence lengths for input=, as in "
+        "[128,512,128], or their shares, as in '{128: 0.7, 512: 0.3}'",
+        "list | mapping | null",
     )
     input_dtype: str = key(DEFAULT_DTYPE, "of the inputs that name no type; int64 for token ids")
     batch: int | None = key(
@@ -151,6 +157,8 @@ class EstimateSettings(TrainingKeys):
             )
         if self.model is None and self.input is not None:
             raise UsageError("input is for model=; a trial config has its own inputs")
+        if self.model is None and self.batches is not None:
+            raise UsageError("batches is for model=; a trial config has its own inputs")
         if self.model is None and self.batch is not None:
             raise UsageError("batch is for model=; a trial config has its batch_size")
         self._require_what_find_takes()
@@ -212,7 +220,9 @@ def entry(settings: EstimateSettings) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
         job = load_factory(title, settings.arguments) if config is None else config
         inputs = model_inputs(settings.input, settings.batch)
+        batches = model_batches(settings.batches, settings.batch)
     options = {
+        **({} if batches is None else {"batches": batches}),
         "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
         "data": settings.data, "allocator": settings.allocator, "input_dtype": input_dtype,
         **{name: getattr(settings, name) for name in SETTINGS},

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conf.errors import UsageError
+from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.workload import is_shape, torch_dtype
 
@@ -26,7 +27,25 @@ def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None)
     Raises:
         UsageError: A shape or a type that is none, or a first dimension that is not the batch's.
     """
-    inputs = None if given is None else _typed(given, "input")
+    return None if given is None else _scaled(_typed(given, "input"), batch)
+
+
+def model_batches(given: list[Any] | Mapping[Any, Any] | None, batch: int | None) -> Any:
+    """Return the batches as `learn.estimate` takes them.
+
+    Args:
+        given: Inputs of each step, each as `model_inputs` takes them; sequence lengths, or a mapping of their shares.
+        batch: Samples to scale the first dimension of every input to; None leaves the inputs as they are.
+
+    Raises:
+        UsageError: As `model_inputs`.
+    """
+    if given is None or isinstance(given, Mapping) or is_of_lengths(given):
+        return given
+    return [_scaled(_typed(one, f"batches[{at}]"), batch) for at, one in enumerate(given)]
+
+
+def _scaled(inputs: Any, batch: int | None) -> Any:
     return inputs if batch is None else with_batch_size(inputs, batch, from_size=batch_size_of(inputs))
 
 

@@ -36,6 +36,7 @@ from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
+    from featurize.step_trace import BatchMix
     from learn.traced import TracedStep, Traces
     from warehouse.folder import DataFolder
 
@@ -63,6 +64,8 @@ class Estimate:
     loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
     seconds       what the estimate itself took
     device_memory_mib   what a job can use of the card
+    limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
+                  process to a share of it (`per_process_memory_fraction`)
     held_out_errors     of the fast path: target -> `median` and `p90` of how far it is off the full path, on
                         configurations held out; shares of memory and step time, absolute for ratios
     """
@@ -86,6 +89,7 @@ class Estimate:
     answered_by: Mapping[str, str]
     seconds: float
     device_memory_mib: float | None = None
+    limit_mib: float | None = None
     allocated_mib: float | None = None
     reserved_mib: float | None = None
     process_mib: float | None = None
@@ -95,8 +99,10 @@ class Estimate:
     loops: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, mib: float) -> bool:
-        """Whether the job fits into that much free memory: by the bound where there is one, else by the point."""
-        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= mib
+        """Whether the job fits into that much free memory, and into the share of the card that its allocator allows:
+        by the bound where there is one, else by the point."""
+        limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
+        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
 
     @property
     def fits_device(self) -> bool | None:
@@ -151,7 +157,8 @@ class Question:
         on = machine_for(self.machine, device, self.data)
         gathered, steps, estimator = Gathered(), StepStore(self.data), self.estimator
         job = self.job if self.loop is None else replace(self.job, training_loop=self.loop == PIPELINE)
-        case = self._case(job, device)
+        alone = job.alone(job.longest) if job.batches else job
+        case = self._case(alone, device)
         traced = failure = None
         try:
             traced = step_of(job, device, allocator=self.allocator, timeline=timeline, traces=traces)
@@ -160,8 +167,17 @@ class Question:
             if case.config is not None:  # it may name code that nobody allowed to run: what was stored of it may answer
                 steps.recall([case, replace(case, training_loop=True)])
         beyond = training_of(job.settings).beyond_trials()
+        if job.batches:
+            beyond = (*beyond, "batches of several shapes")
+            if traced is not None and traced.trace.mix is not None:
+                alone = job.alone(traced.trace.mix.longest)
+                case = self._case(alone, device)
+            if estimator not in (None, "trace"):
+                gathered.notes.append(
+                    f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
+                )
         if estimator in TRAINING_FREE and estimator != "trace":
-            ask_method(gathered, job, device, estimator)
+            ask_method(gathered, alone, device, estimator)
         elif estimator is None and beyond:
             gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: the trace answers")
         elif estimator != "trace":
@@ -169,7 +185,8 @@ class Question:
                 gathered.notes.append(
                     f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 )
-            with steps.lent(case, traced if self.allocator is None else None), contextlib.ExitStack() as lent:
+            at_hand = traced if self.allocator is None and not job.batches else None
+            with steps.lent(case, at_hand), contextlib.ExitStack() as lent:
                 plain = functools.cache(functools.partial(in_a_plain_loop, case, steps, lent, traces))
                 ask_fitted(gathered, case, steps, plain, estimator, self.data, self.loop)
         if failure is not None and estimator in (None, "trace"):
@@ -185,7 +202,7 @@ class Question:
                 timeline=timeline,
             )  # fmt: skip
             gathered.move(traced.step.peak_memory_mib - described_mib)
-        done = _assembled(gathered, job, device, traced, failure, self.allocator, self.loop, on)
+        done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
     def _case(self, job: Workload, device: DeviceSpec) -> Case:
@@ -226,6 +243,8 @@ def _assembled(
 
     values, by = gathered.values, gathered.by
     notes: list[str] = []
+    limit_mib = _limit_mib(device, allocator, traced)
+    room = f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
     if traced is not None:
         step = _priced(traced, job, device, loop)
         for target in TARGETS:
@@ -249,13 +268,16 @@ def _assembled(
             "peak_phase": memory.peak_phase,
             "activations": {name: nbytes / MIB for name, nbytes in largest},
         }
+        more = f"{device.name} has" if limit_mib >= device.memory_mib else f"the {limit_mib:,.0f} MiB {room}"
         if not memory.fits and by["memory"] == "trace":
-            notes.append(f"out of memory: the step needs more than {device.name} has")
+            notes.append(f"out of memory: the step needs more than {more}")
         elif not memory.fits:
-            notes.append(f"the trace finds that the step needs more than {device.name} has")
+            notes.append(f"the trace finds that the step needs more than {more}")
         elif memory.retries:
             notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
+        if (mix := traced.trace.mix) is not None:
+            notes.append(_of_mix(mix, job.shape_text(), traced))
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
@@ -263,12 +285,14 @@ def _assembled(
         values["parameters"] = _parameters(job)
     by_trace = by["memory"] == "trace"
     upper = values.get("upper_mib")
-    if upper is not None and values["peak_memory_mib"] <= device.memory_mib < upper:
-        notes.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
+    if upper is not None and values["peak_memory_mib"] <= limit_mib < upper:
+        notes.append(f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}")
     if by_trace:
         notes.append(NO_BOUND)
     elif values["peak_memory_mib"] > device.memory_mib:
         notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
+    elif values["peak_memory_mib"] > limit_mib:
+        notes.insert(0, f"out of memory by {by['memory']}: it may take {limit_mib:,.0f} MiB {room}")
     if allocator is not None and not by_trace:
         notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
     if gathered.absent:
@@ -286,6 +310,7 @@ def _assembled(
     )  # fmt: skip
     return Estimate(
         device_memory_mib=device.memory_mib,
+        limit_mib=limit_mib,
         **{**known, "breakdown": {}, "activations": {}, **values},
         device=device.name,
         warnings=tuple([*notes, *gathered.notes]),
@@ -307,6 +332,26 @@ def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
         for loop, targets in of_loop.items()
     )
     return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
+
+
+def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: TracedStep | None) -> float:
+    """Return what the figure of the whole card may reach. A share limits what the allocator reserves, to which comes
+    what lies outside of it."""
+    share = None if allocator is None else allocator.per_process_memory_fraction
+    if share is None:
+        return device.memory_mib
+    outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
+    return min(device.memory_mib, share * device.memory_mib + outside_mib)
+
+
+def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
+    memory = traced.memory
+    return (
+        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
+        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
+        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
+        "utilization and step time are of the longest"
+    )
 
 
 def times(count: int) -> str:

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     import torch
 
     from featurize.device_spec import DeviceSpec
+    from learn.batch_lengths import Batch
     from learn.estimation.answers import Data
 
     Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
     Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
     Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
     Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
+    Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
 
 METHODS = ("full", "fast")
 
@@ -42,6 +44,7 @@ def estimate(
     model: Job,
     inputs: Inputs | None = None,
     *,
+    batches: Batches | None = None,
     optimizer: str | None = None,
     precision: str | None = None,
     cudnn_benchmark: bool | None = None,
@@ -72,6 +75,10 @@ def estimate(
         inputs: For modules: a tensor or shape, a sequence of them, or a mapping of keyword arguments, as in
             `model(**batch)`. Lists and mappings of tensors count as one argument. Shapes are of `input_dtype`. The
             values of small tensors on the CPU are kept, for models that read them: masks, labels, boxes.
+        batches: For modules whose steps have batches of several shapes, in the order of the steps: a sequence of
+            batches, each as `inputs` (which is left out); or of sequence lengths, or a mapping of lengths to their
+            shares, to which the second dimension of `inputs` is set. `peak_memory_mib` is of the whole mix,
+            fragmentation included; utilization and step time are of the longest batch.
         optimizer: A name of `featurize.training_settings.ALL_OPTIMIZERS`; `adam` by default. A trial config has its own
             optimizer, precision, cudnn_benchmark and channels_last; another value is an error.
         precision: `fp32` (the default), `tf32`, `bf16` or `fp16` (autocast), `bf16-true` or `fp16-true` (weights).
@@ -129,7 +136,7 @@ def estimate(
         **training,
     }
     given = training_settings(given, settings)
-    of_modules = {"inputs": inputs, "target": target, "loss": loss}
+    of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
     if method == "fast":
         traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
         config = _config_for_fast(model, given, traced_only)
@@ -142,8 +149,8 @@ def estimate(
 
         page = checked_path(Path(report))
     question = question_of(
-        model, inputs, training=given, allocator=allocator, estimator=estimator, data=data, input_dtype=input_dtype,
-        target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
+        model, inputs, batches=batches, training=given, allocator=allocator, estimator=estimator, data=data,
+        input_dtype=input_dtype, target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
     )  # fmt: skip
     done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
@@ -162,6 +169,7 @@ def estimate_many(
     trust: Sequence[str] = (),
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    batches: Batches | None = None,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> list[Estimate]:
     """Estimate many trial configs, in their order.
@@ -171,6 +179,7 @@ def estimate_many(
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
         device, method, estimator, data, trust, loop, machine: As in `estimate`.
+        batches: None; a trial config has its own inputs. `estimate` takes batches of several shapes for modules.
         progress: Is called with the number of configs done and their total, before each config that is traced.
 
     Returns:
@@ -179,6 +188,8 @@ def estimate_many(
     Raises:
         UsageError: As in `estimate`. A value that is no config is named by its place: `configs[3]: ...`.
     """
+    if batches is not None:
+        raise UsageError("a trial config has its own inputs; leave batches out")
     described = checked(estimator, method, device)
     jobs = _configs(configs)
     if method == "fast":
@@ -267,6 +278,7 @@ def question_of(
     model: Model | TrialConfig,
     inputs: Inputs | None = None,
     *,
+    batches: Batches | None = None,
     training: Mapping[str, Any],
     allocator: str | AllocatorSettings | None = None,
     estimator: str | None = None,
@@ -295,14 +307,27 @@ def question_of(
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
     if isinstance(model, TrialConfig):
         _require_same(model, training)
-        of_modules = {"inputs": inputs, "target": target, "loss": loss}
+        of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
         if given_too := [key for key, value in of_modules.items() if value is not None]:
             raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
         job = of_config(trusting(model, parse_trust(trust)))
         job = job if name is None else replace(job, name=name)
     elif callable(model):
+        of_steps: list[Batch] = []
+        if batches is not None:
+            from learn.batch_lengths import batches_of
+
+            of_steps = batches_of(batches, inputs, target)
+            inputs = target = None
         job = of_module(
-            model, inputs, Training(**training), input_dtype=input_dtype, target=target, loss=loss, name=name
+            model,
+            inputs,
+            Training(**training),
+            input_dtype=input_dtype,
+            target=target,
+            loss=loss,
+            name=name,
+            batches=of_steps,
         )
     else:
         raise UsageError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conf.errors import UsageError, unknown_name
 from featurize.device_spec import device_names
 from featurize.trial import TrialConfig, config_from_mapping
+from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, Question
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
-_OF_QUESTION = ("allocator", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine")
+_OF_QUESTION = ("allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine")
 _OF_ESTIMATE = ("method", "report")
 
 
@@ -62,7 +63,8 @@ class DeviceFit:
 
     device     name of the GPU model
     fits       whether the figure that was asked for is at most the card's memory
-    room_mib   memory of the card that is left; negative where the job does not fit
+    room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
+               not fit
     estimate   of the job on that GPU model
     """
 
@@ -122,20 +124,28 @@ def largest_batch(
     _require_by(by)
     spec = checked(options.get("estimator"), "full", device)
     model = _with_config(model)
-    given = model.batch_size if isinstance(model, TrialConfig) else batch_size_of(_require_inputs(inputs))
+    batches = options.pop("batches", None)
+    of_steps = None if batches is None or is_of_lengths(batches) else batches
+    given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
     estimates: dict[int, Estimate] = {}
 
     def needed_mib(batch: int) -> float:
         if isinstance(model, TrialConfig):
-            question = _question(replace(model, batch_size=batch), inputs, target, options)
+            question = _question(replace(model, batch_size=batch), inputs, target, {**options, "batches": batches})
         else:
-            scaled, of_scaled = (with_batch_size(one, batch, from_size=given) for one in (inputs, target))
-            question = _question(model, scaled, of_scaled, options)
+            scaled, of_scaled = (
+                None if one is None else with_batch_size(one, batch, from_size=given) for one in (inputs, target)
+            )
+            at_size = batches
+            if of_steps is not None:
+                at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
+            question = _question(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
             estimates[batch], _ = question.answered(spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
-        return _needed_mib(estimates[batch], by)
+        done = estimates[batch]
+        return _needed_mib(done, by) + spec.memory_mib - _limit_mib(done, spec)
 
     batch = largest_fitting(needed_mib, spec.memory_mib, given)
     return LargestBatch(
@@ -182,13 +192,17 @@ def devices_that_fit(
     fits = []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
         done, _ = question.answered(spec, traces=traces)
-        room_mib = spec.memory_mib - _needed_mib(done, by)
+        room_mib = _limit_mib(done, spec) - _needed_mib(done, by)
         fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
     return tuple(fits)
 
 
 def _needed_mib(done: Estimate, by: str) -> float:
     return done.peak_memory_mib if by == POINT or done.upper_mib is None else done.upper_mib
+
+
+def _limit_mib(done: Estimate, spec: DeviceSpec) -> float:
+    return spec.memory_mib if done.limit_mib is None else done.limit_mib
 
 
 def _require_by(by: str) -> None:
@@ -198,6 +212,18 @@ def _require_by(by: str) -> None:
 
 def _with_config(model: Job) -> Model | TrialConfig:
     return config_from_mapping(model) if isinstance(model, Mapping) else model
+
+
+def _batch_size(inputs: Inputs | None, batches: Any) -> int:
+    """The samples of the batch; of several, which must have as many each."""
+    if batches is None:
+        return batch_size_of(_require_inputs(inputs))
+    sizes = {batch_size_of(one): None for one in batches}
+    if len(sizes) > 1:
+        raise UsageError(
+            f"the batches have {', '.join(map(str, sizes))} samples: largest_batch scales batches of one size"
+        )
+    return next(iter(sizes))
 
 
 def _require_inputs(inputs: Inputs | None) -> Inputs:

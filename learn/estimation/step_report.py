@@ -248,6 +248,8 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
         settings["inputs"] = ", ".join(
             f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors_of(inputs)
         )
+        if job.batches:
+            settings["batches"] = f"{len(job.batches)} steps; the inputs are the longest batch's"
         for name in ("optimizer", "precision", "cudnn_benchmark", "channels_last"):
             settings[name] = getattr(job.settings, name)
         settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from featurize.compiled import CompiledRegions
-from learn.script.device_mode import PretendCuda
 from featurize.replacing import replace_attribute
+from learn.script.device_mode import PretendCuda
 from learn.script.script_recorder import ScriptRecorder
 
 FUNCTION = "torch.compile of a function was left out: it runs as it is written"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from conf.errors import UsageError
 from featurize.trace import trace_step
 from featurize.training import Training
 from featurize.vision import import_library
@@ -78,6 +79,19 @@ def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weigh
     assert bytes_of(plain, "optimizer_state") == bytes_of(quantized, "optimizer_state") == 2 * trained
     linear = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * INNER)
     assert bytes_of(plain, "parameter") - bytes_of(quantized, "parameter") == 2 * linear - linear // 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpointing": "selective"}, {"checkpoint_every": 2}], ids=str)
+def test_prefix_tuning_with_checkpointing_is_refused_in_one_message(settings):
+    """peft refuses it where checkpointing is on before `get_peft_model`; switched on after, the model itself fails."""
+    peft = pytest.importorskip("peft")
+
+    def build():
+        return peft.get_peft_model(base(), peft.PrefixTuningConfig(num_virtual_tokens=8, task_type="CAUSAL_LM"))
+
+    with pytest.raises(UsageError, match="prefix tuning does not work with checkpointing"):
+        traced(build, **{"checkpointing": "full", **settings})
+    assert bytes_of(traced(build), "optimizer_state")
 
 
 @pytest.mark.parametrize(

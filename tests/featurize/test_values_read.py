@@ -188,8 +188,31 @@ def test_random_draws_are_the_same_in_every_trace_and_leave_the_callers_alone():
 def test_whole_numbers_without_values_count_as_one_and_the_trace_says_so_where_they_are_read():
     empty = torch.empty(2, 3, dtype=torch.long, device="meta")
     number, trace = layers(lambda self, ids, mask, x: mask.all(), ids=empty, mask=empty)
-    assert number == 1 and trace.assumed == (values.ONES,)
+    [assumed] = trace.assumed
+    assert number == 1 and assumed.startswith("whole numbers of mask that were given without values are taken to be 1")
     assert layers(lambda *_: False, ids=empty, mask=empty)[1].assumed == ()
+
+
+def test_only_the_input_whose_default_is_read_is_named_with_the_module_and_the_line_that_reads_it():
+    empty = torch.empty(2, 3, dtype=torch.long, device="meta")
+
+    def constants(self, ids, mask, x):
+        return bool((self.limits > 1).all()) and bool((torch.arange(ids.shape[1], device=ids.device) < 9).all())
+
+    def derived(self, ids, mask, x):
+        kept = mask.clone()
+        kept[0] = (ids * 2)[0]
+        return bool(kept.bool().any())
+
+    assert layers(constants, ids=empty, mask=empty)[1].assumed == ()
+    assert layers(lambda self, ids, mask, x: mask.all(), ids=empty, mask=MASK)[1].assumed == ()
+    [assumed] = layers(derived, ids=empty, mask=MASK)[1].assumed
+    line = derived.__code__.co_firstlineno
+    assert "of ids that" in assumed and "module 'Reads'" in assumed
+    assert f"test_values_read.py:{line + 3}" in assumed
+    reads = lambda self, ids, mask, x: mask["more"][0].all()  # noqa: E731
+    [assumed] = layers(reads, ids=IDS, mask={"more": [empty]})[1].assumed
+    assert "of mask.more[0] that" in assumed
 
 
 def test_an_estimate_takes_a_keyword_batch_and_the_models_own_loss_and_says_what_it_assumes():

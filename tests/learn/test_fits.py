@@ -173,6 +173,17 @@ def test_devices_of_one_compute_capability_share_a_traced_step(job, monkeypatch)
     assert {capability for capability, _ in loops_traced} == {(8, 0), (9, 0)}
 
 
+def test_a_share_of_the_memory_limits_the_batch_and_the_devices():
+    options = {"estimator": "trace", "allocator": "per_process_memory_fraction:0.02"}
+    found = largest_batch(net, [64, 256], **options)
+    for batch, fits in ((found.batch, True), (found.batch + 1, False)):
+        assert estimate(net, [batch, 256], **options).fits_device is fits
+    names = ["A100-SXM4-40GB", "H200-SXM-141GB"]
+    answers = devices_that_fit(net, [found.batch + 1, 256], devices=names, **options)
+    assert [one.fits for one in answers] == [False, True]
+    assert all(one.fits == (one.room_mib >= 0) for one in answers)
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(UsageError, match="unknown by 'median'; known: bound, point"):
         largest_batch(net, [16, 256], by="median")

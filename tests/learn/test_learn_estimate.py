@@ -548,6 +548,23 @@ def test_the_allocators_settings_reach_the_trace_and_nobody_else():
         assert any("allocator= changes the trace's figures only" in text for text in done.warnings)
 
 
+def test_a_job_beyond_its_share_of_the_memory_does_not_fit():
+    def net():
+        return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+
+    plain = estimate(net, [64, 2048], estimator="trace")
+    for estimator in ("trace", None):
+        share = plain.reserved_mib / plain.device_memory_mib
+        below = estimate(
+            net, [64, 2048], estimator=estimator, allocator=f"per_process_memory_fraction:{share * 0.7:.6f}"
+        )
+        assert not below.fits_device and not below.fits(below.device_memory_mib) and not below.to_mapping()["fits"]
+        assert any("of its share of A100-SXM4-40GB" in text for text in below.warnings)
+        above = estimate(net, [64, 2048], estimator=estimator, allocator=f"per_process_memory_fraction:{share * 2:.6f}")
+        assert above.fits_device and above.limit_mib < above.device_memory_mib
+    assert plain.limit_mib == plain.device_memory_mib
+
+
 def test_cudnn_benchmark_and_channels_last_are_the_modules_own_settings():
     def stage(width):
         return nn.Sequential(

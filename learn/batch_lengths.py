@@ -1,0 +1,126 @@
+"""The batches of a job whose steps differ in shape: one for each step, or one batch at several sequence lengths.
+
+Start reading at `batches_of`; `learn.workload.of_module` says what a batch is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from conf.errors import UsageError
+from learn.workload import is_shape, is_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Batch: TypeAlias = tuple[Any, Any]  # inputs and target
+
+STEPS_DRAWN = 32  # of a distribution: enough that the cache has met the lengths in many orders
+SEED = 0
+_FORMS = (
+    "batches is a list of batches, as in [[8,128],[8,512]], or with inputs= a list of sequence lengths, or their "
+    "shares, as in {128: 0.7, 512: 0.3}"
+)
+
+
+def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
+    """Return inputs and target of each step, in order.
+
+    Args:
+        batches: A sequence of batches; or of sequence lengths; or a mapping of sequence lengths to their shares, of
+            which `STEPS_DRAWN` steps are made, each length at least once, in an order drawn with a fixed seed.
+        inputs: With lengths: the batch that is set to each of them. Without: None.
+        target: With lengths: is set to each length likewise. Without: None.
+
+    Raises:
+        UsageError: Anything else; a length or a share that is none.
+    """
+    if isinstance(batches, str | bytes) or is_tensor(batches) or not isinstance(batches, Sequence | Mapping):
+        raise UsageError(f"{_FORMS}; got {type(batches).__name__}")
+    if not batches:
+        raise UsageError(f"{_FORMS}; got none")
+    if not is_of_lengths(batches):
+        if isinstance(batches, Mapping):
+            raise UsageError(f"{_FORMS}; the key {next(iter(batches))!r} is no length")
+        if given := [name for name, value in (("inputs", inputs), ("target", target)) if value is not None]:
+            raise UsageError(f"batches= has the inputs of each step; leave {', '.join(given)} out, or give lengths")
+        return [(batch, None) for batch in batches]
+    if inputs is None:
+        raise UsageError("batches= of sequence lengths needs inputs=, the batch that is set to each length")
+    lengths = _drawn(batches) if isinstance(batches, Mapping) else list(batches)
+    if wrong := [length for length in lengths if length < 1]:
+        raise UsageError(f"batches: a sequence length must be >= 1, got {wrong[0]}")
+    given_length = _length_of(inputs)
+    return [(_at(inputs, length, given_length), _at(target, length, given_length)) for length in lengths]
+
+
+def is_of_lengths(batches: Any) -> bool:
+    """Return whether batches are sequence lengths, in a sequence or as a mapping's keys."""
+    return all(isinstance(one, Integral) and not isinstance(one, bool) for one in batches)
+
+
+def _drawn(shares: Mapping[int, Any]) -> list[int]:
+    for length, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
+            raise UsageError(f"batches: the share of length {length} must be a number > 0, got {share!r}")
+    ends = [round(STEPS_DRAWN * end / sum(shares.values())) for end in accumulate(shares.values())]
+    counts = [max(1, end - begin) for begin, end in pairwise([0, *ends])]
+    lengths = [length for length, count in zip(shares, counts, strict=True) for _ in range(count)]
+    random.Random(SEED).shuffle(lengths)
+    return lengths
+
+
+def _length_of(inputs: Any) -> int:
+    """The second size of the first input that has one."""
+    for sizes in _sizes(inputs):
+        if len(sizes) > 1:
+            return int(sizes[1])
+    raise UsageError("batches= of sequence lengths needs an input with a second dimension, the sequence")
+
+
+def _sizes(value: Any) -> Iterator[Sequence[int]]:
+    if is_tensor(value):
+        yield value.shape
+    elif is_shape(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _sizes(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _sizes(one)
+
+
+def _at(value: Any, length: int, given: int) -> Any:
+    """The value with every dimension of the given length, but the first, at another length."""
+    if is_tensor(value):
+        return _tensor_at(value, length, given)
+    if is_shape(value):
+        return [value[0], *(length if size == given else size for size in value[1:])]
+    if isinstance(value, Mapping):
+        return {key: _at(one, length, given) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_at(one, length, given) for one in value]
+    return value
+
+
+def _tensor_at(tensor: Tensor, length: int, given: int) -> Tensor:
+    """Shortened, or its values repeated; large tensors lose their values, which a trace does not keep either."""
+    import torch
+
+    from featurize.values import LARGEST
+
+    shape = [*tensor.shape[:1], *(length if size == given else size for size in tensor.shape[1:])]
+    if shape == list(tensor.shape):
+        return tensor
+    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    if not tensor.is_meta and made.numel() <= LARGEST:
+        made = tensor.detach()
+        for dim, size in enumerate(tensor.shape[1:], start=1):
+            if size == given:
+                made = made.index_select(dim, torch.arange(length, device=made.device) % given)
+    return made.requires_grad_(tensor.requires_grad)

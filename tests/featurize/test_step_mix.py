@@ -1,0 +1,167 @@
+"""Steps on batches of several shapes: joined from one run a shape, they are the steps that would really run."""
+
+import pytest
+import torch
+
+from featurize import trace as tracing
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import load_device
+from featurize.replay import replay
+from featurize.step_mix import StepSequence
+from featurize.trace import TrainingStep, trace_step
+from featurize.training import Training
+from featurize.vision import import_library
+
+transformers = import_library("transformers")
+A100 = load_device("A100-SXM4-40GB")
+LENGTHS = (48, 128, 80, 128, 48, 80, 112)
+
+
+class EveryStepRuns(StepSequence):
+    """Runs each step anew, and takes the recorder's events as they come."""
+
+    def play(self, shapes):
+        for shape in shapes:
+            self._ran(shape)
+        return max(range(max(shapes) + 1), key=lambda shape: LENGTHS[self.met_at(shapes, shape)])
+
+    @staticmethod
+    def met_at(shapes, shape):
+        return list(shapes).index(shape)
+
+    @property
+    def operators(self):
+        return ()
+
+    @property
+    def shapes(self):
+        return ()
+
+    def joined(self, recorded):
+        return tuple(self._recorder.events), tuple(recorded)
+
+
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+
+
+def gpt(width=64):
+    sizes = {"n_layer": 2, "n_embd": width, "n_head": 2, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def tokens(length):
+    ids = torch.full((4, length), 5)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def mix(lengths, **settings):
+    return trace_step(gpt, None, settings=Training(**settings), batches=[tokens(length) for length in lengths])
+
+
+def alone(length, **settings):
+    return trace_step(gpt, tokens(length), settings=Training(**settings))
+
+
+def what_happens(trace):
+    """The events, without the numbers of the blocks."""
+    of_block = trace.blocks.__getitem__
+    return [(e.nbytes, e.step, e.phase, of_block(e.block).kind, of_block(e.block).operator) for e in trace.events]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16"},
+        {"accumulation": 2, "set_to_none": False, "optimizer": "adagrad"},
+        {"checkpointing": "full", "clip_norm": 1.0},
+        {"compile": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_joined_steps_are_those_that_run_one_after_the_other(settings, monkeypatch):
+    joined = mix(LENGTHS, **settings)
+    in_order = [LENGTHS[at] for at in joined.mix.order]
+    assert in_order[: len(LENGTHS)] == list(LENGTHS) and in_order[-2:] == [128, 128]
+    monkeypatch.setattr(tracing, "StepSequence", EveryStepRuns)
+    every = mix(in_order, **settings)
+    assert what_happens(joined) == what_happens(every)
+    for allocator in (None, EXPANDABLE):
+        one, other = (replay(trace, A100, allocator=allocator) for trace in (joined, every))
+        assert (one.peak_allocated, one.peak_reserved) == (other.peak_allocated, other.peak_reserved)
+
+
+def test_the_peak_of_a_mix_is_that_of_the_longest_alone_and_the_mix_reserves_at_least_that():
+    longest = alone(128)
+    for lengths in ((48, 128, 80), (128, 48, 80), (80, 48, 128, 128)):
+        mixed = mix(lengths)
+        assert mixed.peak_live_bytes == longest.peak_live_bytes
+        assert lengths[mixed.mix.longest] == 128
+        assert mixed.operators == longest.operators
+        memory = replay(mixed, A100)
+        assert memory.peak_reserved >= memory.peak_allocated >= longest.peak_live_bytes
+        # Without expandable segments, the allocator counts a cached block whole where it is little larger.
+        exact = replay(mixed, A100, allocator=EXPANDABLE)
+        assert exact.peak_allocated == replay(longest, A100, allocator=EXPANDABLE).peak_allocated
+
+
+def test_batches_of_one_shape_are_the_plain_trace():
+    assert mix([64] * 5) == alone(64)
+
+
+def test_each_shape_runs_once_after_the_first_step(monkeypatch):
+    steps = []
+    run = TrainingStep.__call__
+
+    def counted(self, *args):
+        steps.append(args)
+        return run(self, *args)
+
+    monkeypatch.setattr(TrainingStep, "__call__", counted)
+    mix([64] * 50)
+    assert len(steps) == 2
+    steps.clear()
+    assert len(mix([48, 64, 80] * 10).mix.order) == 32
+    assert len(steps) == 4
+
+
+def test_a_step_that_leaves_nothing_like_the_one_before_runs_again():
+    """The second output of long batches is held until the next step assigns its own."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            return [self.line(x) for _ in range(1 if x.shape[0] < 100 else 2)]
+
+    def loss(outputs, _target):
+        return sum(output.sum() for output in outputs)
+
+    def traced(rows):
+        inputs = [torch.empty(n, 32, device="meta") for n in rows]
+        return trace_step(Twice, None, torch.zeros(()), loss, batches=inputs)
+
+    trace = traced([64, 200, 64, 300, 64, 200])
+    live = 0
+    for event in trace.events:
+        live += event.nbytes
+        assert live >= 0
+    held = [b for b in trace.blocks if b.kind == "activation" and b.nbytes == 300 * 32 * 4]
+    assert len(held) == 2 * 3
+
+
+def test_masks_that_are_all_ones_and_others_are_different_batches():
+    padded = tokens(64)
+    padded["attention_mask"][0, -1] = 0
+    ids = {**tokens(64), "input_ids": torch.full((4, 64), 7)}
+    trace = trace_step(gpt, None, batches=[tokens(64), padded, ids])
+    assert trace.mix.shapes == 2 and trace.mix.order[:3] == (0, 1, 0)
+
+
+def test_expandable_segments_leave_less_fragmentation():
+    """Ever longer batches, none of which an earlier one's cached blocks serve."""
+    batches = [tokens(256 * n) for n in range(1, 13)]
+    trace = trace_step(lambda: gpt(width=512), None, batches=batches)
+    default, expandable = replay(trace, A100), replay(trace, A100, allocator=EXPANDABLE)
+    assert expandable.peak_reserved - expandable.peak_allocated < (default.peak_reserved - default.peak_allocated) / 2
