@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from conf.plain_text import exception_line
 from featurize.checkpointing import repeated_blocks
 from featurize.compiled_graph import GraphReplay
+from featurize.compiled_sharing import AttributeReads
 from featurize.replacing import replaced
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class CompiledRegions:
         self.capturing = False
         self.followed: set[str] = set()  # names of the modules that were captured
         self.failed: dict[str, str] = {}  # name of a module that was not -> why
+        self._known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
         paths = {module: path for path, module in model.named_modules()}
         chosen: dict[nn.Module, None] = {}
         for name in names:
@@ -67,6 +69,15 @@ class CompiledRegions:
         self._any = bool(chosen)
         for module in chosen:
             vars(module)["forward"] = _Region(self, module, paths[module]).as_function()  # shadows the class's method
+
+    def known(self, module: nn.Module, key: Hashable) -> _Capture | str | None:
+        """Return what was captured of a module that runs the same graph, or why none could be; None: not known."""
+        alike = (capture for reads, capture in self._known.get(key, ()) if reads.alike(module))
+        return next(alike, None)
+
+    def remember(self, key: Hashable, reads: AttributeReads, capture: _Capture | str) -> None:
+        """Keep a capture, or why there is none, for modules that run the same graph on inputs of this kind."""
+        self._known.setdefault(key, []).append((reads, capture))
 
     def recorder_now(self) -> Recorder | None:
         """Return the recorder of what runs; None while a graph is captured."""
@@ -101,33 +112,59 @@ class _Region:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             held = {**dict(self._holder.named_parameters()), **dict(self._holder.named_buffers())}
             tensors = [*held.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-            key = (str(structure), *map(_signature, (*leaves, *held.values())))
+            key = (str(structure), _repeats(tensors), *held, *map(_signature, (*leaves, *held.values())))
             if key not in self._captured:
-                self._captured[key] = self._capture(list(held), leaves, structure, tensors)
+                self._captured[key] = self._capture(key, list(held), leaves, structure, tensors)
             capture = self._captured[key]
             return self._forward(*args, **kwargs) if capture is None else capture(tensors)
 
         return compiled
 
-    def _capture(self, names: list[str], leaves: list[Any], structure: pytree.TreeSpec, tensors: list[Tensor]):
+    def _capture(
+        self,
+        key: Hashable,
+        names: list[str],
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        tensors: list[Tensor],
+    ) -> _Capture | None:
         """The graphs for these inputs; None where there are none, which is noted."""
-        regions = self._regions
+        regions, module = self._regions, self._holder.module
         unknown = [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]
         if unknown:
             regions.failed.setdefault(self._name, f"it takes a {type(unknown[0]).__name__}, which is no tensor")
             return None
+        capture = regions.known(module, key)
+        if capture is None:
+            reads = AttributeReads(module)
+            capture = self._new_capture(reads, names, leaves, structure, tensors)
+            regions.remember(key, reads, capture)
+        if isinstance(capture, str):
+            regions.failed.setdefault(self._name, capture)
+            return None
+        regions.followed.add(self._name)
+        return capture
+
+    def _new_capture(
+        self,
+        reads: AttributeReads,
+        names: list[str],
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        tensors: list[Tensor],
+    ) -> _Capture | str:
+        """The graphs, or why there are none."""
+        regions = self._regions
         regions.capturing = True
         try:
             capture = _Capture(self._holder, names, leaves, structure, regions)
             # Saved-tensor hooks (of a checkpoint around this) and dispatch modes belong to threads: none of them here.
-            with ThreadPoolExecutor(1) as thread, _capturable():
+            with ThreadPoolExecutor(1) as thread, _capturable(), reads.noted():
                 capture.first_call(thread, tensors)
         except Exception as error:  # the compiler and a model may raise anything
-            regions.failed.setdefault(self._name, exception_line(error))
-            return None
+            return exception_line(error)
         finally:
             regions.capturing = False
-        regions.followed.add(self._name)
         return capture
 
 
@@ -211,8 +248,11 @@ class _Capture:
 @contextlib.contextmanager
 def _capturable() -> Iterator[None]:
     """Within, losses of class indices call the operators that they are made of: composite ones have no gradient on
-    meta tensors while a graph is captured. `torch.tensor` on meta gives a tensor of the graph."""
+    meta tensors while a graph is captured. `torch.tensor` on meta gives a tensor of the graph. `torch.compiler` says
+    that it compiles: models then leave out what reads values."""
     functions = torch._C._nn
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
     entropy: Callable[..., Tensor] = functions.cross_entropy_loss
     likelihood: Callable[..., Tensor] = functions.nll_loss_nd
 
@@ -239,6 +279,8 @@ def _capturable() -> Iterator[None]:
         stack.enter_context(replaced(functions, "cross_entropy_loss", cross_entropy))
         stack.enter_context(replaced(functions, "nll_loss_nd", nll_loss))
         stack.enter_context(replaced(torch, "tensor", tensor))
+        stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
+        stack.enter_context(_use_lazy_graph_module(True))  # no one runs the Python code of the graphs
         yield
 
 
@@ -259,6 +301,12 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     return type(value), value if isinstance(value, _KNOWN) else None
+
+
+def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
+    """Which tensors are given twice: the graph has them once."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 
 
 def _named(name: str) -> str:
