@@ -22,8 +22,10 @@ from torch.utils import _pytree as pytree
 
 from conf.plain_text import exception_line
 from featurize.checkpointing import repeated_blocks
+from featurize.compiled_checkpoints import mark_cheap, marked
 from featurize.compiled_graph import GraphReplay
 from featurize.compiled_sharing import AttributeReads
+from featurize.quantized import DEQUANTIZATIONS
 from featurize.replacing import replaced
 
 if TYPE_CHECKING:
@@ -194,6 +196,7 @@ class _Capture:
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.replace_random import replace_random_passes
 
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -203,13 +206,16 @@ class _Capture:
             pairs = zip(constants, is_tensor, strict=True)
             args, kwargs = pytree.tree_unflatten([next(given) if is_one else c for c, is_one in pairs], structure)
             weights = dict(zip(names, tensors, strict=False))
-            with disable_saved_tensors_hooks("a compiled module with checkpoints or saved-tensor hooks in it"):
+            with disable_saved_tensors_hooks("a compiled module with saved-tensor hooks in it"):
                 result = functional_call(holder, weights, args, kwargs)
             outputs, self._outer = pytree.tree_flatten(result)
             self._results = [(leaf, list(_tensors_in(leaf, {}))) for leaf in outputs]
             return [tensor for _, tensors in self._results for tensor in tensors]
 
         def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes):
+                replace_random_passes(joint)  # as Inductor does: a seed is saved instead of random numbers
+            mark_cheap(joint, DEQUANTIZATIONS)
             weights = list(range(len(names)))  # which live anyhow: saving them costs nothing
             return min_cut_rematerialization_partition(
                 joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=weights
@@ -219,7 +225,13 @@ class _Capture:
             return GraphReplay(gm, regions)
 
         self._function = aot_function(
-            forward, replay, replay, partition, dict(select_decomp_table()), num_params_buffers=len(names)
+            forward,
+            replay,
+            replay,
+            partition,
+            dict(select_decomp_table()),
+            num_params_buffers=len(names),
+            enable_log=False,  # which prints the graphs, also where no one reads them
         )
 
     def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
@@ -280,6 +292,7 @@ def _capturable() -> Iterator[None]:
         stack.enter_context(replaced(functions, "nll_loss_nd", nll_loss))
         stack.enter_context(replaced(torch, "tensor", tensor))
         stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
+        stack.enter_context(marked())
         stack.enter_context(_use_lazy_graph_module(True))  # no one runs the Python code of the graphs
         yield
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -85,10 +85,23 @@ class AttributeReads:
             return list(one) == list(other) and all(self._same(one[key], other[key], theirs) for key in one)
         if isinstance(one, MethodType) and isinstance(other, MethodType):
             return one.__func__ is other.__func__ and self._same(one.__self__, other.__self__, theirs)
+        if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+            return one.__code__ is other.__code__ and self._same(_bound(one), _bound(other), theirs)
         if isinstance(one, functools.partial) and isinstance(other, functools.partial):
             parts = ((p.func, p.args, p.keywords) for p in (one, other))
             return self._same(*parts, theirs)
         return False
+
+
+def _bound(function: FunctionType) -> tuple[object, ...]:
+    """What a function computes with besides its code: a factory makes another one for each layer."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # not set yet
+            cells.append(cell)
+    return function.__defaults__, function.__kwdefaults__, vars(function), cells
 
 
 def _paths(module: nn.Module) -> dict[int, str]:
@@ -98,6 +111,10 @@ def _paths(module: nn.Module) -> dict[int, str]:
 def _tree(module: nn.Module) -> list[tuple[str, type, tuple[str, ...]]]:
     """Path, class and missing parameters and buffers of each member; one that has two paths appears once."""
     return [
-        (path, type(member), tuple(k for part in (member._parameters, member._buffers) for k in part if part[k] is None))
+        (
+            path,
+            type(member),
+            tuple(k for part in (member._parameters, member._buffers) for k in part if part[k] is None),
+        )
         for path, member in module.named_modules()
     ]
