@@ -27,6 +27,7 @@ from featurize.compiled_graph import GraphReplay
 from featurize.compiled_sharing import AttributeReads
 from featurize.quantized import DEQUANTIZATIONS
 from featurize.replacing import replaced
+from featurize.wrappers import compiled_function, compiled_functions, is_compiled, uncompiled_copy
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -57,8 +58,8 @@ class CompiledRegions:
     def __init__(self, model: nn.Module, names: Iterable[str], *, blocks_alone: bool = False) -> None:
         self.recorder: Recorder | None = None
         self.capturing = False
-        self.followed: set[str] = set()  # names of the modules that were captured
-        self.failed: dict[str, str] = {}  # name of a module that was not -> why
+        self.followed: set[str] = set()  # modules and functions that were captured
+        self.failed: dict[str, str] = {}  # those that were not -> why
         self._known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
         paths = {module: path for path, module in model.named_modules()}
         chosen: dict[nn.Module, None] = {}
@@ -70,7 +71,32 @@ class CompiledRegions:
             chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
         self._any = bool(chosen)
         for module in chosen:
-            vars(module)["forward"] = _Region(self, module, paths[module]).as_function()  # shadows the class's method
+            region = _Region(self, module, module.forward, _named(paths[module]))
+            vars(module)["forward"] = region.as_function()  # shadows the class's method
+        for path, module in model.named_modules():
+            for name, function in compiled_functions(module).items():
+                vars(module)[name] = self._function(function, f"function {name!r} of {_named(path)}")
+
+    def loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+        """Return what stands in the place of a loss that is compiled, or that calls compiled functions. Leaves the
+        loss itself as it is."""
+        if isinstance(loss, nn.Module):
+            inner, whole = uncompiled_copy(loss), is_compiled(loss)
+            vars(inner).update(
+                {n: self._function(f, f"function {n!r} of the loss") for n, f in compiled_functions(inner).items()}
+            )
+            if not whole:
+                return inner
+            self._any = True
+            return _Region(self, inner, inner.forward, "the loss").as_function()
+        if loss is not None and (original := compiled_function(loss)) is not None:
+            return self._function(original, "the loss")
+        return loss
+
+    def _function(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        self._any = True
+        owner = getattr(function, "__self__", None)
+        return _Region(self, owner if isinstance(owner, nn.Module) else nn.Module(), function, name).as_function()
 
     def known(self, module: nn.Module, key: Hashable) -> _Capture | str | None:
         """Return what was captured of a module that runs the same graph, or why none could be; None: not known."""
@@ -89,16 +115,16 @@ class CompiledRegions:
         """Return how sure the trace of the compiled modules is, and what kept some from being captured."""
         if not self._any:
             return ()
-        reasons = tuple(f"torch.compile: {_named(name)} is not captured: {why}" for name, why in self.failed.items())
+        reasons = tuple(f"torch.compile: {name} is not captured: {why}" for name, why in self.failed.items())
         return (MODELLED if self.followed else AS_EAGER, *reasons[:_MOST_REASONS])
 
 
 class _Region:
     """One compiled module: its graphs by the shapes, types and constants of its inputs."""
 
-    def __init__(self, regions: CompiledRegions, module: nn.Module, name: str) -> None:
+    def __init__(self, regions: CompiledRegions, module: nn.Module, forward: Callable[..., Any], name: str) -> None:
         self._regions = regions
-        self._forward = module.forward
+        self._forward = forward
         self._holder = _Holder(module, self._forward)
         self._name = name
         self._captured: dict[Hashable, _Capture | None] = {}
@@ -114,7 +140,8 @@ class _Region:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             held = {**dict(self._holder.named_parameters()), **dict(self._holder.named_buffers())}
             tensors = [*held.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-            key = (str(structure), _repeats(tensors), *held, *map(_signature, (*leaves, *held.values())))
+            code = getattr(self._forward, "__func__", self._forward)
+            key = (code, str(structure), _repeats(tensors), *held, *map(_signature, (*leaves, *held.values())))
             if key not in self._captured:
                 self._captured[key] = self._capture(key, list(held), leaves, structure, tensors)
             capture = self._captured[key]

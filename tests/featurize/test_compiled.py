@@ -268,3 +268,50 @@ def test_both_variants_of_a_checkpoint_are_the_same_when_compiled():
 def test_two_traces_of_a_compiled_model_are_the_same():
     first, second = (traced(Net(), compile=True) for _ in range(2))
     assert first.events == second.events
+
+
+class WithFunction(nn.Module):
+    """Calls a compiled function, or is one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between = lambda x: x.sin().mul(2).tanh()
+        if how == "function":
+            self.between = torch.compile(self.between)
+        if how == "method":
+            self.forward = torch.compile(self.forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.linear(x)))
+
+
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_compiled_functions_of_a_module_are_captured(how):
+    trace = traced(WithFunction(how))
+    assert trace.notes == (MODELLED,)
+    assert "aten::sin" not in {block.operator for block in trace.blocks}
+    assert sum(block.kind == "gradient" for block in trace.blocks) == 2 * 4
+
+
+class LossOfFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.compile(summed_of_exp)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.inner(output, target)
+
+
+def summed_of_exp(output: Tensor, _target: Tensor) -> Tensor:
+    return output.exp().sin().sum()
+
+
+@pytest.mark.parametrize("loss", [torch.compile(summed_of_exp), LossOfFunction(), torch.compile(LossOfFunction())])
+def test_compiled_losses_are_captured_and_left_as_they_are(loss):
+    x, target = torch.empty(ROWS, WIDTH, device="meta"), torch.empty((), device="meta")
+    before = dict(vars(loss))
+    trace = trace_step(Chain(), x, target, loss, settings=Training())
+    assert trace.notes == (MODELLED,)
+    assert "aten::exp" not in {block.operator for block in trace.blocks}
+    assert vars(loss) == before
