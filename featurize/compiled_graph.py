@@ -63,6 +63,9 @@ class GraphReplay:
         self._constants = graph_module
         self._regions = regions
         self._nodes = list(graph_module.graph.nodes)
+        for node in self._nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise NotImplementedError(f"its graph calls {node.target}, which is not modelled")
         self._plan()
 
     def _plan(self) -> None:
