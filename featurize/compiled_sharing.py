@@ -88,8 +88,8 @@ class AttributeReads:
         if isinstance(one, FunctionType) and isinstance(other, FunctionType):
             return one.__code__ is other.__code__ and self._same(_bound(one), _bound(other), theirs)
         if isinstance(one, functools.partial) and isinstance(other, functools.partial):
-            parts = ((p.func, p.args, p.keywords) for p in (one, other))
-            return self._same(*parts, theirs)
+            mine, its = ((part.func, part.args, part.keywords) for part in (one, other))
+            return self._same(mine, its, theirs)
         return False
 
 

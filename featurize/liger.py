@@ -166,8 +166,7 @@ class _LinearCrossEntropy(Function):
         rows, width = x.shape
         classes = weight.shape[0]
         step = min(_power_of_two(-(-rows // -(-classes // (budget * width)))), rows)
-        sums_of = [(w, w is not None and w.requires_grad) for w in (weight, bias)]
-        trained = [torch.zeros_like(w, dtype=sums) if needed else None for w, needed in sums_of]
+        trained = [_sums(weight, sums), _sums(bias, sums)]
         of_x = torch.zeros_like(x)
         losses = torch.zeros(rows, dtype=torch.float32, device=x.device)
         dtype = torch.get_autocast_dtype("meta") if torch.is_autocast_enabled("meta") else x.dtype
@@ -191,7 +190,7 @@ class _LinearCrossEntropy(Function):
             if trained[1] is not None:
                 trained[1].add_(logits.sum(0))
             del logits
-        made = [None if g is None else g.to(w.dtype) for g, w in zip(trained, (weight, bias), strict=True)]
+        made = [g if g is None or w is None else g.to(w.dtype) for g, w in zip(trained, (weight, bias), strict=True)]
         ctx.save_for_backward(of_x, *made)
         return losses if reduction == "none" else losses.sum()
 
@@ -199,6 +198,10 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight, of_bias = ctx.saved_tensors
         return of_x, of_weight, None, of_bias, None, None, None
+
+
+def _sums(weight: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if weight is None or not weight.requires_grad else torch.zeros_like(weight, dtype=dtype)
 
 
 def _power_of_two(number: int) -> int:
