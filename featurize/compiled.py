@@ -22,8 +22,12 @@ from torch.utils import _pytree as pytree
 
 from conf.plain_text import exception_line
 from featurize.checkpointing import repeated_blocks
+from featurize.compiled_checkpoints import mark_cheap, marked
 from featurize.compiled_graph import GraphReplay
+from featurize.compiled_sharing import AttributeReads
+from featurize.quantized import DEQUANTIZATIONS
 from featurize.replacing import replaced
+from featurize.wrappers import compiled_function, compiled_functions, is_compiled, uncompiled_copy
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -54,8 +58,9 @@ class CompiledRegions:
     def __init__(self, model: nn.Module, names: Iterable[str], *, blocks_alone: bool = False) -> None:
         self.recorder: Recorder | None = None
         self.capturing = False
-        self.followed: set[str] = set()  # names of the modules that were captured
-        self.failed: dict[str, str] = {}  # name of a module that was not -> why
+        self.followed: set[str] = set()  # modules and functions that were captured
+        self.failed: dict[str, str] = {}  # those that were not -> why
+        self._known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
         paths = {module: path for path, module in model.named_modules()}
         chosen: dict[nn.Module, None] = {}
         for name in names:
@@ -66,7 +71,41 @@ class CompiledRegions:
             chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
         self._any = bool(chosen)
         for module in chosen:
-            vars(module)["forward"] = _Region(self, module, paths[module]).as_function()  # shadows the class's method
+            region = _Region(self, module, module.forward, _named(paths[module]))
+            vars(module)["forward"] = region.as_function()  # shadows the class's method
+        for path, module in model.named_modules():
+            for name, function in compiled_functions(module).items():
+                vars(module)[name] = self._function(function, f"function {name!r} of {_named(path)}")
+
+    def loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+        """Return what stands in the place of a loss that is compiled, or that calls compiled functions. Leaves the
+        loss itself as it is."""
+        if isinstance(loss, nn.Module):
+            inner, whole = uncompiled_copy(loss), is_compiled(loss)
+            vars(inner).update(
+                {n: self._function(f, f"function {n!r} of the loss") for n, f in compiled_functions(inner).items()}
+            )
+            if not whole:
+                return inner
+            self._any = True
+            return _Region(self, inner, inner.forward, "the loss").as_function()
+        if loss is not None and (original := compiled_function(loss)) is not None:
+            return self._function(original, "the loss")
+        return loss
+
+    def _function(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        self._any = True
+        owner = getattr(function, "__self__", None)
+        return _Region(self, owner if isinstance(owner, nn.Module) else nn.Module(), function, name).as_function()
+
+    def known(self, module: nn.Module, key: Hashable) -> _Capture | str | None:
+        """Return what was captured of a module that runs the same graph, or why none could be; None: not known."""
+        alike = (capture for reads, capture in self._known.get(key, ()) if reads.alike(module))
+        return next(alike, None)
+
+    def remember(self, key: Hashable, reads: AttributeReads, capture: _Capture | str) -> None:
+        """Keep a capture, or why there is none, for modules that run the same graph on inputs of this kind."""
+        self._known.setdefault(key, []).append((reads, capture))
 
     def recorder_now(self) -> Recorder | None:
         """Return the recorder of what runs; None while a graph is captured."""
@@ -76,16 +115,16 @@ class CompiledRegions:
         """Return how sure the trace of the compiled modules is, and what kept some from being captured."""
         if not self._any:
             return ()
-        reasons = tuple(f"torch.compile: {_named(name)} is not captured: {why}" for name, why in self.failed.items())
+        reasons = tuple(f"torch.compile: {name} is not captured: {why}" for name, why in self.failed.items())
         return (MODELLED if self.followed else AS_EAGER, *reasons[:_MOST_REASONS])
 
 
 class _Region:
     """One compiled module: its graphs by the shapes, types and constants of its inputs."""
 
-    def __init__(self, regions: CompiledRegions, module: nn.Module, name: str) -> None:
+    def __init__(self, regions: CompiledRegions, module: nn.Module, forward: Callable[..., Any], name: str) -> None:
         self._regions = regions
-        self._forward = module.forward
+        self._forward = forward
         self._holder = _Holder(module, self._forward)
         self._name = name
         self._captured: dict[Hashable, _Capture | None] = {}
@@ -101,33 +140,60 @@ class _Region:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             held = {**dict(self._holder.named_parameters()), **dict(self._holder.named_buffers())}
             tensors = [*held.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-            key = (str(structure), *map(_signature, (*leaves, *held.values())))
+            code = getattr(self._forward, "__func__", self._forward)
+            key = (code, str(structure), _repeats(tensors), *held, *map(_signature, (*leaves, *held.values())))
             if key not in self._captured:
-                self._captured[key] = self._capture(list(held), leaves, structure, tensors)
+                self._captured[key] = self._capture(key, list(held), leaves, structure, tensors)
             capture = self._captured[key]
             return self._forward(*args, **kwargs) if capture is None else capture(tensors)
 
         return compiled
 
-    def _capture(self, names: list[str], leaves: list[Any], structure: pytree.TreeSpec, tensors: list[Tensor]):
+    def _capture(
+        self,
+        key: Hashable,
+        names: list[str],
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        tensors: list[Tensor],
+    ) -> _Capture | None:
         """The graphs for these inputs; None where there are none, which is noted."""
-        regions = self._regions
+        regions, module = self._regions, self._holder.module
         unknown = [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]
         if unknown:
             regions.failed.setdefault(self._name, f"it takes a {type(unknown[0]).__name__}, which is no tensor")
             return None
+        capture = regions.known(module, key)
+        if capture is None:
+            reads = AttributeReads(module)
+            capture = self._new_capture(reads, names, leaves, structure, tensors)
+            regions.remember(key, reads, capture)
+        if isinstance(capture, str):
+            regions.failed.setdefault(self._name, capture)
+            return None
+        regions.followed.add(self._name)
+        return capture
+
+    def _new_capture(
+        self,
+        reads: AttributeReads,
+        names: list[str],
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        tensors: list[Tensor],
+    ) -> _Capture | str:
+        """The graphs, or why there are none."""
+        regions = self._regions
         regions.capturing = True
         try:
             capture = _Capture(self._holder, names, leaves, structure, regions)
             # Saved-tensor hooks (of a checkpoint around this) and dispatch modes belong to threads: none of them here.
-            with ThreadPoolExecutor(1) as thread, _capturable():
+            with ThreadPoolExecutor(1) as thread, _capturable(), reads.noted():
                 capture.first_call(thread, tensors)
         except Exception as error:  # the compiler and a model may raise anything
-            regions.failed.setdefault(self._name, exception_line(error))
-            return None
+            return exception_line(error)
         finally:
             regions.capturing = False
-        regions.followed.add(self._name)
         return capture
 
 
@@ -157,6 +223,7 @@ class _Capture:
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.replace_random import replace_random_passes
 
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -166,13 +233,16 @@ class _Capture:
             pairs = zip(constants, is_tensor, strict=True)
             args, kwargs = pytree.tree_unflatten([next(given) if is_one else c for c, is_one in pairs], structure)
             weights = dict(zip(names, tensors, strict=False))
-            with disable_saved_tensors_hooks("a compiled module with checkpoints or saved-tensor hooks in it"):
+            with disable_saved_tensors_hooks("a compiled module with saved-tensor hooks in it"):
                 result = functional_call(holder, weights, args, kwargs)
             outputs, self._outer = pytree.tree_flatten(result)
             self._results = [(leaf, list(_tensors_in(leaf, {}))) for leaf in outputs]
             return [tensor for _, tensors in self._results for tensor in tensors]
 
         def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes):
+                replace_random_passes(joint)  # as Inductor does: a seed is saved instead of random numbers
+            mark_cheap(joint, DEQUANTIZATIONS)
             weights = list(range(len(names)))  # which live anyhow: saving them costs nothing
             return min_cut_rematerialization_partition(
                 joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=weights
@@ -182,7 +252,13 @@ class _Capture:
             return GraphReplay(gm, regions)
 
         self._function = aot_function(
-            forward, replay, replay, partition, dict(select_decomp_table()), num_params_buffers=len(names)
+            forward,
+            replay,
+            replay,
+            partition,
+            dict(select_decomp_table()),
+            num_params_buffers=len(names),
+            enable_log=False,  # which prints the graphs, also where no one reads them
         )
 
     def first_call(self, thread: ThreadPoolExecutor, tensors: list[Tensor]) -> None:
@@ -211,8 +287,11 @@ class _Capture:
 @contextlib.contextmanager
 def _capturable() -> Iterator[None]:
     """Within, losses of class indices call the operators that they are made of: composite ones have no gradient on
-    meta tensors while a graph is captured. `torch.tensor` on meta gives a tensor of the graph."""
+    meta tensors while a graph is captured. `torch.tensor` on meta gives a tensor of the graph. `torch.compiler` says
+    that it compiles: models then leave out what reads values."""
     functions = torch._C._nn
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
     entropy: Callable[..., Tensor] = functions.cross_entropy_loss
     likelihood: Callable[..., Tensor] = functions.nll_loss_nd
 
@@ -239,6 +318,9 @@ def _capturable() -> Iterator[None]:
         stack.enter_context(replaced(functions, "cross_entropy_loss", cross_entropy))
         stack.enter_context(replaced(functions, "nll_loss_nd", nll_loss))
         stack.enter_context(replaced(torch, "tensor", tensor))
+        stack.enter_context(replaced(torch.compiler, "_is_compiling_flag", True))
+        stack.enter_context(marked())
+        stack.enter_context(_use_lazy_graph_module(True))  # no one runs the Python code of the graphs
         yield
 
 
@@ -259,6 +341,12 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
     return type(value), value if isinstance(value, _KNOWN) else None
+
+
+def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
+    """Which tensors are given twice: the graph has them once."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 
 
 def _named(name: str) -> str:

@@ -6,7 +6,7 @@ GPU, so four rules approximate what it fuses:
 1. Matrix products, convolutions, attention and all operators that no rule names are kernels of their own.
 2. A pointwise result has memory only where such a kernel, the graph's output or a write needs it, or where it reads
    more buffers than Inductor inlines. Otherwise its consumers compute it from the buffers that it reads.
-3. A reduction's result always has memory.
+3. A reduction's result always has memory, and so has what is gathered; what it is gathered from need not.
 4. A buffer is freed after its last reader. A fused kernel's result takes over a buffer of its size that ends there.
 """
 
@@ -63,6 +63,9 @@ class GraphReplay:
         self._constants = graph_module
         self._regions = regions
         self._nodes = list(graph_module.graph.nodes)
+        for node in self._nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise NotImplementedError(f"its graph calls {node.target}, which is not modelled")
         self._plan()
 
     def _plan(self) -> None:
@@ -81,18 +84,18 @@ class GraphReplay:
             if self._roles[node] in (_EXTERN, "output"):
                 for source in node.all_input_nodes:
                     self._realize(source)
-            elif self._roles[node] == _KERNEL and (_mutates(node) or node.target._schema.name in GATHERS):
+            elif self._roles[node] == _KERNEL and _mutates(node):
                 self._realize(node.all_input_nodes[0])
         # What a value is computed from: buffers alone. In order, since what reads too many becomes a buffer itself.
-        self._reads: dict[Node, set[Node]] = {}
+        self._reads: dict[Node, dict[Node, None]] = {}  # without order, two replays would free in different ones
         for node in self._nodes:
             role = self._roles[node]
             if role in (_INPUT, _VIEW):
                 continue
-            reads: set[Node] = set()
+            reads: dict[Node, None] = {}
             for source in node.all_input_nodes:
                 base = self._bases[source]
-                reads |= self._reads[base] if self._roles[base] == _INLINE else {base}
+                reads |= self._reads[base] if self._roles[base] == _INLINE else {base: None}
             self._reads[node] = reads
             most = _MOST_READS_SHARED if len(users[node]) > 1 else _MOST_READS
             if role == _INLINE and len(reads) > most:
@@ -156,6 +159,8 @@ class GraphReplay:
         sources = [base for base in self._reads[node] if isinstance(values.get(base), Tensor)]
         inputs = [values[base] for base in sources]
         first = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if first is None and inputs and _name(node) in GATHERS:  # from what is computed on the way, place by place
+            first = max(inputs, key=lambda tensor: tensor.numel())
         if _mutates(node):
             values[node] = made = first
         else:
@@ -215,11 +220,31 @@ def _role(node: Node) -> str:
     name = target._schema.name
     if target.is_view or name in _VIEWS:
         return _VIEW
+    if name == "aten::scatter" and _into_constant(node):
+        return _INLINE
     if name in _REDUCTIONS:
         return _KERNEL
     if name in _POINTWISE or torch.Tag.pointwise in target.tags:
         return _INLINE if not _mutates(node) else _KERNEL
     return _EXTERN
+
+
+def _into_constant(node: Node) -> bool:
+    """Whether one number is scattered into one place of each row of a constant, as the gradient of a loss of class
+    indices is. Inductor compares each place with the index instead (torch/_inductor/fx_passes/joint_graph.py:
+    scatter_upon_const_tensor)."""
+    if len(node.args) < 4 or isinstance(node.args[3], torch.fx.Node):
+        return False
+    base, dim, index = node.args[:3]
+    if not isinstance(base, torch.fx.Node) or not isinstance(index, torch.fx.Node) or not isinstance(dim, int):
+        return False
+    places = list(base.meta["val"].shape)
+    places[dim] = 1
+    return _name(base) == "aten::full" and list(index.meta["val"].shape) == places
+
+
+def _name(node: Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _mutates(node: Node) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import _VF, Tensor
 
-from featurize import cudnn_rnn, detection, flash_attention
+from featurize import cudnn_rnn, detection, flash_attention, liger, xformers_attention
 from featurize.autocast import Autocast, casting
 from featurize.library_calls import channels_last
 from featurize.replacing import replaced
@@ -38,6 +38,8 @@ def as_on_cuda(
         stack.enter_context(_fused_kernels())
         stack.enter_context(detection.as_trained(autocast, assume))
         stack.enter_context(flash_attention.as_installed())
+        stack.enter_context(liger.as_on_gpu())
+        stack.enter_context(xformers_attention.as_on_gpu())
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "dropout", functools.partial(_dropout, F.dropout)))
         stack.enter_context(replaced(torch, "dropout", functools.partial(_dropout, torch.dropout)))

@@ -132,6 +132,7 @@ _FORMULAS: dict[str, Callable[[Sequence, Sequence[Tensor]], int]] = {
     "aten::bmm": _mm,
     "aten::addmm": _addmm,
     "aten::baddbmm": _addmm,
+    "gpufarm::liger_add_product_": lambda args, outputs: 2 * args[0].numel() * args[1].shape[-1],
     "aten::_grouped_mm": _grouped_mm,
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,

@@ -21,6 +21,8 @@ from conf.errors import UsageError
 WEIGHT_BLOCK = 64
 SCALE_BLOCK = 256
 
+DEQUANTIZATIONS = frozenset({"gpufarm::dequantize_4bit", "gpufarm::dequantize_scales"})
+
 _library = torch.library.Library("gpufarm", "DEF")
 _library.define("dequantize_4bit(Tensor packed, Tensor scales, SymInt[] shape, ScalarType dtype) -> Tensor")
 _library.define("dequantize_scales(Tensor scales, Tensor outer) -> Tensor")
@@ -110,21 +112,30 @@ class Linear4Bit(_Quantized):
         return _Product4Bit.apply(x, self, bias).to(given)
 
     def dequantize(self) -> Tensor:
-        scales = self.get_buffer("scales")
-        outer = self._buffers["outer_scales"]
-        if outer is not None:
-            scales = torch.ops.gpufarm.dequantize_scales(scales, outer).add_(self.get_buffer("offset"))
-        shape = (self.out_features, self.in_features)
-        return torch.ops.gpufarm.dequantize_4bit(self.weight, scales, shape, self.weight_dtype)
+        return self.dequantizer()()
+
+    def dequantizer(self) -> Callable[[], Tensor]:
+        """Return what dequantizes the weight that the layer has now: a compiler puts others in its place meanwhile."""
+        packed, stored = self.weight, self.get_buffer("scales")
+        outer, offset = self._buffers["outer_scales"], self._buffers["offset"]
+
+        def dequantize() -> Tensor:
+            scales = stored
+            if outer is not None and offset is not None:
+                scales = torch.ops.gpufarm.dequantize_scales(stored, outer).add_(offset)
+            shape = (self.out_features, self.in_features)
+            return torch.ops.gpufarm.dequantize_4bit(packed, scales, shape, self.weight_dtype)
+
+        return dequantize
 
 
 class _Product4Bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear4Bit, bias: Tensor | None) -> Tensor:
-        ctx.layer, ctx.sums_bias = layer, bias is not None and bias.requires_grad
+        ctx.dequantize, ctx.sums_bias = layer.dequantizer(), bias is not None and bias.requires_grad
         if layer.keeps_input:
             ctx.save_for_backward(x)
-        return F.linear(x, layer.dequantize().to(x.dtype), bias)
+        return F.linear(x, ctx.dequantize().to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
@@ -132,7 +143,7 @@ class _Product4Bit(torch.autograd.Function):
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
         if not ctx.needs_input_grad[0]:
             return None, None, of_bias
-        return torch.matmul(gradient, ctx.layer.dequantize().to(gradient.dtype)), None, of_bias
+        return torch.matmul(gradient, ctx.dequantize().to(gradient.dtype)), None, of_bias
 
 
 class Linear8Bit(_Quantized):
@@ -160,13 +171,18 @@ class Linear8Bit(_Quantized):
 
     def dequantized_to(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in that type: a new tensor."""
-        return self.weight.to(dtype).mul_(self.get_buffer("scales").unsqueeze(1).mul(1.0 / 127.0))
+        return self.dequantizer()(dtype)
+
+    def dequantizer(self) -> Callable[[torch.dtype], Tensor]:
+        """Return what dequantizes the weight that the layer has now."""
+        packed, scales = self.weight, self.get_buffer("scales")
+        return lambda dtype: packed.to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 
 class _Product8Bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear8Bit, bias: Tensor | None) -> Tensor:
-        ctx.layer, ctx.sums_bias = layer, bias is not None and bias.requires_grad
+        ctx.dequantized_to, ctx.sums_bias = layer.dequantizer(), bias is not None and bias.requires_grad
         ctx.save_for_backward(x)
         rows, row_scales = torch.ops.gpufarm.quantize_rows(x.to(torch.float16))
         product = torch.ops.gpufarm.int8_product(rows, layer.weight)
@@ -176,12 +192,12 @@ class _Product8Bit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        gradient, layer = gradients[0], ctx.layer
+        gradient = gradients[0]
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.sums_bias else None
         if not ctx.needs_input_grad[0]:
             return None, None, of_bias
         dtype = ctx.saved_tensors[0].dtype
-        weight = layer.dequantized_to(dtype)
+        weight = ctx.dequantized_to(dtype)
         return torch.matmul(gradient.to(dtype), weight), None, of_bias
 
 

@@ -283,7 +283,7 @@ class Recorder(TorchDispatchMode):
             if id(tensor) not in seen:
                 writes += _nbytes(tensor)
                 elements = max(elements, tensor.numel())
-        if traits.gathers:
+        if traits.gathers and isinstance(args[0], Tensor):
             source = _nbytes(args[0])
             reads += min(source, op_cost.gathered_bytes(traits.name, args, writes)) - source
             elements = max(t.numel() for t in outputs)

@@ -134,7 +134,7 @@ def trace_step(
         if training.compile:
             compiled[""] = None
         regions = CompiledRegions(model, compiled, blocks_alone=training.checkpointing is not None)
-        step = TrainingStep(model, settings, "meta", loss=loss, holds_output=training_loop)
+        step = TrainingStep(model, settings, "meta", loss=regions.loss(loss), holds_output=training_loop)
         model = step.model
         _require_trainable(model)  # quantized weights are frozen
         recorder = regions.recorder = Recorder(model)

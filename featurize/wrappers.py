@@ -5,6 +5,11 @@ Start reading at `unwrapped`.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
 from torch import nn
 
 PARALLEL = (
@@ -25,7 +30,7 @@ def compiled_modules(model: nn.Module) -> tuple[str, ...]:
         return ("",)
     if (inner := _parallel_inside(model)) is not None:
         return compiled_modules(inner)
-    paths = (path for path, module in model.named_modules() if _is_compiled(module))
+    paths = (path for path, module in model.named_modules() if is_compiled(module))
     return tuple(".".join(part for part in path.split(".") if part != "_orig_mod") for path in paths)
 
 
@@ -43,10 +48,35 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_function(value: object) -> Callable[..., Any] | None:
+    """Return the function that torch.compile made this one of; None for what it did not make."""
+    return getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType | MethodType) else None
+
+
+def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return the compiled functions among a module's attributes, as they were before. Methods are this module's own,
+    also in a copy."""
+    functions: dict[str, Callable[..., Any]] = {}
+    for name, value in vars(module).items():
+        function = compiled_function(value) if name != _COMPILED_CALL else None
+        if isinstance(function, MethodType) and isinstance(module, type(function.__self__)):
+            function = MethodType(function.__func__, module)
+        if function is not None:
+            functions[name] = function
+    return functions
+
+
+def uncompiled_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of the module alone that is not compiled, with the same members."""
+    inner = _compiled_inside(module)
+    return copy.copy(module if inner is None else inner)  # a copy leaves `nn.Module.compile` behind
+
+
 _COMPILED_CALL = "_compiled_call_impl"  # of nn.Module.compile
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile or `nn.Module.compile` was called on this module itself."""
     return _compiled_inside(module) is not None or getattr(module, _COMPILED_CALL, None) is not None
 
 

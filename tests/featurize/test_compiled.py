@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from featurize.compiled import AS_EAGER, MODELLED
 from featurize.device_spec import load_device
@@ -177,3 +178,140 @@ def test_a_model_that_splits_results_and_takes_its_own_loss_is_captured():
     )
     assert trace.notes == (MODELLED,)
     assert sum(op.name == "aten::mm" for op in trace.operators if op.phase == "backward") >= 3
+
+
+def test_a_compiled_loss_takes_no_memory_like_its_input_but_the_gradient():
+    """As Inductor does it: neither the softmax nor the scattered gradient of the chosen class is materialized."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.loss = nn.Linear(WIDTH, 4096, bias=False), nn.CrossEntropyLoss()
+            self.loss.compile()
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return self.loss(self.linear(x), target)
+
+    inputs = torch.empty(ROWS, WIDTH, device="meta"), torch.zeros(ROWS, dtype=torch.int64)
+    trace = trace_step(Head(), inputs, torch.empty(()), lambda output, _target: output, settings=Training())
+    logits = 4 * ROWS * 4096
+    large = [block for block in trace.blocks if block.nbytes == logits]
+    assert len(large) == 2 * 2, large  # the logits and their gradient, of two steps
+    assert MODELLED in trace.notes
+
+
+@pytest.mark.parametrize("how", ["nf4-dq", "int8"])
+def test_quantized_layers_are_captured(how):
+    class Adapted(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.requires_grad_(False)
+            self.early = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.early(x))
+
+    trace = traced(Adapted(), compile=True, quantize=how, quantize_skip=())
+    assert trace.notes == (MODELLED,)
+    passes = [op.phase for op in trace.operators if op.name.startswith("gpufarm::dequantize_4bit")]
+    assert how == "int8" or passes == ["forward", "backward"]
+
+
+def test_models_see_that_they_are_compiled():
+    class Asking(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling() and not x.isfinite().all().item():
+                return x
+            return super().forward(x)
+
+    assert traced(Asking(), compile=True).notes == (MODELLED,)
+
+
+class Checkpointed(Net):
+    """Calls torch's checkpoint itself, as transformers' models do."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Embedded(nn.Module):
+    """Gives a model an input that needs a gradient, as the reentrant checkpoint wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.early, self.model = nn.Linear(WIDTH, WIDTH), model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(self.early(x))
+
+
+def test_a_model_with_checkpoints_of_its_own_saves_what_a_real_compiled_step_on_the_cpu_saves():
+    torch.manual_seed(0)
+    really = really_saved_bytes(Embedded(Checkpointed(False)), torch.randn(ROWS, WIDTH))
+    trace = traced(Embedded(Checkpointed(False)), compile=True)
+    assert trace.notes == (MODELLED,)
+    assert saved_bytes(trace) == pytest.approx(really + 4, abs=1024)  # the loss
+    assert saved_bytes(trace) < 0.5 * saved_bytes(traced(Embedded(Net()), compile=True))
+
+
+def test_both_variants_of_a_checkpoint_are_the_same_when_compiled():
+    saved = {saved_bytes(traced(Embedded(Checkpointed(reentrant)), compile=True)) for reentrant in (False, True)}
+    assert len(saved) == 1
+
+
+def test_two_traces_of_a_compiled_model_are_the_same():
+    first, second = (traced(Net(), compile=True) for _ in range(2))
+    assert first.events == second.events
+
+
+class WithFunction(nn.Module):
+    """Calls a compiled function, or is one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between = lambda x: x.sin().mul(2).tanh()
+        if how == "function":
+            self.between = torch.compile(self.between)
+        if how == "method":
+            self.forward = torch.compile(self.forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.linear(x)))
+
+
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_compiled_functions_of_a_module_are_captured(how):
+    trace = traced(WithFunction(how))
+    assert trace.notes == (MODELLED,)
+    assert "aten::sin" not in {block.operator for block in trace.blocks}
+    assert sum(block.kind == "gradient" for block in trace.blocks) == 2 * 4
+
+
+class LossOfFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.compile(summed_of_exp)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.inner(output, target)
+
+
+def summed_of_exp(output: Tensor, _target: Tensor) -> Tensor:
+    return output.exp().sin().sum()
+
+
+@pytest.mark.parametrize("loss", [torch.compile(summed_of_exp), LossOfFunction(), torch.compile(LossOfFunction())])
+def test_compiled_losses_are_captured_and_left_as_they_are(loss):
+    x, target = torch.empty(ROWS, WIDTH, device="meta"), torch.empty((), device="meta")
+    before = dict(vars(loss))
+    trace = trace_step(Chain(), x, target, loss, settings=Training())
+    assert trace.notes == (MODELLED,)
+    assert "aten::exp" not in {block.operator for block in trace.blocks}
+    assert vars(loss) == before

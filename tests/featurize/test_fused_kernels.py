@@ -1,0 +1,186 @@
+"""Liger's and xFormers' kernels by their names and signatures: the packages themselves need Triton or a GPU."""
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from featurize.step_trace import StepTrace
+from featurize.trace import trace_step
+from featurize.training import Training
+
+ROWS, WIDTH, CLASSES = 256, 64, 4096
+
+
+def standing_in(monkeypatch, module: str, **members: object) -> None:
+    made = ModuleType(module)
+    vars(made).update(members)
+    monkeypatch.setitem(sys.modules, module, made)
+
+
+def traced(model: nn.Module, *inputs: Tensor, **settings) -> StepTrace:
+    training = Training(**{"precision": "bf16-true", **settings})
+    target = torch.empty((), device="meta")
+    return trace_step(
+        model, inputs, target, lambda output, _target: output.sum(), settings=training, training_loop=False
+    )
+
+
+def kept_bytes(trace: StepTrace) -> int:
+    """Bytes that the first step's forward pass takes and does not give back, the batch left out."""
+    events = [event for event in trace.events if event.step == 1 and event.phase == "forward"]
+    return sum(event.nbytes for event in events if trace.blocks[event.block].kind != "batch")
+
+
+class OnGPU(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise AssertionError("the kernel needs a GPU")
+
+
+class LigerFusedLinearCrossEntropyFunction(OnGPU):
+    @staticmethod
+    def forward(ctx, _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, reduction="mean"):
+        raise AssertionError("the kernel needs a GPU")
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_output2):
+        raise AssertionError("the kernel needs a GPU")
+
+
+class LigerSiLUMulFunction(OnGPU):
+    @staticmethod
+    def forward(ctx, a, b):
+        raise AssertionError("the kernel needs a GPU")
+
+
+class LigerRMSNormFunction(OnGPU):
+    @staticmethod
+    def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+        raise AssertionError("the kernel needs a GPU")
+
+
+class LigerRopeFunction(OnGPU):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        raise AssertionError("the kernel needs a GPU")
+
+
+class Head(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.early, self.last, self.fused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False), fused
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.early(x)
+        if self.fused:
+            loss, _ = LigerFusedLinearCrossEntropyFunction.apply(x, self.last.weight, target)
+            return loss
+        return nn.functional.cross_entropy(self.last(x).float(), target)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16"])
+def test_ligers_linear_cross_entropy_makes_no_logits_and_keeps_two_gradients(monkeypatch, precision):
+    fused = LigerFusedLinearCrossEntropyFunction
+    module = "liger_kernel.ops.fused_linear_cross_entropy"
+    standing_in(monkeypatch, module, LigerFusedLinearCrossEntropyFunction=fused)
+    inputs = torch.empty(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64)
+    plain, liger = (traced(Head(fused), *inputs, precision=precision) for fused in (False, True))
+    rows = 4  # of 256: there are CLASSES / WIDTH = 64 times as many classes as the input is wide
+    largest = [max(b.nbytes for b in t.blocks if b.kind in ("activation", "temporary")) for t in (plain, liger)]
+    assert largest[0] == ROWS * CLASSES * 4 and largest[1] < largest[0] / 3
+    assert rows * CLASSES * 2 in {block.nbytes for block in liger.blocks if block.operator == "aten::mm"}
+    element = 2 if precision == "bf16-true" else 4
+    assert kept_bytes(liger) >= element * WIDTH * CLASSES + 2 * ROWS * WIDTH
+    products = [sum(op.flops for op in t.operators if "mm" in op.name or "product" in op.name) for t in (plain, liger)]
+    assert products[0] == products[1]
+    assert "apply" not in vars(fused)  # as it was
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(WIDTH))
+        self.early, self.gate, self.up = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.register_buffer("angles", torch.zeros(1, ROWS, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = LigerRMSNormFunction.apply(self.early(x), self.norm, 1e-6)
+        heads = [h(x).view(1, ROWS, WIDTH // 8, 8).transpose(1, 2) for h in (self.gate, self.up)]
+        q, k = LigerRopeFunction.apply(*heads, self.angles, self.angles)
+        return LigerSiLUMulFunction.apply(*(h.transpose(1, 2).reshape(ROWS, WIDTH) for h in (q, k)))
+
+
+def test_ligers_norm_rotation_and_gate_keep_inputs_and_overwrite(monkeypatch):
+    functions = {"rms_norm": LigerRMSNormFunction, "swiglu": LigerSiLUMulFunction, "rope": LigerRopeFunction}
+    for module, function in functions.items():
+        standing_in(monkeypatch, f"liger_kernel.ops.{module}", **{function.__name__: function})
+    trace = traced(Block(), torch.empty(ROWS, WIDTH))
+    # The input, the norm's input and output, both products (rotated where they are), an fp32 statistic for each row.
+    assert kept_bytes(trace) == pytest.approx(5 * 2 * ROWS * WIDTH + 4 * ROWS, abs=64)
+    kernels = [op.name.removeprefix("gpufarm::liger_") for op in trace.operators if "::liger_" in op.name]
+    assert kernels == ["norm", "write_both_", "gated", "write_both_", "write_both_", "write_"]
+    written = [block.nbytes for block in trace.blocks if block.kind == "gradient"]
+    assert written.count(2 * WIDTH * WIDTH) >= 3
+
+
+def test_a_compiled_model_with_such_kernels_is_estimated_as_eager_and_said(monkeypatch):
+    standing_in(monkeypatch, "liger_kernel.ops.rope", LigerRopeFunction=LigerRopeFunction)
+
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("angles", torch.zeros(1, ROWS, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.gate(x).view(1, ROWS, WIDTH // 8, 8).transpose(1, 2)
+            return LigerRopeFunction.apply(heads, heads.clone(), self.angles, self.angles)[0]
+
+    trace = traced(Rotated(), torch.empty(ROWS, WIDTH), compile=True)
+    assert "estimated as eager" in trace.notes[0] and "is not captured" in trace.notes[1]
+
+
+@dataclass
+class AttentionInputs:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: object = None
+    p: float = 0.0
+    scale: float | None = None
+
+
+class LowerTriangularMask:
+    pass
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.projections, self.heads = nn.Linear(WIDTH, 3 * WIDTH, bias=False), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        library = sys.modules["xformers.ops.fmha"]
+        shape = (1, ROWS, self.heads, WIDTH // self.heads) if self.heads > 1 else (1, ROWS, WIDTH)
+        q, k, v = (part.reshape(shape) for part in self.projections(x).chunk(3, dim=-1))
+        return library._memory_efficient_attention(AttentionInputs(q, k, v, LowerTriangularMask()), op=None)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(
+    ("precision", "kernel"), [("bf16-true", "_flash_attention"), ("fp32", "_scaled_dot_product_efficient_attention")]
+)
+def test_xformers_attention_makes_no_scores(monkeypatch, heads, precision, kernel):
+    def needs_gpu(_inputs, op=None):
+        raise AssertionError("the kernel needs a GPU")
+
+    standing_in(monkeypatch, "xformers.ops.fmha", _memory_efficient_attention=needs_gpu)
+    trace = traced(Attention(heads), torch.empty(1, ROWS, WIDTH), precision=precision)
+    assert [op.phase for op in trace.operators if op.name.startswith(f"aten::{kernel}")] == ["forward", "backward"]
+    element = 2 if precision == "bf16-true" else 4
+    assert max(b.nbytes for b in trace.blocks if b.kind == "activation") <= 3 * ROWS * WIDTH * element
+    assert sys.modules["xformers.ops.fmha"]._memory_efficient_attention is needs_gpu
