@@ -24,6 +24,7 @@ EXTRAS = {
     },
     "farm": {"ray": "ray", "pynvml": "nvidia-ml-py", "psutil": "psutil"},
     "serve": {"prometheus_client": "prometheus_client"},
+    "cudnn": {"cudnn": "nvidia-cudnn-frontend"},  # and the libraries that `featurize.cudnn.libraries` looks for
 }
 # What the commands of a package need before they can read their own arguments.
 _FROM_THE_START = {
@@ -51,6 +52,14 @@ def naming_the_extra() -> Iterator[None]:
         if (advice := advice_for(error)) is None:
             raise
         raise EnvironmentProblem(advice) from error
+
+
+def missing_from_extra(extra: str) -> str | None:
+    """Return one line on the libraries of an extra that are not installed; None where all are there."""
+    missing = [package for name, package in EXTRAS[extra].items() if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'gpufarm[{extra}]'"
 
 
 def missing_from(package: str) -> str | None:

@@ -134,6 +134,7 @@ def answer(
     loop: str | None = None,
     on: MachineProfile,
     traces: Traces | None = None,
+    workspaces: str | None = None,
 ) -> tuple[Estimate, TracedStep | None]:
     """The estimate of one job, and its trace where there is one (`timeline`: with its allocator's every move).
 
@@ -185,6 +186,11 @@ def answer(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline
         )
         gathered.move(traced.step.peak_memory_mib - described_mib)
+        if workspaces is not None:  # after what fitted models read: they know guessed workspaces only
+            traced = placed(
+                traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator,
+                timeline=timeline, workspaces=workspaces,
+            )  # fmt: skip
     return _assembled(gathered, job, device, traced, failure, allocator, loop, on), traced
 
 
@@ -398,6 +404,12 @@ def _assembled(
         elif memory.retries:
             notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
+        if memory.workspaces:
+            from featurize.cudnn.workspaces import workspaces_note
+
+            notes.append(workspaces_note(memory.workspaces))
+            if by["memory"] != "trace":
+                notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
