@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from featurize.cudnn.driver_stand_in import SONAME, write_driver_stand_in
-from featurize.cudnn.signature import ConvolutionSignature, EnginePlan, OracleAnswer, SearchSettings
+from featurize.cudnn.signature import (
+    ConvolutionSignature,
+    EnginePlan,
+    OracleAnswer,
+    SearchSettings,
+    signature_of,
+)
 
 # torch.backends.cudnn.benchmark_limit: how many plans PyTorch measures by default.
 BENCHMARK_LIMIT = 10
@@ -38,7 +44,7 @@ def main() -> None:
     _write(answers, {"version": version})
     for line in sys.stdin:
         query = json.loads(line)
-        signature = ConvolutionSignature(*(tuple(v) if isinstance(v, list) else v for v in query["signature"]))
+        signature = signature_of(query["signature"])
         answer = ask(signature, SearchSettings(**query["search"]))
         answers.write(answer.to_json() + "\n")
         answers.flush()

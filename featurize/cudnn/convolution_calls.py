@@ -56,7 +56,8 @@ def _operation(
     if depthwise and not last and not _cudnn_takes_depthwise(dtype, shapes[0], shapes[1], geometry):
         return None
     image, kernel, response = shapes if not transposed else (shapes[2], shapes[1], shapes[0])
-    return ConvolutionSignature(operation, image, kernel, response, *geometry, dtype, last)
+    strides, paddings, dilations = geometry
+    return ConvolutionSignature(operation, image, kernel, response, strides, paddings, dilations, dtype, last)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -39,6 +39,8 @@ def installed_libraries() -> CudnnLibraries:
     patterns = {
         "nvidia-cuda-runtime": ("cuda_runtime/lib/libcudart.so.*", "cu1*/lib/libcudart.so.*"),
         "nvidia-cuda-nvrtc": ("cuda_nvrtc/lib/libnvrtc.so.*", "cu1*/lib/libnvrtc.so.*"),
+        # cuDNN ends its process where it does not find this one, which may lie in another folder.
+        "nvidia-cublas": ("cublas/lib/libcublasLt.so.*", "cu1*/lib/libcublasLt.so.*"),
         "nvidia-cudnn": ("cudnn/lib/libcudnn.so.9",),
     }
     paths = {name: _first(folders, choices) for name, choices in patterns.items()}

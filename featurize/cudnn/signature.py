@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +59,13 @@ class ConvolutionSignature(NamedTuple):
     def to_text(self) -> str:
         """Return the signature as one line, its key on disk."""
         return json.dumps(self, separators=(",", ":"))
+
+
+def signature_of(content: Sequence[Any]) -> ConvolutionSignature:
+    """Return a signature from the lists that JSON makes of one."""
+    operation, *sizes, dtype, channels_last = content
+    image, kernel, response, stride, padding, dilation = map(tuple, sizes)
+    return ConvolutionSignature(operation, image, kernel, response, stride, padding, dilation, dtype, channels_last)
 
 
 @dataclass(frozen=True, kw_only=True)
