@@ -24,6 +24,14 @@ EXTRAS = {
     },
     "farm": {"ray": "ray", "pynvml": "nvidia-ml-py", "psutil": "psutil"},
     "serve": {"prometheus_client": "prometheus_client"},
+    # Wheels of libraries have no modules: `featurize.cudnn.libraries` looks for their files, of CUDA 12 or 13.
+    "cudnn": {
+        "cudnn": "nvidia-cudnn-frontend",
+        "nvidia.cudnn": "nvidia-cudnn-cu12",
+        "nvidia.cuda_runtime": "nvidia-cuda-runtime-cu12",
+        "nvidia.cuda_nvrtc": "nvidia-cuda-nvrtc-cu12",
+        "nvidia.cublas": "nvidia-cublas-cu12",
+    },
 }
 # What the commands of a package need before they can read their own arguments.
 _FROM_THE_START = {
@@ -51,6 +59,15 @@ def naming_the_extra() -> Iterator[None]:
         if (advice := advice_for(error)) is None:
             raise
         raise EnvironmentProblem(advice) from error
+
+
+def missing_from_extra(extra: str) -> str | None:
+    """Return one line on the modules of an extra that are not installed; None where all are there."""
+    modules = {name: package for name, package in EXTRAS[extra].items() if "." not in name}
+    missing = [package for name, package in modules.items() if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install 'gpufarm[{extra}]'"
 
 
 def missing_from(package: str) -> str | None:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from conf.units import MIB
 from featurize import cudnn_rnn
+from featurize.cudnn.convolution_calls import backward_operation, forward_operation
+from featurize.cudnn.signature import ConvolutionSignature
 from featurize.device_spec import DeviceSpec
 
 CUBLAS = "cublas"
 
-# cuDNN does not say which algorithm it picks, nor how much that takes, without a GPU to ask. Assumed for 2-d
+# Where cuDNN itself is not asked (`featurize.cudnn`), which is the default, this is assumed of its 2-d
 # convolutions that are not channels last: kernels for the tensor cores read and write channels-last copies, which lie
 # in the workspace. 1x1 kernels are plain products and take none; depthwise ones in fp32 are PyTorch's own. How many
 # copies there are was chosen, from some dozens of combinations, by what explains the peaks of some 650 measured models
@@ -40,6 +42,7 @@ class LibraryCall(NamedTuple):
     channels_last: bool = False
     groups: int = 1
     nbytes: int = 0  # where it is known already
+    convolution: ConvolutionSignature | None = None  # of cuDNN's; None also where PyTorch runs its own kernel
 
     @property
     def spare(self) -> bool:
@@ -94,18 +97,29 @@ def cublas_workspace_bytes(spec: DeviceSpec) -> int:
 def _convolution(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     x, weight = args[:2]
     shapes = (tuple(x.shape), tuple(weight.shape), tuple(outputs[0].shape))
-    return (_conv("conv_forward", shapes, x, weight, args[8]),)
+    return (_conv("conv_forward", shapes, x, weight, args[8], forward_operation(args, outputs[0])),)
 
 
 def _convolution_backward(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
     grad, x, weight = args[:3]
     shapes = (tuple(x.shape), tuple(weight.shape), tuple(grad.shape))
     wanted = zip(("conv_backward_data", "conv_backward_weight"), args[10], strict=False)
-    return tuple(_conv(kind, shapes, x, weight, args[9]) for kind, needed in wanted if needed)
+    return tuple(
+        _conv(kind, shapes, x, weight, args[9], backward_operation(args, kind == "conv_backward_weight"))
+        for kind, needed in wanted if needed
+    )  # fmt: skip
 
 
-def _conv(kind: str, shapes: tuple[tuple[int, ...], ...], x: Tensor, weight: Tensor, groups: int) -> LibraryCall:
-    return LibraryCall(kind, shapes, x.element_size(), channels_last(x, weight), groups)
+def _conv(
+    kind: str,
+    shapes: tuple[tuple[int, ...], ...],
+    x: Tensor,
+    weight: Tensor,
+    groups: int,
+    convolution: ConvolutionSignature | None,
+) -> LibraryCall:
+    last = channels_last(x, weight)
+    return LibraryCall(kind, shapes, x.element_size(), last, groups, convolution=convolution)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from conf.units import MIB
 from featurize.allocator import CachingAllocator, OutOfMemory
@@ -17,6 +17,9 @@ from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import CUDNN_MIB
 from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.step_trace import BLOCK_KINDS, StepTrace
+
+if TYPE_CHECKING:
+    from featurize.cudnn.workspaces import ConvolutionWorkspace
 
 
 class Moment(NamedTuple):
@@ -42,6 +45,7 @@ class MemoryProfile:
     peak_operator, peak_module   what took memory at that moment
     retries         times that cached memory had to be given back
     timeline        every moment, in order; empty unless asked for
+    workspaces      what each distinct convolution takes and how that is known; empty where all are guessed
     """
 
     fits: bool
@@ -55,6 +59,7 @@ class MemoryProfile:
     peak_parts: Mapping[str, int]
     peak_modules: Mapping[str, int]
     timeline: tuple[Moment, ...] = field(default=(), repr=False)
+    workspaces: Mapping[LibraryCall, ConvolutionWorkspace] = field(default_factory=dict, repr=False)
 
 
 def loads_cudnn(trace: StepTrace) -> bool:
@@ -76,6 +81,7 @@ def replay(
     allocator: AllocatorSettings | None = None,
     timeline: bool = False,
     taken_mib: float | None = None,
+    workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None = None,
 ) -> MemoryProfile:
     """Replay a trace's set-up and both steps through the caching allocator of one GPU model.
 
@@ -84,8 +90,10 @@ def replay(
     PyTorch. Assumes one stream, and a process that did nothing before. With `cudnn_benchmark`, PyTorch empties its
     cache after it has tried a convolution's algorithms for the first time; what the tried ones take is assumed to be
     what the chosen one takes.
+    `workspaces` has what convolutions take (`featurize.cudnn.workspaces`), else it is guessed; of several sizes, the
+    largest that fits is taken.
     """
-    run = _Run(trace, spec, cudnn_benchmark, allocator, None)
+    run = _Run(trace, spec, cudnn_benchmark, allocator, None, workspaces)
     run.play(timeline)
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
@@ -93,7 +101,7 @@ def replay(
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
     fits = run.allocator.peak_reserved_bytes <= capacity and not limits
     if not fits:
-        limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity)
+        limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces)
         try:
             limited.play(timeline)
         except OutOfMemory:
@@ -106,8 +114,17 @@ def replay(
 class _Run:
     """One pass over the events."""
 
-    def __init__(self, trace: StepTrace, spec: DeviceSpec, cudnn_benchmark: bool, settings, capacity) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        spec: DeviceSpec,
+        cudnn_benchmark: bool,
+        settings: AllocatorSettings | None,
+        capacity: int | None,
+        workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None,
+    ) -> None:
         self.trace, self.spec, self.cudnn_benchmark = trace, spec, cudnn_benchmark
+        self.workspaces = workspaces or {}
         total = None if capacity is None else int(spec.memory_mib * MIB)
         self.allocator = CachingAllocator(capacity, settings, total_bytes=total)
         self.moments: list[Moment] = []
@@ -127,12 +144,7 @@ class _Run:
             elif nbytes < 0:
                 free(placed.pop(block))
             elif (call := blocks[block].call) is not None:
-                workspace = self._size_of(call)
-                try:
-                    handle = allocate(workspace)  # None: it takes nothing
-                except OutOfMemory:
-                    if not call.spare:  # else it does without
-                        raise
+                handle, workspace = self._take(call)  # None: it takes nothing, or does without
             if allocator.allocated_bytes > self.peak:
                 self.peak, self.peak_at = allocator.allocated_bytes, index
                 self.peak_workspace = 0 if call is not None and call.kind == CUBLAS else workspace
@@ -141,9 +153,11 @@ class _Run:
                 self.moments.append(moment)
             if call is not None and call.kind != CUBLAS:
                 free(handle)
-                if self.cudnn_benchmark and call.spare and call not in self._tried:
-                    self._tried.add(call)
-                    allocator.empty_cache()
+                if self.cudnn_benchmark and call.spare:
+                    tried = call if self.workspaces else call._replace(convolution=None)
+                    if tried not in self._tried:
+                        self._tried.add(tried)
+                        allocator.empty_cache()
 
     def profile(self, fits: bool) -> MemoryProfile:
         """What was found, after `play`."""
@@ -172,10 +186,25 @@ class _Run:
             peak_parts=parts,
             peak_modules={name: nbytes for name, nbytes in modules.most_common() if nbytes},
             timeline=tuple(self.moments),
+            workspaces=self.workspaces,
         )
 
     def _size_of(self, call: LibraryCall) -> int:
         nbytes = self._sizes.get(call)
         if nbytes is None:
-            nbytes = self._sizes[call] = workspace_bytes(call, self.spec)
+            answer = self.workspaces.get(call)
+            nbytes = workspace_bytes(call, self.spec) if answer is None else answer.sizes[0]
+            self._sizes[call] = nbytes
         return nbytes
+
+    def _take(self, call: LibraryCall) -> tuple[int | None, int]:
+        """The block and its bytes: the size that is tried first, where it does not fit the next, then none."""
+        nbytes = self._size_of(call)
+        answer = self.workspaces.get(call)
+        for size in (nbytes, *(answer.sizes[1:] if answer is not None else ())):
+            try:
+                return self.allocator.allocate(size), size
+            except OutOfMemory:
+                if not call.spare:
+                    raise
+        return None, nbytes

@@ -122,6 +122,10 @@ class EstimateSettings(TrainingKeys):
         "what lies outside PyTorch's allocator: current (CUDA 12, lazy loading), eager, described, or a file of "
         "learn.calibrate; default the one calibrated for this GPU in the data folder, else current",
     )
+    workspaces: str | None = key(
+        None,
+        "of convolutions, in the trace: guessed, or cudnn: asks cuDNN, without a GPU (extra cudnn); default guessed",
+    )
     find: str | None = key(
         None,
         "for model and config: largest_batch (that fits the device), or devices (that the job fits); default one "
@@ -225,6 +229,7 @@ def entry(settings: EstimateSettings) -> int:
         **({} if batches is None else {"batches": batches}),
         "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
         "data": settings.data, "allocator": settings.allocator, "input_dtype": input_dtype,
+        "workspaces": settings.workspaces,
         **{name: getattr(settings, name) for name in SETTINGS},
     }  # fmt: skip
     if settings.find is not None:
@@ -247,7 +252,9 @@ def entry(settings: EstimateSettings) -> int:
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    if given := [name for name in (*SETTINGS, "allocator", "report") if getattr(settings, name) is not None]:
+    if given := [
+        name for name in (*SETTINGS, "allocator", "workspaces", "report") if getattr(settings, name) is not None
+    ]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
         raise UsageError("configs=FILE prints one JSON object a line: give format=json with it")

@@ -37,6 +37,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
         data=settings.data,
         loop=settings.loop,
         machine=settings.machine,
+        workspaces=settings.workspaces,
         report=settings.report,
         name=title,
         time_limit_s=settings.time_limit_s,

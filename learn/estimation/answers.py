@@ -133,6 +133,7 @@ class Question:
     data: Data | None = None
     loop: str | None = None
     machine: str | MachineProfile | None = None
+    workspaces: str | None = None
 
     @naming_the_extra()
     @_as_a_training_script()
@@ -202,6 +203,11 @@ class Question:
                 timeline=timeline,
             )  # fmt: skip
             gathered.move(traced.step.peak_memory_mib - described_mib)
+            if self.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
+                traced = placed(
+                    traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
+                    timeline=timeline, workspaces=self.workspaces,
+                )  # fmt: skip
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
@@ -278,6 +284,12 @@ def _assembled(
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
             notes.append(_of_mix(mix, job.shape_text(), traced))
+        if memory.workspaces:
+            from featurize.cudnn.workspaces import workspaces_note
+
+            notes.append(workspaces_note(memory.workspaces))
+            if by["memory"] != "trace":
+                notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"

@@ -22,7 +22,7 @@ from featurize.trial_config import TRAINING_FIELDS
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, Question
 from learn.estimation.loops import require_loop
-from learn.estimation.on_machine import machine_for
+from learn.estimation.on_machine import machine_for, require_workspaces
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,7 @@ def estimate(
     trust: Sequence[str] = (),
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    workspaces: str | None = None,
     **training: Any,
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -109,6 +110,8 @@ def estimate(
         machine: What lies outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager` (all kernels
             loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
             file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
+        workspaces: What convolutions take while they run: `guessed` (the default), or `cudnn`: cuDNN itself is asked,
+            without a GPU (extra `cudnn`). It changes the trace's figures; models were fitted on guessed ones.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -138,7 +141,10 @@ def estimate(
     given = training_settings(given, settings)
     of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
     if method == "fast":
-        traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
+        traced_only = {
+            "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
+            **of_modules,
+        }  # fmt: skip
         config = _config_for_fast(model, given, traced_only)
         from learn.estimation.fast_estimates import fast_estimates
 
@@ -151,6 +157,7 @@ def estimate(
     question = question_of(
         model, inputs, batches=batches, training=given, allocator=allocator, estimator=estimator, data=data,
         input_dtype=input_dtype, target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
+        workspaces=workspaces,
     )  # fmt: skip
     done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
@@ -290,6 +297,7 @@ def question_of(
     trust: Sequence[str] = (),
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    workspaces: str | None = None,
 ) -> Question:
     """Return what `estimate` is asked, checked; nothing is built or traced.
 
@@ -334,5 +342,6 @@ def question_of(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
     return Question(
-        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine
-    )
+        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
+        workspaces=require_workspaces(workspaces),
+    )  # fmt: skip

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
-_OF_QUESTION = ("allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine")
+_OF_QUESTION = (
+    "allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine", "workspaces",
+)  # fmt: skip
 _OF_ESTIMATE = ("method", "report")
 
 

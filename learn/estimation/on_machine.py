@@ -6,6 +6,7 @@ Start reading at `placed`; `featurize.machine` describes machines, `learn.calibr
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,12 @@ from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
 
 if TYPE_CHECKING:
+    from featurize.cudnn.workspaces import ConvolutionWorkspace
+    from featurize.library_calls import LibraryCall
     from learn.traced import TracedStep
     from warehouse.folder import DataFolder
+
+GUESSED, CUDNN = WORKSPACES = ("guessed", "cudnn")  # who says what convolutions take
 
 
 def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
@@ -59,10 +64,12 @@ def placed(
     cudnn_benchmark: bool,
     allocator: AllocatorSettings | None,
     timeline: bool,
+    workspaces: str | None = None,
 ) -> TracedStep:
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
-    The step is replayed anew only where the capacity that differs can matter.
+    The step is replayed anew only where the capacity that differs can matter, and with `workspaces="cudnn"`: cuDNN is
+    asked here about its convolutions. Raises `EnvironmentProblem` where that cannot be done.
     """
     from featurize.replay import loads_cudnn, replay
     from learn.traced import breakdown
@@ -71,10 +78,11 @@ def placed(
     memory = traced.memory
     taken_mib = process_mib + on.other_mib
     near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
-    if near_limit:
+    asked = _asked(traced, device, cudnn_benchmark) if workspaces == CUDNN else None
+    if near_limit or asked is not None:
         memory = replay(
             traced.trace, device, cudnn_benchmark=cudnn_benchmark, allocator=allocator, timeline=timeline,
-            taken_mib=taken_mib,
+            taken_mib=taken_mib, workspaces=asked,
         )  # fmt: skip
     step = replace(
         traced.step,
@@ -84,3 +92,27 @@ def placed(
         fits=memory.fits,
     )
     return replace(traced, memory=memory, step=step, breakdown=breakdown(memory, process_mib, on.other_mib))
+
+
+def require_workspaces(given: object) -> str | None:
+    """Return who says what convolutions take: a name of `WORKSPACES`, or None.
+
+    Raises:
+        UsageError: An unknown name.
+        EnvironmentProblem: cuDNN is not installed; the message names the extra.
+    """
+    if given is None or given == GUESSED:
+        return None
+    if given != CUDNN:
+        raise unknown_name("workspaces", given, WORKSPACES)
+    from featurize.cudnn.libraries import installed_libraries
+
+    installed_libraries()
+    return CUDNN
+
+
+def _asked(traced: TracedStep, device: DeviceSpec, benchmark: bool) -> Mapping[LibraryCall, ConvolutionWorkspace]:
+    from featurize.cudnn.oracle import oracle_for
+    from featurize.cudnn.workspaces import convolution_workspaces, search_settings
+
+    return convolution_workspaces(traced.trace, device, oracle_for(device), search_settings(benchmark=benchmark))

@@ -25,7 +25,7 @@ from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, Question
 from learn.estimation.loops import require_loop
-from learn.estimation.on_machine import machine_for
+from learn.estimation.on_machine import machine_for, require_workspaces
 from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def estimate_script(
     data: Data | None = None,
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    workspaces: str | None = None,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
@@ -93,7 +94,7 @@ def estimate_script(
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
-        machine: As in `learn.estimate`.
+        machine, workspaces: As in `learn.estimate`.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
@@ -119,6 +120,7 @@ def estimate_script(
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
     on = machine_for(machine, spec, data)
+    workspaces = require_workspaces(workspaces)
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
@@ -126,7 +128,9 @@ def estimate_script(
         page = checked_path(Path(report))
     record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
     job = _workload(record, name or parsed.name)
-    question = Question(job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on)
+    question = Question(
+        job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces
+    )
     done, traced = question.answered(spec, timeline=page is not None)
     notes = tuple(_notes(record))
     done = replace(done, warnings=(*notes, *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.plain_text import one_line
+from featurize.cudnn.signature import ConvolutionSignature, require_signature
 from featurize.library_calls import LibraryCall
 from featurize.step_trace import BLOCK_KINDS, PHASES, Block, Event, Operator, StepTrace
 
@@ -159,9 +160,20 @@ def _block(row: Any) -> Block:
 def _call(row: Any) -> LibraryCall | None:
     if row is None:
         return None
-    kind, shapes, element_bytes, channels_last, groups, nbytes = row
+    kind, shapes, element_bytes, channels_last, groups, nbytes, convolution = row
     return LibraryCall(
-        _text(kind), _shapes(shapes), _count(element_bytes), bool(channels_last), _count(groups), _count(nbytes)
+        _text(kind), _shapes(shapes), _count(element_bytes), bool(channels_last), _count(groups), _count(nbytes),
+        None if convolution is None else _convolution(convolution),
+    )  # fmt: skip
+
+
+def _convolution(row: Any) -> ConvolutionSignature:
+    operation, *sizes, dtype, channels_last = row
+    image, kernel, response, stride, padding, dilation = _shapes(sizes)
+    return require_signature(
+        ConvolutionSignature(
+            _text(operation), image, kernel, response, stride, padding, dilation, _text(dtype), bool(channels_last)
+        )
     )
 
 

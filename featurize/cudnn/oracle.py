@@ -1,0 +1,192 @@
+"""Asks cuDNN in a process of its own, and remembers what it answers.
+
+Start reading at `CudnnOracle.answers`; `oracle_for` gives the one of a GPU model. A crash or a hang of the library
+costs the query that caused it: the process is started anew for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import EnvironmentProblem
+from featurize.cudnn.answer_cache import AnswerCache, cache_path
+from featurize.cudnn.device_properties import device_properties
+from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
+from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
+from featurize.device_spec import DeviceSpec
+
+START_S = 60.0  # for the process to load its libraries; an idle machine takes one second
+QUERY_S = 20.0  # for one query; an idle machine takes milliseconds
+MOST_FAILURES = 3  # ends of the process in one call, after which the rest is left unanswered
+HUNG = "cuDNN did not answer in time"
+CRASHED = "the query ended cuDNN's process"
+NOT_ASKED = "cuDNN's process ended too often"
+
+_CHILD = str(Path(__file__).with_name("child.py"))
+
+
+class CudnnOracle:
+    """cuDNN's answers for one GPU model.
+
+    Args:
+        libraries: What the process loads.
+        device: The GPU model.
+        cache: Where answers are kept; None keeps none.
+        command: The process; the default is `child.py` under this Python.
+        query_s: Seconds for one query.
+    """
+
+    def __init__(
+        self,
+        libraries: CudnnLibraries,
+        device: DeviceSpec,
+        cache: AnswerCache | None,
+        *,
+        command: Sequence[str] = (sys.executable, "-P", _CHILD),
+        query_s: float = QUERY_S,
+    ) -> None:
+        self.version = libraries.version
+        self._libraries, self._cache = libraries, cache
+        self._properties = device_properties(device)
+        self._command, self._query_s = tuple(command), query_s
+        self._process: _CudnnProcess | None = None
+        self._lock = threading.Lock()
+
+    def answers(
+        self, signatures: Iterable[ConvolutionSignature], search: SearchSettings
+    ) -> dict[ConvolutionSignature, OracleAnswer]:
+        """Return an answer for each signature; one that has no plan says why.
+
+        Raises:
+            EnvironmentProblem: The process does not start: its libraries cannot be loaded.
+        """
+        wanted = list(dict.fromkeys(signatures))
+        asked = json.dumps([self.version, self._properties, search.to_text()])
+        known = self._cache.read(asked, wanted) if self._cache is not None else {}
+        if missing := [signature for signature in wanted if signature not in known]:
+            with self._lock:
+                fresh = self._ask(missing, search)
+            lasting = {
+                signature: answer for signature, answer in fresh.items() if answer.problem not in (HUNG, NOT_ASKED)
+            }
+            if self._cache is not None and lasting:
+                self._cache.write(asked, lasting)
+            known |= fresh
+        return known
+
+    def close(self) -> None:
+        """End the process, if one runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def _ask(
+        self, signatures: list[ConvolutionSignature], search: SearchSettings
+    ) -> dict[ConvolutionSignature, OracleAnswer]:
+        answers: dict[ConvolutionSignature, OracleAnswer] = {}
+        failures = 0
+        for signature in signatures:
+            if failures >= MOST_FAILURES:
+                answers[signature] = OracleAnswer(problem=NOT_ASKED)
+                continue
+            if self._process is not None and self._process.owner != os.getpid():
+                self._process = None  # of the process that this one was forked from
+            if self._process is None:
+                self._process = _CudnnProcess(self._command, self._libraries, self._properties)
+            query = {"signature": signature, "search": vars(search)}
+            try:
+                answers[signature] = answer_of(self._process.asked(query, self._query_s))
+            except (_NoAnswer, ValueError) as error:
+                failures += 1
+                self.close()
+                answers[signature] = OracleAnswer(problem=HUNG if isinstance(error, _Hung) else CRASHED)
+        return answers
+
+
+@functools.lru_cache(maxsize=16)
+def oracle_for(device: DeviceSpec) -> CudnnOracle:
+    """Return the oracle of a GPU model, which keeps its process until this one ends.
+
+    Raises:
+        EnvironmentProblem: The libraries are not installed; the message names the extra.
+        UsageError: A compute capability that cuDNN cannot be asked about.
+    """
+    return CudnnOracle(installed_libraries(), device, AnswerCache(cache_path()))
+
+
+class _NoAnswer(Exception):
+    """The process ended."""
+
+
+class _Hung(_NoAnswer):
+    """It did not answer in time."""
+
+
+class _CudnnProcess:
+    """The process and its two pipes: a line of JSON each way a query."""
+
+    def __init__(self, command: Sequence[str], libraries: CudnnLibraries, properties: dict[str, Any]) -> None:
+        self.owner = os.getpid()
+        self._unread = b""
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # the libraries list every function of the driver that they miss
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is the parent's; the end of its pipe ends the process
+        )
+        try:
+            opened = self.asked({"libraries": libraries.paths, "device": properties}, START_S)
+        except _NoAnswer as error:
+            self.end()
+            raise EnvironmentProblem(
+                f"cuDNN {libraries.version} cannot be asked: its process does not start"
+            ) from error
+        if problem := opened.get("problem"):
+            self.end()
+            raise EnvironmentProblem(f"cuDNN {libraries.version} cannot be asked: {problem}")
+
+    def asked(self, query: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return what it answers. Raises `_NoAnswer`, and `ValueError` for a line that is no answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(query).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise _NoAnswer from error
+        deadline = time.monotonic() + seconds
+        descriptor = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise _Hung
+            if not (part := os.read(descriptor, 65536)):
+                raise _NoAnswer
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        content = json.loads(line)
+        if not isinstance(content, dict):
+            raise ValueError("an answer is a mapping")
+        return content
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,154 @@
+"""What cuDNN is asked about one convolution, and what it answers: plain values, without torch.
+
+Start reading at `ConvolutionSignature`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from conf.errors import UsageError, unknown_name
+
+OPERATIONS = ("forward", "data_gradient", "weight_gradient")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+HEURISTICS = ("A", "B")
+
+
+class ConvolutionSignature(NamedTuple):
+    """One operation of cuDNN. Shapes have a batch and a channel dimension, and 2 or 3 spatial ones.
+
+    `image`, `kernel` and `response` are those of the convolution, whatever the operation computes: of a transposed
+    convolution, `image` is its output. Groups follow from the channels of image and kernel.
+    """
+
+    operation: str  # one of OPERATIONS
+    image: tuple[int, ...]
+    kernel: tuple[int, ...]
+    response: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    dtype: str  # one of DTYPES, of all three tensors
+    channels_last: bool
+
+    @property
+    def groups(self) -> int:
+        """Groups of channels."""
+        return self.image[1] // self.kernel[1]
+
+    @property
+    def layout(self) -> str:
+        """The layout in which cuDNN is given the tensors, as it names it."""
+        spatial = "dhw"[-(len(self.image) - 2) :]
+        return f"n{spatial}c" if self.channels_last else f"nc{spatial}"
+
+    def strides_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the strides, in elements, of a tensor of that shape in the signature's layout."""
+        order = [0, *range(2, len(shape)), 1] if self.channels_last else list(range(len(shape)))
+        strides = [0] * len(shape)
+        step = 1
+        for dimension in reversed(order):
+            strides[dimension] = step
+            step *= shape[dimension]
+        return tuple(strides)
+
+    def to_text(self) -> str:
+        """Return the signature as one line, its key on disk."""
+        return json.dumps(self, separators=(",", ":"))
+
+
+def signature_of(content: Sequence[Any]) -> ConvolutionSignature:
+    """Return a signature from the lists that JSON makes of one."""
+    operation, *sizes, dtype, channels_last = content
+    image, kernel, response, stride, padding, dilation = map(tuple, sizes)
+    return ConvolutionSignature(operation, image, kernel, response, stride, padding, dilation, dtype, channels_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """How PyTorch looks for an engine (ATen/native/cudnn/Conv_v8.cpp).
+
+    Args:
+        heuristics: `A` (cuDNN's INSTANT, PyTorch's default) or `B` (`TORCH_CUDNN_USE_HEURISTIC_MODE_B=1`).
+        allow_tf32: `torch.backends.cudnn.allow_tf32`, True by default.
+        deterministic: `torch.backends.cudnn.deterministic`, or deterministic algorithms, False by default.
+        benchmark: `torch.backends.cudnn.benchmark`: several engines are tried, the fallbacks too.
+
+    Raises:
+        UsageError: An unknown heuristic.
+    """
+
+    heuristics: str = "A"
+    allow_tf32: bool = True
+    deterministic: bool = False
+    benchmark: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heuristics not in HEURISTICS:
+            raise unknown_name("heuristics", self.heuristics, HEURISTICS)
+
+    def to_text(self) -> str:
+        """Return the settings as one line, a part of an answer's key on disk."""
+        chosen = [name for name in ("allow_tf32", "deterministic", "benchmark") if getattr(self, name)]
+        return " ".join((self.heuristics, *chosen))
+
+
+class EnginePlan(NamedTuple):
+    """One engine configuration that builds for a device, and the bytes that it takes while it runs."""
+
+    engine: str
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleAnswer:
+    """What cuDNN answered about one signature.
+
+    plans     the configurations that build, in the order in which PyTorch tries them: the first alone, or with
+              `benchmark` as many as PyTorch measures
+    problem   why there is none: cuDNN has no engine, or the query ended its process; empty otherwise
+    """
+
+    plans: tuple[EnginePlan, ...] = ()
+    problem: str = ""
+
+    def largest_within(self, limit_bytes: float = math.inf) -> int | None:
+        """Return the largest workspace, in bytes, that is tried within a limit; None where no plan is within it."""
+        return max((plan.workspace_bytes for plan in self.plans if plan.workspace_bytes <= limit_bytes), default=None)
+
+    def to_json(self) -> str:
+        """Return the answer as one line."""
+        return json.dumps({"plans": self.plans, "problem": self.problem}, separators=(",", ":"))
+
+
+def answer_of(content: Any) -> OracleAnswer:
+    """Return an answer from what `json.loads` gave. Raises `ValueError` for what is none."""
+    try:
+        plans = tuple(EnginePlan(engine, nbytes) for engine, nbytes in content["plans"])
+        problem = content["problem"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError("no answer about a convolution") from error
+    valid = all(isinstance(p.engine, str) and type(p.workspace_bytes) is int and p.workspace_bytes >= 0 for p in plans)
+    if not valid or not isinstance(problem, str) or bool(plans) == bool(problem):
+        raise ValueError("an answer about a convolution with impossible values")
+    return OracleAnswer(plans=plans, problem=problem)
+
+
+def require_signature(signature: ConvolutionSignature) -> ConvolutionSignature:
+    """Return the signature. Raises `UsageError` for one that no convolution has."""
+    dimensions = len(signature.image)
+    shapes = (signature.image, signature.kernel, signature.response)
+    if signature.operation not in OPERATIONS:
+        raise unknown_name("operation", signature.operation, OPERATIONS)
+    if signature.dtype not in DTYPES:
+        raise unknown_name("dtype", signature.dtype, DTYPES)
+    lengths = {len(values) for values in (signature.stride, signature.padding, signature.dilation)}
+    if dimensions not in (4, 5) or any(len(shape) != dimensions for shape in shapes) or lengths != {dimensions - 2}:
+        raise UsageError("a convolution has shapes of 4 or 5 dimensions, and a stride for each spatial one")
+    if min(map(min, shapes)) < 1 or signature.image[1] % signature.kernel[1]:
+        raise UsageError("a convolution has sizes >= 1, and channels that its groups divide")
+    return signature

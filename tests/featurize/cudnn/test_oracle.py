@@ -1,0 +1,152 @@
+"""cuDNN is asked in a process whose crashes and hangs cost one query, and its answers are kept."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf.errors import EnvironmentProblem, UsageError
+from featurize.cudnn import libraries
+from featurize.cudnn.answer_cache import AnswerCache
+from featurize.cudnn.device_properties import device_properties
+from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
+from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, CudnnOracle
+from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
+from featurize.device_spec import device_names, load_device
+from tests.featurize.cudnn.cudnn_library import needs_cudnn
+from tests.featurize.cudnn.stand_in_child import CRASHES, HANGS, NONSENSE
+
+A100 = load_device("A100-SXM4-40GB")
+CHILD = Path(__file__).with_name("stand_in_child.py")
+SEARCH = SearchSettings()
+
+
+def signature(size, **changes):
+    given = ConvolutionSignature(
+        "forward", (8, 64, 200, 200), (64, 64, size, size), (8, 64, 200, 200), (1, 1), (1, 1), (1, 1), "float32", False
+    )
+    return given._replace(**changes)
+
+
+@pytest.fixture
+def oracle_of(tmp_path):
+    """Makes oracles with the stand-in process, which appends what it was asked to the file `asked`."""
+    opened = []
+
+    def make(version="9.28.0", cache=None, query_s=20.0):
+        command = (sys.executable, str(CHILD), str(tmp_path / "asked"))
+        opened.append(CudnnOracle(CudnnLibraries(version, ()), A100, cache, command=command, query_s=query_s))
+        return opened[-1]
+
+    yield make
+    for oracle in opened:
+        oracle.close()
+
+
+def asked(tmp_path):
+    return (tmp_path / "asked").read_text().split()
+
+
+def test_a_crash_costs_the_query_that_caused_it(oracle_of):
+    answers = oracle_of().answers(map(signature, (3, CRASHES, 5)), SEARCH)
+    assert [answer.problem for answer in answers.values()] == ["", CRASHED, ""]
+    assert answers[signature(5)].plans[0] == ("eng5", 5120)
+
+
+def test_a_hang_costs_the_query_that_caused_it(oracle_of):
+    answers = oracle_of(query_s=0.2).answers(map(signature, (HANGS, 5)), SEARCH)
+    assert answers[signature(HANGS)].problem == HUNG
+
+
+def test_an_answer_that_is_none_costs_its_query(oracle_of):
+    answers = oracle_of().answers(map(signature, (NONSENSE, 5)), SEARCH)
+    assert [answer.problem for answer in answers.values()] == [CRASHED, ""]
+
+
+def test_a_library_that_ends_again_and_again_is_left_alone(oracle_of):
+    crashing = [signature(CRASHES, padding=(n, n)) for n in range(5)]
+    problems = [answer.problem for answer in oracle_of().answers(crashing, SEARCH).values()]
+    assert problems == [CRASHED] * 3 + [NOT_ASKED] * 2
+
+
+def test_a_process_that_does_not_start_is_one_message():
+    oracle = CudnnOracle(CudnnLibraries("9.28.0", ()), A100, None, command=(sys.executable, "-c", ""))
+    with pytest.raises(EnvironmentProblem, match=r"cuDNN 9\.28\.0 cannot be asked: its process does not start"):
+        oracle.answers([signature(3)], SEARCH)
+
+
+def test_an_answer_is_asked_for_once_by_version_and_search(oracle_of, tmp_path):
+    cache = AnswerCache(tmp_path / "deep" / "cudnn.sqlite")
+    first = oracle_of(cache=cache).answers([signature(3)], SEARCH)
+    assert oracle_of(cache=cache).answers([signature(3)], SEARCH) == first
+    assert asked(tmp_path) == ["3"]
+    oracle_of(version="9.8.0", cache=cache).answers([signature(3)], SEARCH)
+    oracle_of(cache=cache).answers([signature(3)], SearchSettings(heuristics="B"))
+    assert asked(tmp_path) == ["3", "3", "3"]
+
+
+def test_a_hang_is_not_kept_but_a_crash_is(oracle_of, tmp_path):
+    cache = AnswerCache(tmp_path / "cudnn.sqlite")
+    oracle_of(cache=cache, query_s=0.2).answers(map(signature, (HANGS, CRASHES)), SEARCH)
+    kept = oracle_of(cache=cache).answers([signature(CRASHES)], SEARCH)
+    assert kept[signature(CRASHES)].problem == CRASHED and not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("content", [b"no database", b""])
+def test_a_damaged_cache_is_as_none(oracle_of, tmp_path, content):
+    path = tmp_path / "cudnn.sqlite"
+    path.write_bytes(content)
+    assert oracle_of(cache=AnswerCache(path)).answers([signature(3)], SEARCH)[signature(3)].plans
+
+
+def test_two_processes_write_the_same_cache(oracle_of, tmp_path):
+    first, second = (AnswerCache(tmp_path / "cudnn.sqlite") for _ in range(2))
+    oracle_of(cache=first).answers(map(signature, (3, 5)), SEARCH)
+    oracle_of(cache=second).answers(map(signature, (5, 7)), SEARCH)
+    key = list(first.read("other", [signature(3)]))
+    assert not key and asked(tmp_path) == ["3", "5", "7"]
+
+
+def test_every_described_device_can_be_described_to_cudnn():
+    for name in device_names():
+        properties = device_properties(load_device(name))
+        assert properties["maxThreadsPerSM"] >= properties["maxThreadsPerBlock"] and properties["smClockRateKHz"] > 1e6
+    a100 = device_properties(A100)
+    assert (a100["deviceVer"], a100["maxSharedMemoryPerBlockOptin"], a100["smClockRateKHz"]) == (800, 166912, 1410590)
+
+
+def test_an_unknown_compute_capability_lists_the_known_ones():
+    from dataclasses import replace
+
+    with pytest.raises(UsageError, match=r"compute capability 5\.2; known are 7\.0, 7\.5, 8\.0"):
+        device_properties(replace(A100, compute_capability=(5, 2)))
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setattr(libraries, "missing_from_extra", lambda extra: f"x is not installed: {extra}")
+    with pytest.raises(EnvironmentProblem, match="x is not installed: cudnn"):
+        installed_libraries()
+
+
+@needs_cudnn
+def test_cudnn_itself_answers_for_a_gpu_that_is_not_there():
+    oracle = CudnnOracle(installed_libraries(), A100, None)
+    plain = signature(3)
+    half = signature(3, dtype="bfloat16", channels_last=True)
+    gradient = signature(3, operation="weight_gradient")
+    impossible = signature(3, response=(8, 64, 7, 7))
+    volume = plain._replace(
+        image=(2, 8, 9, 9, 9), kernel=(8, 8, 3, 3, 3), response=(2, 8, 9, 9, 9), stride=(1,) * 3, padding=(1,) * 3,
+        dilation=(1,) * 3,
+    )  # fmt: skip
+    try:
+        answers = oracle.answers([plain, half, gradient, volume, impossible], SEARCH)
+        exact = oracle.answers([plain], SearchSettings(allow_tf32=False))[plain]
+        measured = oracle.answers([plain], SearchSettings(benchmark=True))[plain]
+    finally:
+        oracle.close()
+    assert [bool(answer.plans) for answer in answers.values()] == [True, True, True, True, False]
+    assert answers[half].plans[0].workspace_bytes < answers[plain].plans[0].workspace_bytes  # nothing to transpose
+    assert exact.plans[0].engine != answers[plain].plans[0].engine
+    assert 1 < len(measured.plans) <= 10 and measured.plans[0] == answers[plain].plans[0]
+    assert measured.largest_within(0) in (0, None) and measured.largest_within() >= measured.plans[0].workspace_bytes

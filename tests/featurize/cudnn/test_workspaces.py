@@ -1,0 +1,128 @@
+"""What a trace asks cuDNN about its convolutions, and what a replay makes of the answers."""
+
+import pytest
+import torch
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings, require_signature
+from featurize.cudnn.workspaces import convolution_workspaces, workspaces_note
+from featurize.device_spec import load_device
+from featurize.replay import replay
+from featurize.trace import trace_step
+from learn import estimate
+from tests.featurize.cudnn.cudnn_library import needs_cudnn
+
+A100 = load_device("A100-SXM4-40GB")
+
+
+class Network(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x).flatten(2).mean(2)
+
+
+def calls_of(*layers, shape=(2, 64, 16, 16), **settings):
+    trace = trace_step(Network(*layers), torch.empty(shape, device="meta"), **settings)
+    return list(dict.fromkeys(b.call for b in trace.blocks if b.call is not None and b.call.spare)), trace
+
+
+class Answering:
+    """An oracle that answers with the same plans for everything, or with a problem."""
+
+    version = "9.99.0"
+
+    def __init__(self, *sizes):
+        self.answer = OracleAnswer(
+            plans=tuple(EnginePlan(f"eng{n}", n) for n in sizes), problem="" if sizes else "none"
+        )
+
+    def answers(self, signatures, search):
+        return dict.fromkeys(signatures, self.answer)
+
+
+def test_a_step_asks_for_forward_and_both_gradients():
+    calls, _ = calls_of(nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 32, 3, stride=2, padding=1))
+    asked = [call.convolution for call in calls]
+    assert [(s.operation, s.kernel, s.response) for s in asked] == [
+        ("forward", (64, 64, 3, 3), (2, 64, 16, 16)),
+        ("forward", (32, 64, 3, 3), (2, 32, 8, 8)),
+        ("data_gradient", (32, 64, 3, 3), (2, 32, 8, 8)),
+        ("weight_gradient", (32, 64, 3, 3), (2, 32, 8, 8)),
+        ("weight_gradient", (64, 64, 3, 3), (2, 64, 16, 16)),
+    ]
+    assert asked[1].stride == (2, 2) and not asked[1].channels_last and asked[1].layout == "nchw"
+
+
+def test_a_transposed_convolution_is_the_gradient_of_its_mirror():
+    calls, _ = calls_of(nn.Conv2d(64, 64, 1), nn.ConvTranspose2d(64, 32, 2, stride=2))
+    of_transposed = [call.convolution for call in calls if call.convolution.kernel == (64, 32, 2, 2)]
+    assert [s.operation for s in of_transposed] == ["data_gradient", "forward", "weight_gradient"]
+    assert {s.image for s in of_transposed} == {(2, 32, 32, 32)}
+    assert {s.response for s in of_transposed} == {(2, 64, 16, 16)}
+
+
+def test_one_spatial_dimension_becomes_two_and_three_stay_three():
+    line, _ = calls_of(nn.Conv1d(64, 32, 3, dilation=2), shape=(2, 64, 100))
+    assert line[0].convolution.image == (2, 64, 1, 100) and line[0].convolution.dilation == (1, 2)
+    volume, _ = calls_of(nn.Conv3d(64, 32, 3), shape=(2, 64, 8, 8, 8))
+    assert volume[0].convolution.layout == "ncdhw"
+
+
+def test_channels_last_and_half_precision_are_asked_as_such():
+    calls, _ = calls_of(nn.Conv2d(64, 32, 3).to(memory_format=torch.channels_last), precision="bf16")
+    first = calls[0].convolution
+    assert (first.dtype, first.layout, first.strides_of((2, 3, 5, 7))) == ("bfloat16", "nhwc", (105, 1, 21, 3))
+
+
+def test_depthwise_layers_in_fp32_are_not_cudnns_and_grouped_ones_are():
+    depthwise, _ = calls_of(nn.Conv2d(64, 64, 3, groups=64))
+    assert depthwise[0].convolution is None
+    half, _ = calls_of(nn.Conv2d(64, 64, 3, padding=1, groups=64), precision="fp16")
+    assert half[0].convolution.groups == 64
+    grouped, _ = calls_of(nn.Conv2d(64, 64, 3, groups=4))
+    assert grouped[0].convolution.groups == 4 and require_signature(grouped[0].convolution)
+
+
+def test_answers_take_the_place_of_guesses_and_say_so():
+    _, trace = calls_of(nn.Conv2d(64, 64, 3, padding=1))
+    guessed = replay(trace, A100)
+    workspaces = convolution_workspaces(trace, A100, Answering(100 * 2**20), SearchSettings())
+    asked = replay(trace, A100, workspaces=workspaces)
+    assert asked.peak_allocated > guessed.peak_allocated + 90 * 2**20 and not guessed.workspaces
+    assert {(w.source, w.cudnn, w.engine) for w in asked.workspaces.values()} == {("oracle", "9.99.0", "eng104857600")}
+    assert workspaces_note(workspaces) == "workspaces of 2 distinct convolutions: cuDNN 9.99.0 for 2"
+
+
+def test_what_cudnn_does_not_answer_is_guessed_and_says_why():
+    _, trace = calls_of(nn.Conv2d(64, 64, 3, padding=1))
+    workspaces = convolution_workspaces(trace, A100, Answering(), SearchSettings())
+    assert {(w.source, w.problem) for w in workspaces.values()} == {("guessed", "none")}
+    assert replay(trace, A100, workspaces=workspaces).peak_allocated == replay(trace, A100).peak_allocated
+
+
+def test_a_benchmark_takes_the_largest_workspace_that_fits():
+    _, trace = calls_of(nn.Conv2d(64, 64, 3, padding=1))
+    search = SearchSettings(benchmark=True)
+    workspaces = convolution_workspaces(trace, A100, Answering(2**20, 80 * 2**30, 2**30), search)
+    memory = replay(trace, A100, cudnn_benchmark=True, workspaces=workspaces)
+    assert memory.fits and 2**30 < memory.peak_allocated < 2 * 2**30
+    assert memory.peak_parts["workspace"] == 2**30
+
+
+def test_an_unknown_source_lists_the_known_ones():
+    with pytest.raises(UsageError, match="known: cudnn, guessed"):
+        estimate(nn.Linear(4, 4), [2, 4], workspaces="roofline")
+
+
+@needs_cudnn
+def test_an_estimate_by_cudnn_says_which_version_answered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    network = Network(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    plain = estimate(network, [64, 64, 56, 56], estimator="trace", data=str(tmp_path / "data"))
+    asked = estimate(network, [64, 64, 56, 56], estimator="trace", data=str(tmp_path / "data"), workspaces="cudnn")
+    assert asked.breakdown["workspace"] != plain.breakdown["workspace"]
+    assert any("distinct convolutions: cuDNN 9." in warning for warning in asked.warnings)
