@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 BOUND, POINT = BY = ("bound", "point")
 _OF_QUESTION = (
-    "allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine", "workspaces",
+    "allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine",
+    "workspaces",
 )  # fmt: skip
 _OF_ESTIMATE = ("method", "report")
 
