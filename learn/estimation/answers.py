@@ -20,7 +20,7 @@ from featurize.training_settings import training_of
 from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
-from learn.estimation.on_machine import placed
+from learn.estimation.on_machine import placed, prepare_workspaces
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ def answer(
     ):
         raise UsageError(f"estimator={estimator} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
     traced = failure = None
+    prepare_workspaces(workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark)
     try:
         traced = step_of(job, device, allocator=allocator, timeline=timeline, traces=traces)
     except CommandError as error:
