@@ -53,6 +53,15 @@ class AnswerCache:
                         answers[by_text[text]] = answer_of(json.loads(answer))
         return answers
 
+    def has_any(self, asked: str) -> bool:
+        """Return whether an answer is known for any signature."""
+        if self.path.is_file():
+            with contextlib.suppress(sqlite3.Error, OSError), self._opened() as database:
+                return (
+                    database.execute("SELECT 1 FROM answers WHERE asked = ? LIMIT 1", (asked,)).fetchone() is not None
+                )
+        return False
+
     def write(self, asked: str, answers: Mapping[ConvolutionSignature, OracleAnswer]) -> None:
         """Keep answers. Of two processes that write the same one, the later one's stays."""
         rows = [(asked, signature.to_text(), answer.to_json()) for signature, answer in answers.items()]

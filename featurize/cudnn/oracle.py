@@ -72,7 +72,7 @@ class CudnnOracle:
             EnvironmentProblem: The process does not start: its libraries cannot be loaded.
         """
         wanted = list(dict.fromkeys(signatures))
-        asked = json.dumps([self.version, self._properties, search.to_text()])
+        asked = self._asked(search)
         known = self._cache.read(asked, wanted) if self._cache is not None else {}
         if missing := [signature for signature in wanted if signature not in known]:
             with self._lock:
@@ -91,6 +91,24 @@ class CudnnOracle:
         if process is not None:
             process.end()
 
+    def prepare(self, search: SearchSettings) -> None:
+        """Start the process, without waiting for it, where no answer at all is kept for such a search.
+
+        Its libraries take most of a second to load. Meanwhile the caller can trace the step that it will ask about."""
+        if self._cache is None or not self._cache.has_any(self._asked(search)):
+            with self._lock:
+                self._running()
+
+    def _asked(self, search: SearchSettings) -> str:
+        return json.dumps([self.version, self._properties, search.to_text()])
+
+    def _running(self) -> _CudnnProcess:
+        if self._process is not None and self._process.owner != os.getpid():
+            self._process = None  # of the process that this one was forked from
+        if self._process is None:
+            self._process = _CudnnProcess(self._command, self._libraries, self._properties)
+        return self._process
+
     def _ask(
         self, signatures: list[ConvolutionSignature], search: SearchSettings
     ) -> dict[ConvolutionSignature, OracleAnswer]:
@@ -100,13 +118,12 @@ class CudnnOracle:
             if failures >= MOST_FAILURES:
                 answers[signature] = OracleAnswer(problem=NOT_ASKED)
                 continue
-            if self._process is not None and self._process.owner != os.getpid():
-                self._process = None  # of the process that this one was forked from
-            if self._process is None:
-                self._process = _CudnnProcess(self._command, self._libraries, self._properties)
             query = {"signature": signature, "search": vars(search)}
             try:
-                answers[signature] = answer_of(self._process.asked(query, self._query_s))
+                answers[signature] = answer_of(self._running().asked(query, self._query_s))
+            except EnvironmentProblem:
+                self.close()
+                raise
             except (_NoAnswer, ValueError) as error:
                 failures += 1
                 self.close()
@@ -148,25 +165,42 @@ class _CudnnProcess:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is the parent's; the end of its pipe ends the process
         )
-        try:
-            opened = self.asked({"libraries": libraries.paths, "device": properties}, START_S)
-        except _NoAnswer as error:
-            self.end()
-            raise EnvironmentProblem(
-                f"cuDNN {libraries.version} cannot be asked: its process does not start"
-            ) from error
-        if problem := opened.get("problem"):
-            self.end()
-            raise EnvironmentProblem(f"cuDNN {libraries.version} cannot be asked: {problem}")
+        self._version, self._opened = libraries.version, False
+        with contextlib.suppress(_NoAnswer):  # `asked` says so
+            self._send({"libraries": libraries.paths, "device": properties})
 
     def asked(self, query: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return what it answers. Raises `_NoAnswer`, and `ValueError` for a line that is no answer."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        """Return what it answers, and before the first time wait until its libraries are loaded.
+
+        Raises:
+            _NoAnswer: It ended, or took longer.
+            ValueError: A line that is no answer.
+            EnvironmentProblem: Its libraries cannot be loaded.
+        """
+        if not self._opened:
+            self._require_opened()
+        self._send(query)
+        return self._received(seconds)
+
+    def _require_opened(self) -> None:
         try:
-            self._process.stdin.write(json.dumps(query).encode() + b"\n")
+            problem = self._received(START_S).get("problem")
+        except (_NoAnswer, ValueError) as error:
+            raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: its process does not start") from error
+        if problem:
+            raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: {problem}")
+        self._opened = True
+
+    def _send(self, content: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
             raise _NoAnswer from error
+
+    def _received(self, seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
         deadline = time.monotonic() + seconds
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._unread:

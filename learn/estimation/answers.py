@@ -22,7 +22,7 @@ from featurize.machine import MachineProfile
 from featurize.training_settings import training_of
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
-from learn.estimation.on_machine import machine_for, placed
+from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
 from learn.estimation.sources import (
     TARGETS,
     WITHOUT_TRACE,
@@ -161,6 +161,7 @@ class Question:
         alone = job.alone(job.longest) if job.batches else job
         case = self._case(alone, device)
         traced = failure = None
+        prepare_workspaces(self.workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark)
         try:
             traced = step_of(job, device, allocator=self.allocator, timeline=timeline, traces=traces)
         except CommandError as error:

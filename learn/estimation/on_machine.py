@@ -111,7 +111,21 @@ def require_workspaces(given: object) -> str | None:
     return CUDNN
 
 
+def prepare_workspaces(workspaces: str | None, device: DeviceSpec, *, cudnn_benchmark: bool) -> None:
+    """Let cuDNN load while the step is traced, where it will be asked and nothing of the device is known yet.
+
+    Raises:
+        UsageError: A GPU model that cuDNN cannot be asked about.
+    """
+    if workspaces == CUDNN:
+        from featurize.cudnn.oracle import oracle_for
+        from featurize.cudnn.workspaces import search_settings
+
+        oracle_for(device).prepare(search_settings(benchmark=cudnn_benchmark))
+
+
 def _asked(traced: TracedStep, device: DeviceSpec, benchmark: bool) -> Mapping[LibraryCall, ConvolutionWorkspace]:
+    """The oracle's answers about the trace's convolutions."""
     from featurize.cudnn.oracle import oracle_for
     from featurize.cudnn.workspaces import convolution_workspaces, search_settings
 
