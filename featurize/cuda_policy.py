@@ -35,7 +35,7 @@ def as_on_cuda(
         attention = functools.partial(
             _attention, F.scaled_dot_product_attention, autocast, flash=compute_capability >= (8, 0)
         )
-        stack.enter_context(_fused_kernels())
+        stack.enter_context(fused_kernels())
         stack.enter_context(detection.as_trained(autocast, assume))
         stack.enter_context(flash_attention.as_installed())
         stack.enter_context(liger.as_on_gpu())
@@ -50,7 +50,7 @@ def as_on_cuda(
 
 
 @contextlib.contextmanager
-def _fused_kernels() -> Iterator[None]:
+def fused_kernels() -> Iterator[None]:
     """Operators that CUDA runs as one kernel and meta tensors in pieces, in another layout or not at all. By
     native_functions.yaml some are composite with a kernel of the backend's own, and mish's backward is the only such
     one that training meets."""

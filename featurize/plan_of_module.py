@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from featurize.autocast import casting
 from featurize.layers import Layer
 
-_SAMPLES = 2  # batch norm in training refuses a single value a channel
+SAMPLES = 2  # batch norm in training refuses a single value a channel
 
 # class -> kind; subclasses (timm has many) count as what they are derived from, others go by their own names.
 _KIND_OF = {
@@ -55,7 +55,7 @@ def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
     hooks = [hook for module in model.modules() if _is_layer(module) for hook in reader.watch(module)]
     try:
         with torch.no_grad(), casting(None), reader:
-            model.train()(torch.empty(_SAMPLES, *shape, device="meta"))
+            model.train()(torch.empty(SAMPLES, *shape, device="meta"))
     finally:
         for hook in hooks:
             hook.remove()
@@ -130,23 +130,23 @@ def _priced(func, args: tuple, kwargs: dict, output: Any) -> tuple[str | None, i
     if func is F.linear or func in _CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        flops = 2 * output.numel() * math.prod(weight.shape[1:]) // _SAMPLES
+        flops = 2 * output.numel() * math.prod(weight.shape[1:]) // SAMPLES
         return _CONVOLUTIONS.get(func, "linear"), flops, (weight, bias)
     if func is F.scaled_dot_product_attention:
         query, key, value = args[:3]
         pairs = query.shape[:-1].numel() * key.shape[-2]
-        return "attention", 2 * pairs * (query.shape[-1] + value.shape[-1]) // _SAMPLES, ()
+        return "attention", 2 * pairs * (query.shape[-1] + value.shape[-1]) // SAMPLES, ()
     if func in _PRODUCTS:
-        return "matmul", 2 * output.numel() * args[0].shape[-1] // _SAMPLES, ()
+        return "matmul", 2 * output.numel() * args[0].shape[-1] // SAMPLES, ()
     if func in _ADDED_PRODUCTS:  # transformers' Conv1D: a linear layer with its weight the other way round
-        return "matmul", 2 * output.numel() * args[1].shape[-1] // _SAMPLES, args
+        return "matmul", 2 * output.numel() * args[1].shape[-1] // SAMPLES, args
     if func is F.multi_head_attention_forward:  # its own products are out of sight: [length, samples, width] tensors
-        return "attention", _attention_flops(*args[:3]) // _SAMPLES, (*args[5:9], *args[11:13], *kwargs.values())
+        return "attention", _attention_flops(*args[:3]) // SAMPLES, (*args[5:9], *args[11:13], *kwargs.values())
     if func is torch.einsum:
-        return "matmul", _einsum_flops(args) // _SAMPLES, ()
+        return "matmul", _einsum_flops(args) // SAMPLES, ()
     if func in _SUMS:
         both = len(args) > 1 and all(isinstance(x, Tensor) and x.shape == output.shape for x in args[:2])
-        large = both and output.dim() > 1 and output.shape[0] % _SAMPLES == 0
+        large = both and output.dim() > 1 and output.shape[0] % SAMPLES == 0
         return ("add" if large else None), 0, ()
     if func in _JOINS:
         return "concat", 0, ()
@@ -175,5 +175,5 @@ def _einsum_flops(args: tuple) -> int:
 def _elements(output: object) -> int:
     """Per sample, of a tensor or of all in a sequence of them."""
     if isinstance(output, Tensor):
-        return -(-output.numel() // _SAMPLES)
+        return -(-output.numel() // SAMPLES)
     return sum(map(_elements, output)) if isinstance(output, list | tuple) else 0

@@ -328,7 +328,9 @@ def _reading(config: Config) -> _Reading:
 def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Reading:
     from torch import nn
 
-    from featurize.plan_of_module import plan_of_module
+    from featurize.cuda_policy import fused_kernels
+    from featurize.plan_of_module import SAMPLES, plan_of_module
+    from featurize.recorder import Recorder
     from featurize.skeleton import build_on_meta
 
     tensors = parse_tensors(inputs)
@@ -340,15 +342,27 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
             super().__init__()
             self.model = build_on_meta(lambda: _hooked(_create(model, arguments), tensors))
             self.targets = ""
+            self.given: list[torch.Tensor] | None = None
 
         def forward(self, samples: torch.Tensor) -> Any:
-            output = self.model(*(one.make(len(samples), "meta") for one in tensors))
+            given = self.given or [one.make(len(samples), "meta") for one in tensors]
+            output = self.model(*given)
             self.targets = target or _targets_of(output)
             return output
 
+        def plan(self) -> list[Layer]:
+            try:
+                return plan_of_module(self, ())
+            except Exception:  # it may read its inputs back, or run an operator that only CUDA's rules allow on meta
+                recorder = Recorder(self.model)
+                self.given = [one.make(SAMPLES, "meta") for one in tensors]
+                recorder.values.learn(self.given, default=1)
+                with fused_kernels(), recorder.modules(), recorder.watched():
+                    return plan_of_module(self, ())
+
     try:
         fed = Fed()
-        return _Reading(tuple(plan_of_module(fed, ())), fed.targets)
+        return _Reading(tuple(fed.plan()), fed.targets)
     except CommandError:
         raise
     except Exception as error:  # a model may raise anything, and no memory can run out here
