@@ -1,4 +1,7 @@
-"""cuDNN is asked in a process whose crashes and hangs cost one query, and its answers are kept."""
+"""cuDNN is asked in a process whose crashes and hangs cost one query, and its answers are kept.
+
+The folder is not called `cudnn`: pytest puts its parent on the path, where it would hide that the frontend is missing.
+"""
 
 import sys
 from pathlib import Path
@@ -13,8 +16,8 @@ from featurize.cudnn.libraries import CudnnLibraries, installed_libraries
 from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, CudnnOracle
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
 from featurize.device_spec import device_names, load_device
-from tests.featurize.cudnn.cudnn_library import needs_cudnn
-from tests.featurize.cudnn.stand_in_child import CRASHES, HANGS, NONSENSE
+from tests.featurize.asking_cudnn.cudnn_library import needs_cudnn
+from tests.featurize.asking_cudnn.stand_in_child import CRASHES, HANGS, NONSENSE
 
 A100 = load_device("A100-SXM4-40GB")
 CHILD = Path(__file__).with_name("stand_in_child.py")

@@ -11,7 +11,7 @@ from featurize.device_spec import load_device
 from featurize.replay import replay
 from featurize.trace import trace_step
 from learn import estimate
-from tests.featurize.cudnn.cudnn_library import needs_cudnn
+from tests.featurize.asking_cudnn.cudnn_library import needs_cudnn
 
 A100 = load_device("A100-SXM4-40GB")
 
