@@ -39,8 +39,8 @@ def device_properties(spec: DeviceSpec) -> dict[str, Any]:
     """Return what cuDNN wants to know of a GPU model.
 
     The clock is that at which the cores reach the described fp32 rate. The width of the memory bus is the same for all
-    models, and the memory's clock makes up the described bandwidth: with cuDNN 9.28
-    neither changed an answer of 60 random signatures on compute capability 8.0.
+    models, and the memory's clock makes up the described bandwidth: neither changed an answer of cuDNN 9.28 for 60
+    random signatures on compute capability 8.0.
 
     Raises:
         UsageError: A compute capability that the table does not have.
