@@ -34,8 +34,8 @@ class Settings:
 class Boosted:
     """The mean of a few boosters. What it gives depends neither on the rows' order nor on the number of cores."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
-        self.settings, self.seed = settings, seed
+    def __init__(self, settings: Settings, seed: int, members: int = MEMBERS) -> None:
+        self.settings, self.seed, self.members = settings, seed, members
         self._boosters: list = []
 
     def fit(self, table: np.ndarray, label: np.ndarray, at_least: np.ndarray | None, weight: np.ndarray) -> Self:
@@ -65,7 +65,7 @@ class Boosted:
         s, n = self.settings, len(label)
         started = None if s.quantile is not None else np.full(n, self._start)
         self._boosters = []
-        for member in range(MEMBERS):
+        for member in range(self.members):
             parameters = {
                 **objective,
                 "boost_from_average": False,
