@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
@@ -20,12 +22,15 @@ from featurize.training_settings import training_of
 from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named, loops_of_sources
+from learn.estimation.memory_causes import COVERAGES, HELD_OUT, uncertainty_of, widest
 from learn.estimation.on_machine import placed
+from learn.estimators import LEVEL
 from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from learn.artifacts import Artifact, Wanted
+    from learn.estimators import Prediction
     from learn.step_store import StepStore
     from learn.traced import TracedStep, Traces
 
@@ -48,7 +53,11 @@ class Estimate:
     allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
                   `torch.cuda.max_memory_allocated`, `max_memory_reserved`, the process in nvidia-smi, the card there
     machine       the profile that says what lies outside the allocator; see `featurize.machine`
-    upper_mib     99 of 100 jobs stay below it; None where no bound is calibrated (the trace alone has none)
+    upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
+                  (estimator=trace has none)
+    uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
+                  sum is less than the causes' own, a card of that size is all that the job can take
+    distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
                   which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
                   estimator itself tells apart
@@ -88,6 +97,25 @@ class Estimate:
     machine: str | None = None
     held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loops: Mapping[str, str] = field(default_factory=dict)
+    coverage: float = LEVEL
+    uncertain: Mapping[str, float] = field(default_factory=dict)
+    distribution: tuple[tuple[float, float], ...] = ()
+
+    def quantile_mib(self, p: float) -> float | None:
+        """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.
+
+        Args:
+            p: From 0.01 to 0.99; between the probabilities of `distribution`, a straight line.
+
+        Raises:
+            UsageError: Another p.
+        """
+        if not COVERAGES[0] <= p <= COVERAGES[-1]:
+            raise UsageError(f"a probability from {COVERAGES[0]} to {COVERAGES[-1]} is wanted, got {p!r}")
+        if not self.distribution:
+            return None
+        probabilities, mib = zip(*self.distribution, strict=True)
+        return float(np.interp(p, probabilities, mib))
 
     def fits(self, mib: float) -> bool:
         """Whether the job fits into that much free memory: by the bound where there is one, else by the point."""
@@ -114,6 +142,13 @@ class _Gathered:
     notes: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     searched: str = ""
+    beyond_fit: bool = False
+
+    def bound(self, quantiles_mib: Mapping[float, float], coverage: float, causes_mib: Mapping[str, float]) -> None:
+        """Take a memory bound: its distribution, and the causes' MiB at the coverage."""
+        ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
+        self.values["distribution"] = tuple(zip(sorted(quantiles_mib), ascending, strict=True))
+        self.values |= {"upper_mib": quantiles_mib[coverage], "coverage": coverage, "uncertain": dict(causes_mib)}
 
     def move(self, mib: float) -> None:
         """Move memory that a model which comes along answered to another machine than its rows were measured on."""
@@ -121,6 +156,7 @@ class _Gathered:
             for name in ("peak_memory_mib", "upper_mib"):
                 if self.values.get(name) is not None:
                     self.values[name] += mib
+            self.values["distribution"] = tuple((p, at + mib) for p, at in self.values.get("distribution", ()))
 
 
 def answer(
@@ -134,11 +170,12 @@ def answer(
     loop: str | None = None,
     on: MachineProfile,
     traces: Traces | None = None,
+    coverage: float = LEVEL,
 ) -> tuple[Estimate, TracedStep | None]:
     """The estimate of one job, and its trace where there is one (`timeline`: with its allocator's every move).
 
-    `estimator` and `loop` as in `learn.estimate.estimate`, but checked; `traces` as in `learn.traced.step_of`.
-    `Estimate.seconds` is left at 0. Raises
+    `estimator`, `loop` and `coverage` as in `learn.estimate.estimate`, but checked; `traces` as in
+    `learn.traced.step_of`. `Estimate.seconds` is left at 0. Raises
     `UsageError` for what has no answer: for peak memory that is, other figures may be missing.
     """
     from learn.estimators import TRAINING_FREE, get_estimator
@@ -172,7 +209,7 @@ def answer(
             gathered.notes.append(f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out")
         with steps.lent(case, traced if allocator is None else None), contextlib.ExitStack() as lent:
             in_a_plain_loop = functools.cache(functools.partial(_in_a_plain_loop, case, steps, lent, traces))
-            _ask_fitted(gathered, case, steps, in_a_plain_loop, estimator, data, loop)
+            _ask_fitted(gathered, case, steps, in_a_plain_loop, estimator, data, loop, coverage)
     if failure is not None and estimator in (None, "trace"):
         _ask_stored(gathered, case, steps)
     if failure is not None and "peak_memory_mib" not in gathered.values:
@@ -185,7 +222,20 @@ def answer(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=allocator, timeline=timeline
         )
         gathered.move(traced.step.peak_memory_mib - described_mib)
+        if gathered.beyond_fit or (estimator is None and "memory" not in gathered.by):
+            _bound_by_causes(gathered, traced, device, on, coverage)
     return _assembled(gathered, job, device, traced, failure, allocator, loop, on), traced
+
+
+def _bound_by_causes(
+    gathered: _Gathered, traced: TracedStep, device: DeviceSpec, on: MachineProfile, coverage: float
+) -> None:
+    """Bound memory that no fit can speak of by what is uncertain of the traced step."""
+    uncertainty = uncertainty_of(traced, device, on)
+    centre_mib = max(gathered.values.get("peak_memory_mib", 0.0), traced.step.peak_memory_mib)
+    levels = sorted({*COVERAGES, coverage})
+    bounds = {level: uncertainty.bound_mib(centre_mib, level, device.memory_mib) for level in levels}
+    gathered.bound(bounds, coverage, uncertainty.at(coverage))
 
 
 def _recall(case: Case, steps: StepStore) -> None:
@@ -242,6 +292,7 @@ def _ask_fitted(
     estimator: str | None,
     data: Any,
     loop: str | None,
+    coverage: float,
 ) -> None:
     """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
     folder's, else the one that comes with the project.
@@ -251,7 +302,7 @@ def _ask_fitted(
     answer; memory, which hardly depends on the loop, is answered by any.
     """
     from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-    from learn.estimators import LEVEL
+    from learn.learned.scaled_prediction import ScaledPrediction
     from learn.targets import get_target
     from warehouse.folder import DataFolder
 
@@ -295,8 +346,11 @@ def _ask_fitted(
         gathered.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
         gathered.loops[target] = loop_named(asked.training_loop)
         if target == "memory":
-            upper = prediction.upper(LEVEL)
-            gathered.values["upper_mib"] = None if upper is None else float(upper[0])
+            quantiles_mib = _quantiles(prediction, coverage)
+            if quantiles_mib:
+                above_mib = quantiles_mib[coverage] - float(prediction.point[0])
+                gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib})
+            gathered.beyond_fit = default and isinstance(prediction, ScaledPrediction) and 0 in prediction.outside
         notes += [f"{target}: {text}" for text in prediction.warnings]
         notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
         of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
@@ -307,6 +361,17 @@ def _ask_fitted(
                 f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
             )
     gathered.notes += _merged(notes)
+
+
+def _quantiles(prediction: Prediction, coverage: float) -> dict[float, float]:
+    """Return probability -> MiB of one case; above one half they are bounds. Empty without a calibrated bound."""
+    quantiles = {}
+    for level in sorted({*COVERAGES, coverage}):
+        at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+        if at is None:
+            return {}
+        quantiles[level] = float(at[0])
+    return quantiles
 
 
 def _of_loop(
@@ -407,10 +472,12 @@ def _assembled(
     upper = values.get("upper_mib")
     if upper is not None and values["peak_memory_mib"] <= device.memory_mib < upper:
         notes.append(f"it may run out of memory: the bound is above the {device.memory_mib:,.0f} MiB of {device.name}")
-    if by_trace:
+    if upper is None and by_trace:
         notes.append(NO_BOUND)
-    elif values["peak_memory_mib"] > device.memory_mib:
+    elif not by_trace and values["peak_memory_mib"] > device.memory_mib:
         notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
+    if (note := widest(values.get("uncertain", {}))) is not None:
+        notes.append(note)
     if allocator is not None and not by_trace:
         notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
     if gathered.absent:
@@ -421,7 +488,6 @@ def _assembled(
             f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
         )
     notes += _of_two_loops(gathered.loops)
-    named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
          "trace_memory_mib")
@@ -431,12 +497,18 @@ def _assembled(
         **{**known, "breakdown": {}, "activations": {}, **values},
         device=device.name,
         warnings=tuple([*notes, *gathered.notes]),
-        estimator=" + ".join(named),
+        estimator=estimators_named(by),
         answered_by=by,
         loops=gathered.loops,
         machine=on.name,
         seconds=0.0,
     )
+
+
+def estimators_named(by: Mapping[str, str]) -> str:
+    """Return the estimators that gave an answer's figures, the trace last; `by` is its `answered_by`."""
+    named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
+    return " + ".join(named)
 
 
 def _of_two_loops(loops: Mapping[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,10 +21,14 @@ from featurize.own_code import parse_trust, trusting
 from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import TRAINING_FIELDS
+from learn.batch_sizes import with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
+from learn.estimation.known_runs import KnownRun, known_runs
 from learn.estimation.loops import require_loop
-from learn.estimation.on_machine import machine_for
+from learn.estimation.memory_causes import require_coverage
+from learn.estimation.on_machine import machine_for, placed
+from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +69,8 @@ def estimate(
     trust: Sequence[str] = (),
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    coverage: float = LEVEL,
+    known: Sequence[KnownRun | Mapping[str, Any]] | None = None,
     **training: Any,
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -107,6 +113,10 @@ def estimate(
         machine: What lies outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager` (all kernels
             loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
             file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
+        coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
+        known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
+            "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
+            torch.cuda. The estimate is moved by what they show beyond their traces, and its bound is much narrower.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -124,7 +134,7 @@ def estimate(
     """
     began = time.monotonic_ns()
     device = checked(estimator, method, device)
-    loop = require_loop(loop)
+    loop, coverage, runs = require_loop(loop), require_coverage(coverage), known_runs(known)
     given = {
         "optimizer": optimizer,
         "precision": precision,
@@ -136,6 +146,7 @@ def estimate(
     of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
         traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
+        traced_only |= {"known": runs or None, "coverage": None if coverage == LEVEL else coverage}
         config = _config_for_fast(model, given, traced_only)
         return estimate_many([config], device=device, method="fast", data=data, machine=machine)[0]
     page = None
@@ -145,7 +156,8 @@ def estimate(
         page = checked_path(Path(report))
     question = question_of(
         model, inputs, training=given, allocator=allocator, estimator=estimator, data=data, input_dtype=input_dtype,
-        target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
+        target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine, coverage=coverage,
+        known=runs,
     )  # fmt: skip
     done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
@@ -164,6 +176,7 @@ def estimate_many(
     trust: Sequence[str] = (),
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    coverage: float = LEVEL,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> list[Estimate]:
     """Estimate many trial configs, in their order.
@@ -172,7 +185,7 @@ def estimate_many(
 
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
-        device, method, estimator, data, trust, loop, machine: As in `estimate`.
+        device, method, estimator, data, trust, loop, machine, coverage: As in `estimate`.
         progress: Is called with the number of configs done and their total, before each config that is traced.
 
     Returns:
@@ -190,13 +203,17 @@ def estimate_many(
             raise UsageError("method=fast is an estimator of its own; leave estimator= out")
         if require_loop(loop) is not None:
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
+        if require_coverage(coverage) != LEVEL:
+            raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
         return fast_estimates(jobs, described, machine_for(machine, described, data))
     estimates = []
     for done, config in enumerate(jobs):
         progress(done, len(jobs))
-        estimates.append(
-            estimate(config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine)
-        )
+        one = estimate(
+            config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
+            coverage=coverage,
+        )  # fmt: skip
+        estimates.append(one)
     return estimates
 
 
@@ -245,7 +262,7 @@ def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mappi
 
 def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
     """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
-    names = [field.name for field in fields(Training)]
+    names = [one.name for one in fields(Training)]
     for name in given:
         if name not in names:
             raise unknown_name("training setting", name, names)
@@ -278,7 +295,10 @@ def _as_a_training_script() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A job and how its estimate is made, whatever the device. The fields are as in `estimate`, checked."""
+    """A job and how its estimate is made, whatever the device. The fields are as in `estimate`, checked.
+
+    known_jobs   the job at the batch size of each run of `known`
+    """
 
     job: Workload
     allocator: AllocatorSettings | None
@@ -286,6 +306,9 @@ class Question:
     data: Data | None
     loop: str | None
     machine: str | MachineProfile | None
+    coverage: float = LEVEL
+    known: tuple[KnownRun, ...] = ()
+    known_jobs: Mapping[int, Workload] = field(default_factory=dict)
 
     def answered(
         self, device: DeviceSpec, *, timeline: bool = False, traces: Traces | None = None
@@ -305,9 +328,30 @@ class Question:
         with naming_the_extra(), _as_a_training_script():
             done, traced = answer(
                 self.job, device, estimator=self.estimator, data=self.data, allocator=self.allocator,
-                timeline=timeline, loop=self.loop, on=on, traces=traces,
+                timeline=timeline, loop=self.loop, on=on, traces=traces, coverage=self.coverage,
             )  # fmt: skip
+            if self.known:
+                done = self._moved(done, traced, device, on)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
+
+    def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:
+        """Return the estimate moved by the measured runs. Raises `UsageError` for a job that is not traced."""
+        from learn.estimation.known_runs import moved
+        from learn.traced import step_of
+
+        if traced is None:
+            raise UsageError("known= takes a job that can be traced, and this one cannot")
+        at_hand = traced
+
+        def trace_of(batch_size: int) -> TracedStep:
+            if batch_size == self.job.batch_size:
+                return at_hand
+            job = self.known_jobs[batch_size]
+            step = step_of(job, device, allocator=self.allocator)
+            benchmark = job.settings.cudnn_benchmark
+            return placed(step, device, on, cudnn_benchmark=benchmark, allocator=self.allocator, timeline=False)
+
+        return moved(done, self.known, trace_of, self.job.batch_size, self.coverage)
 
 
 def question_of(
@@ -325,6 +369,8 @@ def question_of(
     trust: Sequence[str] = (),
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
+    coverage: float = LEVEL,
+    known: Sequence[KnownRun | Mapping[str, Any]] | None = None,
 ) -> Question:
     """Return what `estimate` is asked, checked; nothing is built or traced.
 
@@ -340,18 +386,31 @@ def question_of(
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
+    runs = known_runs(known)
+    if runs and estimator not in (None, "trace"):
+        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
+    jobs: dict[int, Workload] = {}
     if isinstance(model, TrialConfig):
         of_modules = {"inputs": inputs, "target": target, "loss": loss}
         job = _job_of_config(trusting(model, parse_trust(trust)), of_modules, training, name)
+        config = trusting(model, parse_trust(trust))
+        sizes = {run.batch_size for run in runs}
+        jobs = {size: _job_of_config(replace(config, batch_size=size), {}, {}, name) for size in sizes}
     elif callable(model):
         job = _job_of_module(model, inputs, training, input_dtype=input_dtype, target=target, loss=loss, name=name)
+        for size in {run.batch_size for run in runs} - {job.batch_size}:
+            scaled, of_scaled = (with_batch_size(one, size, from_size=job.batch_size) for one in (inputs, target))
+            jobs[size] = _job_of_module(
+                model, scaled, training, input_dtype=input_dtype, target=of_scaled, loss=loss, name=name
+            )
     else:
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
     return Question(
-        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine
-    )
+        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
+        coverage=require_coverage(coverage), known=runs, known_jobs=jobs,
+    )  # fmt: skip
 
 
 def _job_of_config(

@@ -24,7 +24,19 @@ if TYPE_CHECKING:
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
-_OF_QUESTION = ("allocator", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine")
+_OF_QUESTION = (
+    "allocator",
+    "estimator",
+    "data",
+    "input_dtype",
+    "loss",
+    "name",
+    "trust",
+    "loop",
+    "machine",
+    "coverage",
+    "known",
+)
 _OF_ESTIMATE = ("method", "report")
 
 

@@ -139,6 +139,7 @@ class HybridEstimator(Estimator):
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
         unfamiliar: dict[int, tuple[str, ...]] = {}
         kind = np.array([self._kind(case) for case in cases], dtype=int)
+        outside = {i for i in known if kind[i] == 0}
         if known:
             kept = [records[i] for i in known]
             table, base = self._table([cases[i] for i in known], kept), self._base(kept)
@@ -153,11 +154,13 @@ class HybridEstimator(Estimator):
                     centre[i] = traced[i] + share * (centre[i] - traced[i])
                     if reasons := _reasons(unlike, share):
                         unfamiliar[i] = reasons
+                    if unlike.widening:
+                        outside.add(i)
                     scale[i] *= self._widening(self._wanted(unlike), scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ScaledPrediction(
             centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
-            unfamiliar,
+            unfamiliar, frozenset(outside),
         )  # fmt: skip
 
     def _widening(self, wanted: float, scale: float, kind: int) -> float:
