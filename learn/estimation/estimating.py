@@ -145,8 +145,12 @@ def estimate(
     given = training_settings(given, settings)
     of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
-        traced_only = {"estimator": estimator, "allocator": allocator, "report": report, "loop": loop, **of_modules}
-        traced_only |= {"known": runs or None, "coverage": None if coverage == LEVEL else coverage}
+        traced_only = {
+            "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "known": runs or None,
+            **of_modules,
+        }  # fmt: skip
+        if coverage != LEVEL:
+            raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
         config = _config_for_fast(model, given, traced_only)
         return estimate_many([config], device=device, method="fast", data=data, machine=machine)[0]
     page = None

@@ -151,7 +151,8 @@ class HybridEstimator(Estimator):
             for i, record in zip(known, kept, strict=True):
                 if unlike := self._familiarity.judge(cases[i], record):
                     share = self._evidence.share(unlike.axes) if self.target.is_memory else 1.0
-                    centre[i] = traced[i] + share * (centre[i] - traced[i])
+                    if share < 1.0:
+                        centre[i] = traced[i] + share * (centre[i] - traced[i])
                     if reasons := _reasons(unlike, share):
                         unfamiliar[i] = reasons
                     if unlike.widening:

@@ -66,7 +66,7 @@ def test_the_fast_path_has_one_coverage():
 
 def test_the_bound_of_what_no_fit_knows_is_taken_apart_into_causes():
     done = estimate(dataclasses.replace(CNN, precision="fp16"))
-    assert done.peak_memory_mib == pytest.approx(done.peak_memory_mib)
+    assert done.peak_memory_mib == pytest.approx(done.card_mib, abs=200)  # a plain loop holds a batch more
     assert done.upper_mib - done.peak_memory_mib == pytest.approx(sum(done.uncertain.values()))
     assert set(done.uncertain) == {"convolution workspaces", "what kernels take unseen", "context and libraries"}
     (note,) = [text for text in done.warnings if "the bound is above the estimate for" in text]
@@ -108,7 +108,8 @@ def test_a_measured_run_of_the_same_job_moves_the_estimate_and_narrows_its_bound
 
 def test_a_neighbour_says_less_than_the_job_itself_and_two_say_more_than_one():
     at = {batch: estimate(net, images(batch)) for batch in (64, 128, 256)}
-    known = [{"batch_size": batch, "memory_mib": at[batch].card_mib + more, "kind": "card"} for batch, more in ((64, 100), (256, 400))]  # fmt: skip
+    beyond = {64: 100, 256: 400}
+    known = [{"batch_size": n, "memory_mib": at[n].card_mib + mib, "kind": "card"} for n, mib in beyond.items()]
     near = estimate(net, images(128), known=known[:1])
     between = estimate(net, images(128), known=known)
     assert at[128].card_mib + 100 < near.peak_memory_mib < at[128].card_mib + 200
@@ -120,7 +121,8 @@ def test_a_trial_config_and_a_search_take_measured_runs_too():
     at = estimate(MLP, estimator="trace")
     known = [{"batch_size": 64, "memory_mib": at.process_mib + 200}]
     assert estimate(MLP, known=known).peak_memory_mib == pytest.approx(at.card_mib + 200)
-    fits = largest_batch(net, images(8), device=dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=4000), known=[{"batch_size": 16, "memory_mib": 1500}])  # fmt: skip
+    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=4000)
+    fits = largest_batch(net, images(8), device=card, known=[{"batch_size": 16, "memory_mib": 1500}])
     assert fits.estimate.answered_by["memory"] == "trace with 1 measured run"
 
 
@@ -136,7 +138,7 @@ def test_a_measurement_far_from_the_trace_has_a_warning():
         ([{"batch_size": 8}], r"known\[0\]: missing memory_mib"),
         ([{"batch_size": 0, "memory_mib": 5}], "at least 1"),
         ([{"batch_size": 8, "memory_mib": float("nan")}], "above 0"),
-        ([{"batch_size": 8, "memory_mib": 5, "kind": "peak"}], "process, card, reserved, allocated"),
+        ([{"batch_size": 8, "memory_mib": 5, "kind": "peak"}], "allocated, card, process, reserved"),
         ([{"batch_size": 8, "memory_mib": 5, "mib": 5}], "unknown mib"),
         ([8], "a mapping is wanted"),
     ],
