@@ -10,6 +10,7 @@ from conf import cli
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import cnn, mlp
+from featurize.machine import MachineProfile
 from learn import estimate, estimate_many, largest_batch
 from learn.estimation.known_runs import KINDS
 
@@ -78,11 +79,12 @@ def test_tensors_that_are_known_widen_nothing():
     small, large = (estimate(lambda w=w: nn.Linear(w, w), [8, w], precision="bf16-true") for w in (1024, 8192))
     assert "convolution workspaces" not in large.uncertain
     assert large.uncertain["context and libraries"] == small.uncertain["context and libraries"]
-    assert large.upper_mib < 1.05 * large.peak_memory_mib + 200
+    assert large.upper_mib < 1.08 * large.peak_memory_mib + 200
 
 
 def test_a_calibrated_machine_is_less_uncertain_than_a_typical_one():
-    typical, own = (estimate(net, images(32), precision="fp16", machine=name) for name in ("eager", "described"))
+    profile = MachineProfile(name="mine", context_mib=400, kernels_mib=30, cudnn_mib=50)
+    typical, own = (estimate(net, images(32), precision="fp16", machine=on) for on in ("current", profile))
     assert own.uncertain["context and libraries"] < typical.uncertain["context and libraries"]
 
 
