@@ -120,11 +120,12 @@ class EstimateSettings(TrainingKeys):
     coverage: float = key(
         LEVEL, "share of jobs that stay below the bound, up to 0.99; method=fast has 0.99 only", "number > 0.5"
     )
-    known: list[Any] | None = key(
+    known: list[Any] | str | None = key(
         None,
         "measured runs of this job, which move the estimate and narrow its bound: "
         "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (the default), card, reserved or "
-        "allocated",
+        "allocated; runs, for config: those of the data folder",
+        "list | text | null",
     )
     find: str | None = key(
         None,

@@ -24,7 +24,7 @@ from featurize.trial_config import TRAINING_FIELDS
 from learn.batch_sizes import with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Estimate, answer
-from learn.estimation.known_runs import KnownRun, known_runs
+from learn.estimation.known_runs import RUNS, KnownRun, known_runs, runs_in_folder
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, placed
@@ -70,7 +70,7 @@ def estimate(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     coverage: float = LEVEL,
-    known: Sequence[KnownRun | Mapping[str, Any]] | None = None,
+    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
     **training: Any,
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -117,6 +117,7 @@ def estimate(
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
             torch.cuda. The estimate is moved by what they show beyond their traces, and its bound is much narrower.
+            `"runs"`, for a trial config: the runs that the data folder measured on this GPU model.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -134,7 +135,7 @@ def estimate(
     """
     began = time.monotonic_ns()
     device = checked(estimator, method, device)
-    loop, coverage, runs = require_loop(loop), require_coverage(coverage), known_runs(known)
+    loop, coverage = require_loop(loop), require_coverage(coverage)
     given = {
         "optimizer": optimizer,
         "precision": precision,
@@ -146,7 +147,7 @@ def estimate(
     of_modules = {"inputs": inputs, "target": target, "loss": loss}
     if method == "fast":
         traced_only = {
-            "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "known": runs or None,
+            "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "known": known,
             **of_modules,
         }  # fmt: skip
         if coverage != LEVEL:
@@ -161,7 +162,7 @@ def estimate(
     question = question_of(
         model, inputs, training=given, allocator=allocator, estimator=estimator, data=data, input_dtype=input_dtype,
         target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine, coverage=coverage,
-        known=runs,
+        known=known,
     )  # fmt: skip
     done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
@@ -301,7 +302,8 @@ def _as_a_training_script() -> Iterator[None]:
 class Question:
     """A job and how its estimate is made, whatever the device. The fields are as in `estimate`, checked.
 
-    known_jobs   the job at the batch size of each run of `known`
+    known_in_folder   the measured runs are those of the data folder
+    known_jobs        a module's job at the batch size of each run of `known`
     """
 
     job: Workload
@@ -312,6 +314,7 @@ class Question:
     machine: str | MachineProfile | None
     coverage: float = LEVEL
     known: tuple[KnownRun, ...] = ()
+    known_in_folder: bool = False
     known_jobs: Mapping[int, Workload] = field(default_factory=dict)
 
     def answered(
@@ -334,11 +337,21 @@ class Question:
                 self.job, device, estimator=self.estimator, data=self.data, allocator=self.allocator,
                 timeline=timeline, loop=self.loop, on=on, traces=traces, coverage=self.coverage,
             )  # fmt: skip
-            if self.known:
-                done = self._moved(done, traced, device, on)
+            known = self.known
+            if self.known_in_folder and self.job.config is not None:
+                known = runs_in_folder(self.data, self.job.config, device)
+            if known:
+                done = self._moved(done, traced, known, device, on)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
-    def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:
+    def _moved(
+        self,
+        done: Estimate,
+        traced: TracedStep | None,
+        known: tuple[KnownRun, ...],
+        device: DeviceSpec,
+        on: MachineProfile,
+    ) -> Estimate:
         """Return the estimate moved by the measured runs. Raises `UsageError` for a job that is not traced."""
         from learn.estimation.known_runs import moved
         from learn.traced import step_of
@@ -350,12 +363,15 @@ class Question:
         def trace_of(batch_size: int) -> TracedStep:
             if batch_size == self.job.batch_size:
                 return at_hand
-            job = self.known_jobs[batch_size]
+            if self.job.config is None:
+                job = self.known_jobs[batch_size]
+            else:
+                job = _job_of_config(replace(self.job.config, batch_size=batch_size), {}, {}, None)
             step = step_of(job, device, allocator=self.allocator)
             benchmark = job.settings.cudnn_benchmark
             return placed(step, device, on, cudnn_benchmark=benchmark, allocator=self.allocator, timeline=False)
 
-        return moved(done, self.known, trace_of, self.job.batch_size, self.coverage)
+        return moved(done, known, trace_of, self.coverage)
 
 
 def question_of(
@@ -374,7 +390,7 @@ def question_of(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     coverage: float = LEVEL,
-    known: Sequence[KnownRun | Mapping[str, Any]] | None = None,
+    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
 ) -> Question:
     """Return what `estimate` is asked, checked; nothing is built or traced.
 
@@ -391,15 +407,14 @@ def question_of(
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
     runs = known_runs(known)
-    if runs and estimator not in (None, "trace"):
+    if known == RUNS and not isinstance(model, TrialConfig):
+        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
+    if (runs or known == RUNS) and estimator not in (None, "trace"):
         raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
     jobs: dict[int, Workload] = {}
     if isinstance(model, TrialConfig):
         of_modules = {"inputs": inputs, "target": target, "loss": loss}
         job = _job_of_config(trusting(model, parse_trust(trust)), of_modules, training, name)
-        config = trusting(model, parse_trust(trust))
-        sizes = {run.batch_size for run in runs}
-        jobs = {size: _job_of_config(replace(config, batch_size=size), {}, {}, name) for size in sizes}
     elif callable(model):
         job = _job_of_module(model, inputs, training, input_dtype=input_dtype, target=target, loss=loss, name=name)
         for size in {run.batch_size for run in runs} - {job.batch_size}:
@@ -413,7 +428,7 @@ def question_of(
         )
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
-        coverage=require_coverage(coverage), known=runs, known_jobs=jobs,
+        coverage=require_coverage(coverage), known=runs, known_in_folder=known == RUNS, known_jobs=jobs,
     )  # fmt: skip
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import UsageError, unknown_name
+from featurize.device_spec import DeviceSpec, plain_device
+from featurize.trial_config import TrialConfig
 from learn.estimation.answers import Estimate, estimators_named
 from learn.estimation.memory_causes import COVERAGES, NEIGHBOUR, score_at, widest
 
@@ -30,6 +33,8 @@ _SAME_JOB, _A_DOUBLING, _FURTHER, _MOST_FURTHER = 0.01, 0.06, 0.015, 3.0
 # How the difference between measurement and trace grows with memory. Half of it on a logarithmic scale: between a
 # constant (context, libraries) and a share (workspaces, kernels). Of 0, 0.5 and 1 the least error on the same pairs.
 _GROWTH = 0.5
+RUNS = "runs"  # in place of a list: the data folder's own
+_MOST_BATCHES = 4  # of them, the nearest: each is traced
 _FAR = 0.5  # a measurement that differs by more from the trace is hardly of the same job
 
 
@@ -69,11 +74,17 @@ class OnTrace(NamedTuple):
 
 
 def known_runs(given: object) -> tuple[KnownRun, ...]:
-    """Return the measured runs of a list of mappings or `KnownRun`. Raises `UsageError` that names the place."""
-    if given is None:
+    """Return the measured runs of a list of mappings or `KnownRun`; none for None and `RUNS`.
+
+    Raises:
+        UsageError: Anything else; the message names the place.
+    """
+    if given is None or given == RUNS:
         return ()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise UsageError("known is a list of measured runs, as in [{batch_size: 32, memory_mib: 10240, kind: process}]")
+        raise UsageError(
+            "known is a list of measured runs, as in [{batch_size: 32, memory_mib: 10240, kind: process}], or runs"
+        )
     runs = []
     names = [field.name for field in fields(KnownRun)]
     for at, one in enumerate(given):
@@ -92,9 +103,39 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
     return tuple(runs)
 
 
-def moved(
-    done: Estimate, runs: Sequence[KnownRun], trace_of: Callable[[int], TracedStep], batch_size: int, coverage: float
-) -> Estimate:
+def runs_in_folder(data: Any, config: TrialConfig, device: DeviceSpec) -> tuple[KnownRun, ...]:
+    """Return what a data folder measured of a configuration on a GPU model, at the batch sizes nearest to its own.
+
+    Only trusted runs on a real GPU count. Of several at one batch size, the median.
+    """
+    import warehouse
+    from featurize.row_config import UnreadableConfig, config_of_row
+
+    connection = warehouse.connect(data)
+    try:
+        rows = connection.execute(
+            "SELECT config, device_name, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
+            "AND source = 'measured' AND device_uuid IS NOT NULL AND coalesce(quality, 'trusted') = 'trusted' "
+            "AND peak_memory_mib > 0",
+            [config.family],
+        ).fetchall()
+    finally:
+        connection.close()
+    measured: dict[int, list[float]] = {}
+    for text, device_name, mib in rows:
+        if plain_device(device_name) != plain_device(device.name):
+            continue
+        try:
+            of_run = config_of_row(text)
+        except UnreadableConfig:
+            continue
+        if replace(of_run, batch_size=config.batch_size).to_mapping() == config.to_mapping():
+            measured.setdefault(of_run.batch_size, []).append(float(mib))
+    nearest = sorted(measured, key=lambda size: (abs(math.log2(size / config.batch_size)), size))[:_MOST_BATCHES]
+    return tuple(KnownRun(batch_size=size, memory_mib=median(measured[size])) for size in sorted(nearest))
+
+
+def moved(done: Estimate, runs: Sequence[KnownRun], trace_of: Callable[[int], TracedStep], coverage: float) -> Estimate:
     """Return the estimate moved by what was measured, with the bound of so near a neighbour.
 
     Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
@@ -104,7 +145,6 @@ def moved(
         done: The estimate, traced on its machine.
         runs: At least one.
         trace_of: The job's traced step at a batch size, on the same machine.
-        batch_size: Of the job.
         coverage: Of the bound.
     """
     measured = sorted(

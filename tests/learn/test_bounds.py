@@ -13,6 +13,7 @@ from featurize.families import cnn, mlp
 from featurize.machine import MachineProfile
 from learn import estimate, estimate_many, largest_batch
 from learn.estimation.known_runs import KINDS
+from tests.learn.learn_rows import write_runs
 
 MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
@@ -126,6 +127,25 @@ def test_a_trial_config_and_a_search_take_measured_runs_too():
     card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=4000)
     fits = largest_batch(net, images(8), device=card, known=[{"batch_size": 16, "memory_mib": 1500}])
     assert fits.estimate.answered_by["memory"] == "trace with 1 measured run"
+
+
+def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
+    at = {size: estimate(dataclasses.replace(MLP, batch_size=size)) for size in (32, 64)}
+    half, other = dataclasses.replace(MLP, batch_size=32), dataclasses.replace(MLP, depth=5, batch_size=32)
+    for config, source, uuid, more_mib in (
+        (half, "measured", "GPU-1", 250), (half, "simulated", "GPU-1", 900), (half, "measured", None, 900),
+        (other, "measured", "GPU-1", 900),
+    ):  # fmt: skip
+        labels = {"peak_memory_mib": [at[32].process_mib + more_mib]}
+        job = f"{source}-{uuid}-{config.depth}"
+        write_runs(tmp_path / "d", [config], source=source, job=job, device_uuid=uuid, labels=labels)
+    done = estimate(MLP, data=tmp_path / "d", known="runs", machine="current")
+    assert done.answered_by["memory"] == "trace with 1 measured run"
+    assert at[64].card_mib + 245 < done.peak_memory_mib < at[64].card_mib + 400
+    unknown = dataclasses.replace(MLP, depth=6)
+    assert estimate(unknown, data=tmp_path / "d", known="runs").answered_by["memory"] == "hybrid (default)"
+    with pytest.raises(UsageError, match="known=runs is for trial configs"):
+        estimate(net, images(8), known="runs")
 
 
 def test_a_measurement_far_from_the_trace_has_a_warning():
