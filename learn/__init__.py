@@ -18,8 +18,8 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.trial import TrialConfig
-from learn.estimation.answers import Estimate
 from learn.estimation.estimating import estimate, estimate_many
+from learn.estimation.job_estimate import Estimate
 from learn.fitting import Fit, FitSettings, fit
 
 if TYPE_CHECKING:

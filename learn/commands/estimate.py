@@ -26,6 +26,7 @@ from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.model_names import load_factory
 from learn.estimation.past_run import known_to, load_run
+from learn.estimators import LEVEL
 
 FORMATS = ("table", "json")
 DEFAULT_DTYPE = "float32"
@@ -125,6 +126,16 @@ class EstimateSettings(TrainingKeys):
     workspaces: str | None = key(
         None,
         "of convolutions, in the trace: guessed, or cudnn: asks cuDNN, without a GPU (extra cudnn); default guessed",
+    )
+    coverage: float = key(
+        LEVEL, "share of jobs that stay below the bound, up to 0.99; method=fast has 0.99 only", "number > 0.5"
+    )
+    known: list[Any] | str | None = key(
+        None,
+        "measured runs of this job, which move the estimate and narrow its bound: "
+        "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (the default), card, reserved or "
+        "allocated; runs, for config: those of the data folder",
+        "list | text | null",
     )
     find: str | None = key(
         None,
@@ -228,8 +239,8 @@ def entry(settings: EstimateSettings) -> int:
     options = {
         **({} if batches is None else {"batches": batches}),
         "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
-        "data": settings.data, "allocator": settings.allocator, "input_dtype": input_dtype,
-        "workspaces": settings.workspaces,
+        "coverage": settings.coverage, "known": settings.known, "data": settings.data,
+        "allocator": settings.allocator, "input_dtype": input_dtype, "workspaces": settings.workspaces,
         **{name: getattr(settings, name) for name in SETTINGS},
     }  # fmt: skip
     if settings.find is not None:
@@ -252,9 +263,8 @@ def entry(settings: EstimateSettings) -> int:
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    if given := [
-        name for name in (*SETTINGS, "allocator", "workspaces", "report") if getattr(settings, name) is not None
-    ]:
+    single = ("allocator", "workspaces", "report", "known")
+    if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
         raise UsageError("configs=FILE prints one JSON object a line: give format=json with it")
@@ -267,6 +277,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
     for done in estimate_many(
         configs, device=settings.device or DEFAULT_DEVICE, method=settings.method, estimator=settings.estimator,
         data=settings.data, trust=settings.trust, loop=settings.loop, machine=settings.machine,
+        coverage=settings.coverage,
     ):  # fmt: skip
         print(json.dumps(done.to_mapping()))
     return 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
+from learn.estimation.estimate_view import bound_name
 from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _print(line: str, table: Table, notes: Iterable[str]) -> None:
 
 
 def _table_of_batches(largest: LargestBatch) -> Table:
-    table = _table("batch", "peak memory", "99 % bound", "the card", "fits")
+    table = _table("batch", "peak memory", bound_name(largest.beyond), "the card", "fits")
     for batch, done in ((largest.batch, largest.estimate), (largest.batch + 1, largest.beyond)):
         if done is not None:
             fits = "yes" if batch == largest.batch else "no"
@@ -93,7 +94,7 @@ def _table_of_batches(largest: LargestBatch) -> Table:
 
 
 def _table_of_devices(fits: tuple[DeviceFit, ...]) -> Table:
-    table = _table("device", "peak memory", "99 % bound", "the card", "room", "fits")
+    table = _table("device", "peak memory", bound_name(fits[0].estimate), "the card", "room", "fits")
     for one in fits:
         done = one.estimate
         memory = _memory(done.peak_memory_mib, done.upper_mib, done.device_memory_mib, one.room_mib)

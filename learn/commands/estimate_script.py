@@ -13,7 +13,7 @@ from learn.commands.estimate import DEFAULT_DTYPE, SETTINGS, EstimateSettings
 from learn.script.estimating import estimate_script
 
 # Keys that name another job, or that the script chooses itself.
-_OF_OTHER_JOBS = ("model", "input", "batch", "find", "by", "arguments", "config", "configs", "run", *SETTINGS)
+_OF_OTHER_JOBS = ("model", "input", "batch", "find", "by", "arguments", "config", "configs", "run", "known", *SETTINGS)
 
 
 def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
@@ -38,6 +38,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
         loop=settings.loop,
         machine=settings.machine,
         workspaces=settings.workspaces,
+        coverage=settings.coverage,
         report=settings.report,
         name=title,
         time_limit_s=settings.time_limit_s,

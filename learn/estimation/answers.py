@@ -10,8 +10,8 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.extras import naming_the_extra
@@ -21,7 +21,9 @@ from featurize.device_spec import DeviceSpec
 from featurize.machine import MachineProfile
 from featurize.training_settings import training_of
 from learn.cases import Case
+from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
+from learn.estimation.memory_causes import COVERAGES, uncertainty_of, widest
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
 from learn.estimation.sources import (
     TARGETS,
@@ -32,11 +34,13 @@ from learn.estimation.sources import (
     ask_stored,
     in_a_plain_loop,
 )
+from learn.estimators import LEVEL
 from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from featurize.step_trace import BatchMix
+    from learn.estimation.known_runs import KnownRun
     from learn.traced import TracedStep, Traces
     from warehouse.folder import DataFolder
 
@@ -44,74 +48,6 @@ if TYPE_CHECKING:
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """One training job on one GPU model. MiB, ms; ratios lie in [0, 1]. None: nobody who was asked knows.
-
-    peak_memory_mib   of the whole card, by the estimator that `answered_by` names
-    allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
-                  `torch.cuda.max_memory_allocated`, `max_memory_reserved`, the process in nvidia-smi, the card there
-    machine       the profile that says what lies outside the allocator; see `featurize.machine`
-    upper_mib     99 of 100 jobs stay below it; None where no bound is calibrated (the trace alone has none)
-    breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
-                  which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
-                  estimator itself tells apart
-    peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
-    activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
-    answered_by   target -> estimator and version that gave the figure
-    loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
-    seconds       what the estimate itself took
-    device_memory_mib   what a job can use of the card
-    limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
-                  process to a share of it (`per_process_memory_fraction`)
-    held_out_errors     of the fast path: target -> `median` and `p90` of how far it is off the full path, on
-                        configurations held out; shares of memory and step time, absolute for ratios
-    """
-
-    peak_memory_mib: float
-    upper_mib: float | None
-    smact: float | None
-    smocc: float | None
-    drama: float | None
-    step_time_ms: float | None
-    parameters: int | None
-    breakdown: Mapping[str, float]
-    peak_operator: str | None
-    peak_module: str | None
-    peak_phase: str | None
-    activations: Mapping[str, float]
-    trace_memory_mib: float | None
-    device: str
-    warnings: tuple[str, ...]
-    estimator: str
-    answered_by: Mapping[str, str]
-    seconds: float
-    device_memory_mib: float | None = None
-    limit_mib: float | None = None
-    allocated_mib: float | None = None
-    reserved_mib: float | None = None
-    process_mib: float | None = None
-    card_mib: float | None = None
-    machine: str | None = None
-    held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    loops: Mapping[str, str] = field(default_factory=dict)
-
-    def fits(self, mib: float) -> bool:
-        """Whether the job fits into that much free memory, and into the share of the card that its allocator allows:
-        by the bound where there is one, else by the point."""
-        limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
-        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
-
-    @property
-    def fits_device(self) -> bool | None:
-        """Whether the job fits into the empty card; None where its memory is not known."""
-        return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The fields, and `fits`: into the empty card."""
-        return {**asdict(self), "fits": self.fits_device}
 
 
 @contextlib.contextmanager
@@ -125,7 +61,11 @@ def _as_a_training_script() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A job and how its estimate is made, whatever the device. The fields are as in `learn.estimate`, checked."""
+    """A job and how its estimate is made, whatever the device. The fields are as in `learn.estimate`, checked.
+
+    known_in_folder   the measured runs are those of the data folder
+    known_jobs        a module's job at the batch size of each run of `known`
+    """
 
     job: Workload
     allocator: AllocatorSettings | None = None
@@ -134,6 +74,10 @@ class Question:
     loop: str | None = None
     machine: str | MachineProfile | None = None
     workspaces: str | None = None
+    coverage: float = LEVEL
+    known: tuple[KnownRun, ...] = ()
+    known_in_folder: bool = False
+    known_jobs: Mapping[int, Workload] = field(default_factory=dict)
 
     @naming_the_extra()
     @_as_a_training_script()
@@ -190,7 +134,7 @@ class Question:
             at_hand = traced if self.allocator is None and not job.batches else None
             with steps.lent(case, at_hand), contextlib.ExitStack() as lent:
                 plain = functools.cache(functools.partial(in_a_plain_loop, case, steps, lent, traces))
-                ask_fitted(gathered, case, steps, plain, estimator, self.data, self.loop)
+                ask_fitted(gathered, case, steps, plain, estimator, self.data, self.loop, self.coverage)
         if failure is not None and estimator in (None, "trace"):
             ask_stored(gathered, case, steps)
         if failure is not None and "peak_memory_mib" not in gathered.values:
@@ -199,18 +143,54 @@ class Question:
             raise kind(f"{failure}{advice}") from failure
         if traced is not None:
             described_mib = traced.step.peak_memory_mib
-            traced = placed(
-                traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
-                timeline=timeline,
-            )  # fmt: skip
+            traced = self._placed(traced, job, device, on, timeline=timeline)
             gathered.move(traced.step.peak_memory_mib - described_mib)
             if self.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
-                traced = placed(
-                    traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
-                    timeline=timeline, workspaces=self.workspaces,
-                )  # fmt: skip
+                traced = self._placed(traced, job, device, on, timeline=timeline, workspaces=self.workspaces)
+            if gathered.beyond_fit or (estimator is None and "memory" not in gathered.by):
+                _bound_by_causes(gathered, traced, device, on, self.coverage)
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on)
+        done = self._moved(done, traced, device, on)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
+
+    def _placed(
+        self,
+        traced: TracedStep,
+        job: Workload,
+        device: DeviceSpec,
+        on: MachineProfile,
+        *,
+        timeline: bool = False,
+        workspaces: str | None = None,
+    ) -> TracedStep:
+        return placed(
+            traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
+            timeline=timeline, workspaces=workspaces,
+        )  # fmt: skip
+
+    def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:
+        """Return the estimate moved by the measured runs. Raises `UsageError` for a job that is not traced."""
+        from learn.estimation.known_runs import moved, runs_in_folder
+        from learn.traced import step_of
+        from learn.workload import of_config
+
+        known, config = self.known, self.job.config
+        if self.known_in_folder and config is not None:
+            known = runs_in_folder(self.data, config, device)
+        if not known:
+            return done
+        if traced is None:
+            raise UsageError("known= takes a job that can be traced, and this one cannot")
+        at_hand = traced
+
+        def trace_of(batch_size: int) -> TracedStep:
+            if batch_size == self.job.batch_size:
+                return at_hand
+            job = self.known_jobs[batch_size] if config is None else of_config(replace(config, batch_size=batch_size))
+            step = step_of(job, device, allocator=self.allocator)
+            return self._placed(step, job, device, on, workspaces=self.workspaces)
+
+        return moved(done, known, trace_of, self.coverage)
 
     def _case(self, job: Workload, device: DeviceSpec) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
@@ -222,6 +202,17 @@ class Question:
         if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
             raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
+
+
+def _bound_by_causes(
+    gathered: Gathered, traced: TracedStep, device: DeviceSpec, on: MachineProfile, coverage: float
+) -> None:
+    """Bound memory that no fit can speak of by what is uncertain of the traced step."""
+    uncertainty = uncertainty_of(traced, device, on)
+    centre_mib = max(gathered.values.get("peak_memory_mib", 0.0), traced.step.peak_memory_mib)
+    levels = sorted({*COVERAGES, coverage})
+    bounds = {level: uncertainty.bound_mib(centre_mib, level, device.memory_mib) for level in levels}
+    gathered.bound(bounds, coverage, uncertainty.at(coverage))
 
 
 def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:
@@ -300,12 +291,14 @@ def _assembled(
     upper = values.get("upper_mib")
     if upper is not None and values["peak_memory_mib"] <= limit_mib < upper:
         notes.append(f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}")
-    if by_trace:
+    if upper is None and by_trace:
         notes.append(NO_BOUND)
-    elif values["peak_memory_mib"] > device.memory_mib:
+    elif not by_trace and values["peak_memory_mib"] > device.memory_mib:
         notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
-    elif values["peak_memory_mib"] > limit_mib:
+    elif not by_trace and values["peak_memory_mib"] > limit_mib:
         notes.insert(0, f"out of memory by {by['memory']}: it may take {limit_mib:,.0f} MiB {room}")
+    if (note := widest(values.get("uncertain", {}))) is not None:
+        notes.append(note)
     if allocator is not None and not by_trace:
         notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
     if gathered.absent:
@@ -316,7 +309,6 @@ def _assembled(
             f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
         )
     notes += _of_two_loops(gathered.loops)
-    named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
          "trace_memory_mib")
@@ -327,7 +319,7 @@ def _assembled(
         **{**known, "breakdown": {}, "activations": {}, **values},
         device=device.name,
         warnings=tuple([*notes, *gathered.notes]),
-        estimator=" + ".join(named),
+        estimator=estimators_named(by),
         answered_by=by,
         loops=gathered.loops,
         machine=on.name,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from learn.estimation.answers import TARGETS, Estimate
+from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import legend
 from learn.estimation.past_run import PastRun, agrees_by_construction
+from learn.estimation.sources import TARGETS
 from learn.targets import get_target
 
 TOP_SHOWN = 5  # modules in the table's last line
@@ -36,7 +37,7 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     for name, value, text, target in figures(done):
         cells = [name, text(value)]
         if past is not None:
-            column = _COLUMN[name]
+            column = _COLUMN.get(name)
             in_run = past.labels[column] if column else None
             cells += [text(in_run) if column else "", _difference(done, past, target) if column else ""]
         table.add_row(*cells, done.loops.get(target, ""), done.answered_by.get(target, ""))
@@ -73,6 +74,11 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     for note in done.warnings:
         screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
     screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
+
+
+def bound_name(done: Estimate) -> str:
+    """Return what the bound is called: its coverage in per cent."""
+    return f"{100 * done.coverage:g} % bound"
 
 
 def instruments_text(done: Estimate) -> str:
@@ -117,9 +123,8 @@ def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
     print(json.dumps(mapping, indent=1))
 
 
-_COLUMN: Mapping[str, str | None] = {
+_COLUMN: Mapping[str, str] = {
     "peak memory": "peak_memory_mib",
-    "99 % bound": None,
     "smact (SM activity)": "smact",
     "smocc (SM occupancy)": "smocc",
     "drama (DRAM activity)": "drama",
@@ -138,7 +143,7 @@ def figures(done: Estimate):
         return "–" if value is None else f"{value:,.3f} ms"
 
     yield "peak memory", done.peak_memory_mib, mib, "memory"
-    yield "99 % bound", done.upper_mib, (lambda v: "not calibrated" if v is None else mib(v)), "bound"
+    yield bound_name(done), done.upper_mib, (lambda v: "not calibrated" if v is None else mib(v)), "bound"
     yield "smact (SM activity)", done.smact, ratio, "smact"
     yield "smocc (SM occupancy)", done.smocc, ratio, "smocc"
     yield "drama (DRAM activity)", done.drama, ratio, "drama"

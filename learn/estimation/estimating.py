@@ -19,17 +19,22 @@ from featurize.own_code import parse_trust, trusting
 from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
 from featurize.trial_config import TRAINING_FIELDS
+from learn.batch_sizes import with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Estimate, Question
+from learn.estimation.answers import Question
+from learn.estimation.job_estimate import Estimate
+from learn.estimation.known_runs import RUNS, KnownRun, known_runs
 from learn.estimation.loops import require_loop
+from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, require_workspaces
+from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
     import torch
 
     from featurize.device_spec import DeviceSpec
-    from learn.batch_lengths import Batch
     from learn.estimation.answers import Data
+    from learn.workload import Workload
 
     Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
     Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
@@ -64,6 +69,8 @@ def estimate(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
+    coverage: float = LEVEL,
+    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
     **training: Any,
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
@@ -112,6 +119,11 @@ def estimate(
             file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
         workspaces: What convolutions take while they run: `guessed` (the default), or `cudnn`: cuDNN itself is asked,
             without a GPU (extra `cudnn`). It changes the trace's figures; models were fitted on guessed ones.
+        coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
+        known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
+            "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
+            torch.cuda. The estimate is moved by what they show beyond their traces, and its bound is much narrower.
+            `"runs"`, for a trial config: the runs that the data folder measured on this GPU model.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -129,6 +141,7 @@ def estimate(
     """
     began = time.monotonic_ns()
     device = checked(estimator, method, device)
+    loop, coverage = require_loop(loop), require_coverage(coverage)
     if isinstance(model, Mapping):
         model = config_from_mapping(model)
     given = {
@@ -143,8 +156,10 @@ def estimate(
     if method == "fast":
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
-            **of_modules,
+            "known": known, **of_modules,
         }  # fmt: skip
+        if coverage != LEVEL:
+            raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
         config = _config_for_fast(model, given, traced_only)
         from learn.estimation.fast_estimates import fast_estimates
 
@@ -157,7 +172,7 @@ def estimate(
     question = question_of(
         model, inputs, batches=batches, training=given, allocator=allocator, estimator=estimator, data=data,
         input_dtype=input_dtype, target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
-        workspaces=workspaces,
+        workspaces=workspaces, coverage=coverage, known=known,
     )  # fmt: skip
     done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
@@ -177,6 +192,7 @@ def estimate_many(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     batches: Batches | None = None,
+    coverage: float = LEVEL,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> list[Estimate]:
     """Estimate many trial configs, in their order.
@@ -185,7 +201,7 @@ def estimate_many(
 
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
-        device, method, estimator, data, trust, loop, machine: As in `estimate`.
+        device, method, estimator, data, trust, loop, machine, coverage: As in `estimate`.
         batches: None; a trial config has its own inputs. `estimate` takes batches of several shapes for modules.
         progress: Is called with the number of configs done and their total, before each config that is traced.
 
@@ -206,13 +222,17 @@ def estimate_many(
             raise UsageError("method=fast is an estimator of its own; leave estimator= out")
         if require_loop(loop) is not None:
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
+        if require_coverage(coverage) != LEVEL:
+            raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
         return fast_estimates(jobs, described, machine_for(machine, described, data))
     estimates = []
     for done, config in enumerate(jobs):
         progress(done, len(jobs))
-        estimates.append(
-            estimate(config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine)
-        )
+        one = estimate(
+            config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
+            coverage=coverage,
+        )  # fmt: skip
+        estimates.append(one)
     return estimates
 
 
@@ -259,7 +279,7 @@ def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mappi
 
 def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
     """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
-    names = [field.name for field in fields(Training)]
+    names = [one.name for one in fields(Training)]
     for name in given:
         if name not in names:
             raise unknown_name("training setting", name, names)
@@ -298,6 +318,8 @@ def question_of(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
+    coverage: float = LEVEL,
+    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
 ) -> Question:
     """Return what `estimate` is asked, checked; nothing is built or traced.
 
@@ -307,12 +329,15 @@ def question_of(
     Raises:
         UsageError: As in `estimate`.
     """
-    from learn.workload import of_config, of_module
+    from learn.workload import of_config
 
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
     elif allocator is not None and not isinstance(allocator, AllocatorSettings):
         raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
+    runs = known_runs(known)
+    _require_job_of_known(known, model, estimator, batches)
+    jobs: dict[int, Workload] = {}
     if isinstance(model, TrialConfig):
         _require_same(model, training)
         of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
@@ -321,27 +346,51 @@ def question_of(
         job = of_config(trusting(model, parse_trust(trust)))
         job = job if name is None else replace(job, name=name)
     elif callable(model):
-        of_steps: list[Batch] = []
-        if batches is not None:
-            from learn.batch_lengths import batches_of
-
-            of_steps = batches_of(batches, inputs, target)
-            inputs = target = None
-        job = of_module(
-            model,
-            inputs,
-            Training(**training),
-            input_dtype=input_dtype,
-            target=target,
-            loss=loss,
-            name=name,
-            batches=of_steps,
-        )
+        job, jobs = _jobs_of_module(
+            model, inputs, target, batches, {run.batch_size for run in runs}, settings=Training(**training),
+            input_dtype=input_dtype, loss=loss, name=name,
+        )  # fmt: skip
     else:
         raise UsageError(
             f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
         )
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
-        workspaces=require_workspaces(workspaces),
+        workspaces=require_workspaces(workspaces), coverage=require_coverage(coverage), known=runs,
+        known_in_folder=known == RUNS, known_jobs=jobs,
     )  # fmt: skip
+
+
+def _require_job_of_known(known: object, model: object, estimator: str | None, batches: object) -> None:
+    """Raise `UsageError` where measured runs cannot move the estimate."""
+    if not known:
+        return
+    if known == RUNS and not isinstance(model, TrialConfig):
+        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
+    if estimator not in (None, "trace"):
+        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
+    if batches is not None:
+        raise UsageError("known= holds runs of one batch shape each; leave batches= out")
+
+
+def _jobs_of_module(
+    model: Model,
+    inputs: Inputs | None,
+    target: Tensors | None,
+    batches: Batches | None,
+    known_sizes: set[int],
+    **about: Any,
+) -> tuple[Workload, dict[int, Workload]]:
+    """Return a module's job, and the same job at each other batch size that was measured."""
+    from learn.workload import of_module
+
+    if batches is not None:
+        from learn.batch_lengths import batches_of
+
+        return of_module(model, None, batches=batches_of(batches, inputs, target), **about), {}
+    job = of_module(model, inputs, target=target, **about)
+    jobs = {}
+    for size in known_sizes - {job.batch_size}:
+        scaled, of_scaled = (with_batch_size(one, size, from_size=job.batch_size) for one in (inputs, target))
+        jobs[size] = of_module(model, scaled, target=of_scaled, **about)
+    return job, jobs

@@ -17,7 +17,7 @@ from featurize.machine import DESCRIBED, MachineProfile, machine
 from featurize.trial import MATH_BITS, OPTIMIZER_STATES, TrialConfig
 from featurize.version import is_current
 from learn.artifacts import DEFAULT_MODELS, default_artifact
-from learn.estimation.answers import Estimate
+from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.fastpath.fast import FastPath
 from learn.fastpath.fast_replay import WITH_CUDNN
@@ -39,7 +39,8 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
     path = _loaded(DEFAULT_MODELS / "fast")
     outlook = path.answer(configs, device)
     columns = {get_target(name).column: figures.tolist() for name, figures in outlook.figures.items()}
-    upper = [None] * len(configs) if outlook.upper_mib is None else outlook.upper_mib.tolist()
+    unknown = [None] * len(configs)
+    upper = unknown if outlook.upper_mib is None else outlook.upper_mib.tolist()
     by = dict.fromkeys(path.targets, NAME)
     errors = {
         family: {target: {name: error[name] for name in ("median", "p90")} for target, error in of_family.items()}
@@ -55,10 +56,10 @@ def fast_estimates(configs: Sequence[TrialConfig], device: DeviceSpec, on: Machi
         Estimate(
             peak_memory_mib=memory[i],
             upper_mib=upper[i],
-            **{
-                name: columns[name][i] if name in columns else None
-                for name in ("smact", "smocc", "drama", "step_time_ms")
-            },
+            smact=columns.get("smact", unknown)[i],
+            smocc=columns.get("smocc", unknown)[i],
+            drama=columns.get("drama", unknown)[i],
+            step_time_ms=columns.get("step_time_ms", unknown)[i],
             parameters=None,
             breakdown={},
             peak_operator=None,

@@ -15,9 +15,10 @@ from featurize.trial import TrialConfig, config_from_mapping
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Estimate, Question
+from learn.estimation.answers import Question
 from learn.estimation.batch_search import largest_fitting
 from learn.estimation.estimating import checked, question_of, training_settings
+from learn.estimation.job_estimate import Estimate
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 BOUND, POINT = BY = ("bound", "point")
 _OF_QUESTION = (
     "allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine",
-    "workspaces",
+    "workspaces", "coverage", "known",
 )  # fmt: skip
 _OF_ESTIMATE = ("method", "report")
 

@@ -13,7 +13,7 @@ from typing import Any
 from conf.errors import UsageError
 from featurize.row_config import UnreadableConfig, config_of_row, printable
 from featurize.trial import TrialConfig
-from learn.estimation.answers import Estimate
+from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import loop_of_source
 from learn.targets import get_target
 

@@ -6,9 +6,11 @@ Start reading at `ask_fitted`; `learn.estimation.answers` decides which of them 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from conf.errors import CommandError, UsageError
 from featurize.device_spec import DeviceSpec
@@ -16,10 +18,12 @@ from featurize.training_settings import training_of
 from featurize.version import is_current
 from learn.cases import Case
 from learn.estimation.loops import PIPELINE, loop_named, loops_of_sources
+from learn.estimation.memory_causes import COVERAGES, HELD_OUT
 from learn.workload import Workload
 
 if TYPE_CHECKING:
     from learn.artifacts import Artifact, Wanted
+    from learn.estimators import Prediction
     from learn.step_store import StepStore
     from learn.traced import Traces
 
@@ -43,6 +47,13 @@ class Gathered:
     notes: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     searched: str = ""
+    beyond_fit: bool = False
+
+    def bound(self, quantiles_mib: Mapping[float, float], coverage: float, causes_mib: Mapping[str, float]) -> None:
+        """Take a memory bound: its distribution, and the causes' MiB at the coverage."""
+        ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
+        self.values["distribution"] = tuple(zip(sorted(quantiles_mib), ascending, strict=True))
+        self.values |= {"upper_mib": quantiles_mib[coverage], "coverage": coverage, "uncertain": dict(causes_mib)}
 
     def move(self, mib: float) -> None:
         """Move memory that a model which comes along answered to another machine than its rows were measured on."""
@@ -50,6 +61,7 @@ class Gathered:
             for name in ("peak_memory_mib", "upper_mib"):
                 if self.values.get(name) is not None:
                     self.values[name] += mib
+            self.values["distribution"] = tuple((p, at + mib) for p, at in self.values.get("distribution", ()))
 
 
 def ask_fitted(
@@ -60,6 +72,7 @@ def ask_fitted(
     estimator: str | None,
     data: Any,
     loop: str | None,
+    coverage: float,
 ) -> None:
     """Add the figures of the newest fitted model of each target that knows the case's family and device: the data
     folder's, else the one that comes with the project.
@@ -69,7 +82,7 @@ def ask_fitted(
     answer; memory, which hardly depends on the loop, is answered by any.
     """
     from learn.artifacts import StaleArtifact, default_artifact, find_latest, load_latest
-    from learn.estimators import LEVEL
+    from learn.learned.scaled_prediction import ScaledPrediction
     from learn.targets import get_target
     from warehouse.folder import DataFolder
 
@@ -113,8 +126,11 @@ def ask_fitted(
         gathered.by[target] = f"{name} (default)" if default else f"{name} {artifact.version}"
         gathered.loops[target] = loop_named(asked.training_loop)
         if target == "memory":
-            upper = prediction.upper(LEVEL)
-            gathered.values["upper_mib"] = None if upper is None else float(upper[0])
+            quantiles_mib = _quantiles(prediction, coverage)
+            if quantiles_mib:
+                above_mib = quantiles_mib[coverage] - float(prediction.point[0])
+                gathered.bound(quantiles_mib, coverage, {HELD_OUT: above_mib})
+            gathered.beyond_fit = default and isinstance(prediction, ScaledPrediction) and 0 in prediction.outside
         notes += [f"{target}: {text}" for text in prediction.warnings]
         notes += [f"{target}: unlike what it was fitted on: {text}" for text in prediction.unfamiliar.get(0, ())]
         of_loop = ", for a plain training loop with its input pipeline" if asked is not case else ""
@@ -125,6 +141,17 @@ def ask_fitted(
                 f"{artifact.meta['feature_version']}, and this code computes others: it may be a little off"
             )
     gathered.notes += _merged(notes)
+
+
+def _quantiles(prediction: Prediction, coverage: float) -> dict[float, float]:
+    """Return probability -> MiB of one case; above one half they are bounds. Empty without a calibrated bound."""
+    quantiles = {}
+    for level in sorted({*COVERAGES, coverage}):
+        at = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+        if at is None:
+            return {}
+        quantiles[level] = float(at[0])
+    return quantiles
 
 
 def _of_loop(

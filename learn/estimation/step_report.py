@@ -40,8 +40,9 @@ from conf.reports.render import render_page
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.training_settings import training_of
-from learn.estimation.answers import Estimate, times
-from learn.estimation.estimate_view import figures, peak_text
+from learn.estimation.answers import times
+from learn.estimation.estimate_view import bound_name, figures, peak_text
+from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import legend
 from learn.estimation.module_tree import module_tree
 from learn.estimation.step_chart import COLOURS, timeline_svg
@@ -111,7 +112,9 @@ def _tiles(job: Workload, device: DeviceSpec, done: Estimate) -> Tiles:
     share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
     tiles = [Tile("peak memory", f"{done.peak_memory_mib:,.0f} MiB", share)]
     if done.upper_mib is not None:
-        tiles.append(Tile("99 % bound", f"{done.upper_mib:,.0f} MiB", "99 of 100 jobs stay below"))
+        tiles.append(
+            Tile(bound_name(done), f"{done.upper_mib:,.0f} MiB", f"{100 * done.coverage:g} of 100 jobs stay below")
+        )
     if done.step_time_ms is not None:
         tiles.append(Tile("step time", f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}"))
     if done.drama is not None:

@@ -32,16 +32,23 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 _SLACK = 0.05  # of a range's width, beyond which a value is outside
 _BITS = {32: "fp32", 19: "tf32", 16: "half precision"}
 _STATES = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
-# How much wider the bound becomes for each reason, and for a device that nothing was measured on. Chosen, not measured:
-# there is nothing to measure them on.
-_WIDER, _WIDER_DEVICE = 1.5, 2.0
+# Along which a case may be of a kind that no fit has seen: features of its settings, its device, its operators, its
+# family. Beyond a feature's range is `RANGE`.
+AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
+DEVICE, OPERATORS, FAMILY, RANGE = "device", "operators", "family", "range"
 
 
 class Unfamiliar(NamedTuple):
-    """said: the reasons, for people; widening: a factor for the scale of the errors."""
+    """Why a case is unlike what was fitted on.
+
+    reasons   for people
+    axes      along which the case is of a new kind
+    widening  axes that make the bound wider, an axis as often as there are reasons; a subset of the reasons
+    """
 
     reasons: tuple[str, ...]
-    widening: float
+    axes: frozenset[str] = frozenset()
+    widening: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Familiarity:
     ranges   feature -> (least, most)
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
     torch    PyTorch's releases, as 2.4
+    families of the rows; empty where a stored model does not say
     """
 
     ranges: Mapping[str, tuple[float, float]]
@@ -58,26 +66,29 @@ class Familiarity:
     devices: frozenset[str]
     settings: Mapping[str, tuple[float, ...]]
     torch: frozenset[str]
+    families: frozenset[str] = frozenset()
 
     @classmethod
     def learn(cls, rows: Rows, records: Sequence[StepRecord]) -> Self:
         """Of the rows fitted on, and their records in the same order."""
         columns = {name: np.array([record.values[name] for record in records]) for name in _RANGES}
-        kinds = {kind for kind in VOCABULARY if any(record.values.get(f"net_count_{kind}") for record in records)}
-        settings = ["net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark"]
+        kinds = frozenset[str]().union(*(kinds_of(record.values) for record in records))
+        settings = list(AXES_OF_SETTINGS)
         if rows.target.space == "ratio":  # the input pipeline keeps a GPU waiting; memory hardly knows it
             settings.append("net_training_loop")
         return cls(
             ranges={name: (float(values.min()), float(values.max())) for name, values in columns.items()},
-            kinds=frozenset(kinds),
+            kinds=kinds,
             devices=frozenset(plain_device(str(name)) for name in rows.device),
             settings={name: tuple(sorted({float(r.values[name]) for r in records})) for name in settings},
             torch=frozenset(map(torch_release, rows.cases)),
+            families=frozenset(map(str, rows.family)),
         )
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
         """Why the case is unlike what was fitted on; None where it is not."""
-        values, reasons, narrow = record.values, [], 0
+        values, reasons = record.values, list[str]()
+        axes, wider = set[str](), list[str]()
         for name, (words, write) in _RANGES.items():
             low, high = self.ranges[name]
             if name == "net_log_tokens" and high == 0:  # no fitted network had attention, which is said below
@@ -86,21 +97,31 @@ class Familiarity:
             if not low - slack <= values[name] <= high + slack:
                 reasons.append(f"{words} {write(values[name])}, fitted on {write(low)} to {write(high)}")
                 # A small batch must not have a higher bound than a larger one.
-                narrow += name.startswith("job_") and values[name] < low
-        new = [kind for kind in VOCABULARY if values.get(f"net_count_{kind}") and kind not in self.kinds]
+                if not (name.startswith("job_") and values[name] < low):
+                    wider.append(RANGE)
+        kinds = kinds_of(values) - self.kinds
+        new = [kind for kind in VOCABULARY if kind in kinds]
         if new:
             reasons.append(f"operators that no fitted network had: {', '.join(new)}")
+            axes.add(OPERATORS)
+            wider.append(OPERATORS)
         reasons += self.settings_said(values)
+        of_settings = [axis for axis in AXES_OF_SETTINGS if values[axis] not in self.settings[axis]]
+        axes.update(of_settings)
+        wider += of_settings
         if values["net_training_loop"] not in self.settings.get("net_training_loop", (0.0, 1.0)):
             without = "out" if values["net_training_loop"] == 0 else ""
             reasons.append(f"a loop with{without} an input pipeline: only the other kind was fitted on")
-        widening = _WIDER ** min(len(reasons) - narrow, 3)
+            wider.append(RANGE)
         if plain_device(case.device if case.described is None else case.described.name) not in self.devices:
             reasons.append(self.device_said(case.described.name if case.described is not None else case.device))
-            widening *= _WIDER_DEVICE
+            axes.add(DEVICE)
+            wider.append(DEVICE)
+        if self.families and case.family not in self.families:
+            axes.add(FAMILY)  # no reason to warn: every module is of no family
         if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
             reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(sorted(self.torch))}")
-        return Unfamiliar(tuple(reasons), widening) if reasons else None
+        return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider)) if reasons or axes else None
 
     def settings_said(self, values: Mapping[str, float]) -> list[str]:
         """What of the training settings, by the names of their features, nothing was fitted on."""
@@ -124,6 +145,7 @@ class Familiarity:
             "devices": sorted(self.devices),
             "settings": {name: list(values) for name, values in self.settings.items()},
             "torch": sorted(self.torch),
+            "families": sorted(self.families),
         }
 
     @classmethod
@@ -134,7 +156,13 @@ class Familiarity:
             devices=frozenset(mapping["devices"]),
             settings={name: tuple(values) for name, values in mapping["settings"].items()},
             torch=frozenset(mapping["torch"]),
+            families=frozenset(mapping.get("families", ())),
         )
+
+
+def kinds_of(values: Mapping[str, float]) -> frozenset[str]:
+    """Return the operator classes of a case's forward pass."""
+    return frozenset(kind for kind in VOCABULARY if values.get(f"net_count_{kind}"))
 
 
 @functools.cache

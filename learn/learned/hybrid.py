@@ -17,7 +17,8 @@ from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, conformal_score, open_state, to_space, too_few_for, write_state
-from learn.learned.familiarity import Familiarity, torch_release
+from learn.learned.evidence import Evidence, LeftOut, kinds_to_leave_out
+from learn.learned.familiarity import DEVICE, FAMILY, Familiarity, Unfamiliar, torch_release
 from learn.learned.hybrid_boosting import Boosted, Settings
 from learn.learned.scaled_prediction import ScaledPrediction
 from learn.learned.tabular import group_folds
@@ -43,6 +44,9 @@ _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"
 _TORCH = "env_torch"  # a case's, not its record's
+# How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
+# axis: chosen. `learn.estimation.memory_causes` has measured ones, which `learn.estimate` takes for a traced step.
+_WIDER, _WIDER_DEVICE, _MOST_REASONS = 1.5, 2.0, 3
 # What is unfamiliar does not stretch a bound beyond so many times the point: more would say nothing.
 _STRETCHED_AT_MOST = 4.0
 
@@ -77,6 +81,7 @@ class HybridEstimator(Estimator):
         self._held_out_rows = 0
         self._floor = 0.0
         self._knots = np.empty(0)
+        self._evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
         """Fit on the trusted rows whose step can be traced; `UsageError` for fewer than 10 of them or a single group.
@@ -119,6 +124,8 @@ class HybridEstimator(Estimator):
         )
         self._kinds, self._scores = self._calibrated(rows, table, gap)
         self._familiarity = Familiarity.learn(rows, records)
+        if self.target.is_memory:
+            self._evidence = self._weighed(rows, records, table, label - base, weight, base, held_out)
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ScaledPrediction:
@@ -132,21 +139,29 @@ class HybridEstimator(Estimator):
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
         unfamiliar: dict[int, tuple[str, ...]] = {}
         kind = np.array([self._kind(case) for case in cases], dtype=int)
+        outside = {i for i in known if kind[i] == 0}
         if known:
             kept = [records[i] for i in known]
             table, base = self._table([cases[i] for i in known], kept), self._base(kept)
             centre[known] = self._centre(self._correction, table, base)
+            traced = dict(zip(known, base.tolist(), strict=True))
             scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
             if self.target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
             for i, record in zip(known, kept, strict=True):
                 if unlike := self._familiarity.judge(cases[i], record):
-                    unfamiliar[i] = unlike.reasons
-                    scale[i] *= self._widening(unlike.widening, scale[i], kind[i])
+                    share = self._evidence.share(unlike.axes) if self.target.is_memory else 1.0
+                    if share < 1.0:
+                        centre[i] = traced[i] + share * (centre[i] - traced[i])
+                    if reasons := _reasons(unlike, share):
+                        unfamiliar[i] = reasons
+                    if unlike.widening:
+                        outside.add(i)
+                    scale[i] *= self._widening(self._wanted(unlike), scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ScaledPrediction(
             centre, scale, self._scores, kind, self.target.space, least, (warning,) if warning else (), refusals,
-            unfamiliar,
+            unfamiliar, frozenset(outside),
         )  # fmt: skip
 
     def _widening(self, wanted: float, scale: float, kind: int) -> float:
@@ -154,6 +169,13 @@ class HybridEstimator(Estimator):
             return wanted
         margin = scale * conformal_score(self._scores[kind], LEVEL)
         return min(wanted, max(math.log(_STRETCHED_AT_MOST) / max(margin, 1e-9), 1.0))
+
+    def _wanted(self, unlike: Unfamiliar) -> float:
+        """Return how much wider the bound is: as left-out kinds showed, else as chosen."""
+        shown = [self._evidence.widening[axis] for axis in unlike.widening if axis in self._evidence.widening]
+        chosen = [axis for axis in unlike.widening if axis not in self._evidence.widening]
+        device = DEVICE in chosen
+        return math.prod(shown) * _WIDER ** min(len(chosen) - device, _MOST_REASONS) * (_WIDER_DEVICE if device else 1)
 
     def _kind(self, case: Case) -> int:
         family, device = _place(case)
@@ -215,6 +237,26 @@ class HybridEstimator(Estimator):
             points[~inside] = self._centre(boosted, table[~inside], base[~inside])
         return points
 
+    def _weighed(
+        self, rows: Rows, records: Sequence[StepRecord], table, correction, weight, base, held_out
+    ) -> Evidence:
+        """Return what leaving out one kind of the rows after the other shows. `correction`: label less trace."""
+        exact = ~rows.censored
+        left_out: dict[str, list[LeftOut]] = {}
+        by_module = {family for family in set(map(str, rows.family)) if _of_many_modules(rows, family)}
+        for axis, mask in kinds_to_leave_out(records, list(map(str, rows.device)), list(map(str, rows.family)), exact):
+            judged = mask & exact
+            if axis == FAMILY and str(rows.family[judged][0]) in by_module:  # its modules were each held out already
+                points = held_out[judged]
+            else:
+                inside = ~mask
+                boosted = Boosted(_MEMORY, self.seed, members=1)
+                boosted.fit(table[inside], correction[inside], rows.censored[inside], weight[inside])
+                points = self._centre(boosted, table[judged], base[judged])
+            left_out.setdefault(axis, []).append(LeftOut(correction[judged], points - base[judged]))
+        known = np.abs(correction + base - held_out)[exact]
+        return Evidence.of(left_out, float(np.quantile(known, 0.95)))
+
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
         enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
@@ -256,6 +298,7 @@ class HybridEstimator(Estimator):
             "held_out_rows": self._held_out_rows,
             "scores": [scores.tolist() for scores in self._scores],
             "familiarity": self._familiarity.to_mapping(),
+            "evidence": self._evidence.to_mapping(),
         }
         write_state(folder, self, state)
 
@@ -270,6 +313,8 @@ class HybridEstimator(Estimator):
         loaded._held_out_rows = int(state["held_out_rows"])
         loaded._scores = [np.asarray(scores, dtype=float) for scores in state["scores"]]
         loaded._familiarity = Familiarity.from_mapping(state["familiarity"])
+        if "evidence" in state:  # models fitted before it was taken: the trace's figure stands for every new kind
+            loaded._evidence = Evidence.from_mapping(state["evidence"])
         loaded._correction = Boosted.load(folder, "correction")
         loaded._scale = Boosted.load(folder, "scale")
         return loaded
@@ -297,10 +342,23 @@ def _units(rows: Rows) -> np.ndarray:
     """What is held out together: near-copies; in a family of many modules, a module."""
     units = rows.group.astype(object).copy()
     for family in set(map(str, rows.family)):
-        mine = rows.family == family
-        if len(set(map(str, rows.module[mine]))) >= MANY_MODULES:
+        if _of_many_modules(rows, family):
+            mine = rows.family == family
             units[mine] = rows.module[mine]
     return units
+
+
+def _of_many_modules(rows: Rows, family: str) -> bool:
+    return len(set(map(str, rows.module[rows.family == family]))) >= MANY_MODULES
+
+
+def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
+    """Return the reasons, and what they do to the point; none for what is only of no known family."""
+    if not unlike.reasons or share == 1.0:
+        return unlike.reasons
+    if share == 0.0:
+        return (*unlike.reasons, "the trace's own figure stands: nothing shows that a learned factor helps there")
+    return (*unlike.reasons, f"{share:.0%} of the learned factor: as much as helped on kinds that a fit left out")
 
 
 def _balanced(module: np.ndarray) -> np.ndarray:

@@ -34,8 +34,8 @@ class Settings:
 class Boosted:
     """The mean of a few boosters. What it gives depends neither on the rows' order nor on the number of cores."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
-        self.settings, self.seed = settings, seed
+    def __init__(self, settings: Settings, seed: int, members: int = MEMBERS) -> None:
+        self.settings, self.seed, self.members = settings, seed, members
         self._boosters: list = []
 
     def fit(self, table: np.ndarray, label: np.ndarray, at_least: np.ndarray | None, weight: np.ndarray) -> Self:
@@ -77,7 +77,7 @@ class Boosted:
             "force_row_wise": True,
         }
         self._boosters = []
-        for member in range(MEMBERS):
+        for member in range(self.members):
             data = lightgbm.Dataset(table, **of_data, params=about)
             seeded = {**parameters, "seed": self.seed + member}
             self._boosters.append(lightgbm.train(seeded, data, num_boost_round=s.rounds))

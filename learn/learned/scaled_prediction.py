@@ -22,6 +22,7 @@ class ScaledPrediction:
     kind      (n,) int: which of `scores` is a row's own
     least     (n,) in the target's unit: no figure of a row lies below it
     unfamiliar  row -> why it is unlike what was fitted on
+    outside   rows that no scores of held-out rows speak for: their scale is wider, or their family was not fitted on
     """
 
     centre: np.ndarray
@@ -33,6 +34,7 @@ class ScaledPrediction:
     warnings: tuple[str, ...] = ()
     refusals: Mapping[int, str] = field(default_factory=dict)
     unfamiliar: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    outside: frozenset[int] = frozenset()
 
     @property
     def point(self) -> np.ndarray:

@@ -23,9 +23,12 @@ from featurize.device_spec import describe_device
 from featurize.machine import MachineProfile
 from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Estimate, Question
+from learn.estimation.answers import Question
+from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import require_loop
+from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, require_workspaces
+from learn.estimators import LEVEL
 from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ def estimate_script(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
+    coverage: float = LEVEL,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
@@ -94,7 +98,7 @@ def estimate_script(
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
-        machine, workspaces: As in `learn.estimate`.
+        machine, workspaces, coverage: As in `learn.estimate`.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
@@ -113,7 +117,7 @@ def estimate_script(
     """
     began = time.monotonic_ns()
     parsed = _parsed(command)
-    loop = require_loop(loop)
+    loop, coverage = require_loop(loop), require_coverage(coverage)
     spec = describe_device(device)
     if estimator is not None and estimator not in ESTIMATORS:
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
@@ -129,8 +133,9 @@ def estimate_script(
     record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
     job = _workload(record, name or parsed.name)
     question = Question(
-        job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces
-    )
+        job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces,
+        coverage=coverage,
+    )  # fmt: skip
     done, traced = question.answered(spec, timeline=page is not None)
     notes = tuple(_notes(record))
     done = replace(done, warnings=(*notes, *done.warnings), seconds=(time.monotonic_ns() - began) / 1e9)

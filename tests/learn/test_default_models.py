@@ -126,7 +126,7 @@ def test_the_card_has_each_targets_rows_and_held_out_figures(target):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
-def test_a_gpu_never_measured_has_a_warning_and_a_relatively_wider_bound(config):
+def test_a_gpu_never_measured_has_a_warning_the_traces_figure_and_a_bound_by_causes(config):
     here = estimate(config, machine="described")
     assert here.answered_by["memory"] == "hybrid (default)"
     assert not any("nothing was measured on" in text for text in here.warnings)
@@ -137,7 +137,9 @@ def test_a_gpu_never_measured_has_a_warning_and_a_relatively_wider_bound(config)
         assert there.answered_by["memory"] == "hybrid (default)"
         (said,) = [text for text in there.warnings if f"nothing was measured on {device}, only on" in text]
         assert "memory" in said.partition(":")[0]
-        assert there.upper_mib / there.peak_memory_mib > here.upper_mib / here.peak_memory_mib
+        assert there.peak_memory_mib == pytest.approx(there.card_mib, rel=0.03)  # of a plain loop
+        above_mib = there.upper_mib - there.peak_memory_mib
+        assert 0 < above_mib <= sum(there.uncertain.values()) + 1e-6 and "context and libraries" in there.uncertain
 
 
 @pytest.mark.parametrize("device", [A100, "H200-SXM-141GB"])

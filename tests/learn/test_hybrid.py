@@ -1,6 +1,7 @@
 """What the default estimator promises beyond the contract: growth with the batch, sane ends, honest width, reasons."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -193,3 +194,42 @@ def test_features_that_this_code_does_not_compute_are_a_refusal(fitted, monkeypa
     config = mlp.Config(batch_size=64, input_size=512, classes=10, depth=2)
     said = fitted.predict([Case(config)], STEPS)
     assert "net_of_another_time" in said.refusals[0] and np.isnan(said.point[0])
+
+
+def of_optimizers(factors):
+    """Rows of CNNs with each optimizer, which take so many times what was traced."""
+    configs, labels = [], []
+    for optimizer, factor in factors.items():
+        of_one = [dataclasses.replace(config, optimizer=optimizer) for config in configs_of() if config.family == "cnn"]
+        configs += of_one
+        labels.append(traced(of_one) * factor)
+    return make_rows("memory", configs, np.concatenate(labels))
+
+
+ALIKE, UNLIKE = {"adam": 1.2, "momentum": 1.2}, {"adam": 1.2, "momentum": 1.0}
+
+
+@pytest.mark.parametrize(("seen", "least", "most"), [(ALIKE, 1.15, 1.25), (UNLIKE, 1.0, 1.02)], ids=["helps", "harms"])
+def test_a_new_optimizer_has_what_held_for_left_out_ones(seen, least, most, tmp_path):
+    fit = HybridEstimator(0).fit(of_optimizers(seen), STEPS)
+    new = [cnn.Config(batch_size=64, image_size=32, channels=3, classes=10, base_filters=16, depth=3, optimizer="sgd")]
+    answer = fit.predict(of_configs(new), STEPS)
+    assert least <= answer.point[0] / traced(new)[0] <= most
+    fit.save(tmp_path)
+    assert HybridEstimator.load(tmp_path).predict(of_configs(new), STEPS).point == answer.point
+
+
+def test_without_evidence_the_traces_figure_stands_for_what_is_new(fitted, tmp_path):
+    new = cnn.Config(batch_size=64, image_size=32, channels=3, classes=10, base_filters=16, depth=3)
+    cases = of_configs([new, dataclasses.replace(new, precision="fp16"), dataclasses.replace(new, optimizer="sgd")])
+    fitted.save(tmp_path)
+    state = json.loads((tmp_path / "estimator.json").read_text())
+    del state["evidence"], state["familiarity"]["families"]  # as models stored before it was taken
+    (tmp_path / "estimator.json").write_text(json.dumps(state))
+    before = HybridEstimator.load(tmp_path)
+    for fit in (fitted, before):
+        answer = fit.predict(cases, STEPS)
+        ratio = answer.point / traced([new, cases[1].config, cases[2].config])
+        assert ratio[0] > 1.08 and ratio[1:] == pytest.approx(1.0)
+        assert "the trace's own figure stands" in answer.unfamiliar[1][-1]
+        assert (answer.upper() > answer.point).all()

@@ -1,0 +1,113 @@
+"""What an estimate says of one training job on one GPU model.
+
+Start reading at `Estimate`; `learn.estimation.answers` makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from conf.errors import UsageError
+from learn.estimation.memory_causes import COVERAGES
+from learn.estimators import LEVEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One training job on one GPU model. MiB, ms; ratios lie in [0, 1]. None: nobody who was asked knows.
+
+    peak_memory_mib   of the whole card, by the estimator that `answered_by` names
+    allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
+                  `torch.cuda.max_memory_allocated`, `max_memory_reserved`, the process in nvidia-smi, the card there
+    machine       the profile that says what lies outside the allocator; see `featurize.machine`
+    upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
+                  (estimator=trace has none)
+    uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
+                  sum is less than the causes' own, a card of that size is all that the job can take
+    distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
+    breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
+                  which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
+                  estimator itself tells apart
+    peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
+    activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
+    answered_by   target -> estimator and version that gave the figure
+    loops         target -> the loop that the figure speaks of, a name of `learn.estimation.loops.LOOPS`
+    seconds       what the estimate itself took
+    device_memory_mib   what a job can use of the card
+    limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
+                  process to a share of it (`per_process_memory_fraction`)
+    held_out_errors     of the fast path: target -> `median` and `p90` of how far it is off the full path, on
+                        configurations held out; shares of memory and step time, absolute for ratios
+    """
+
+    peak_memory_mib: float
+    upper_mib: float | None
+    smact: float | None
+    smocc: float | None
+    drama: float | None
+    step_time_ms: float | None
+    parameters: int | None
+    breakdown: Mapping[str, float]
+    peak_operator: str | None
+    peak_module: str | None
+    peak_phase: str | None
+    activations: Mapping[str, float]
+    trace_memory_mib: float | None
+    device: str
+    warnings: tuple[str, ...]
+    estimator: str
+    answered_by: Mapping[str, str]
+    seconds: float
+    device_memory_mib: float | None = None
+    limit_mib: float | None = None
+    allocated_mib: float | None = None
+    reserved_mib: float | None = None
+    process_mib: float | None = None
+    card_mib: float | None = None
+    machine: str | None = None
+    held_out_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    loops: Mapping[str, str] = field(default_factory=dict)
+    coverage: float = LEVEL
+    uncertain: Mapping[str, float] = field(default_factory=dict)
+    distribution: tuple[tuple[float, float], ...] = ()
+
+    def quantile_mib(self, p: float) -> float | None:
+        """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.
+
+        Args:
+            p: From 0.01 to 0.99; between the probabilities of `distribution`, a straight line.
+
+        Raises:
+            UsageError: Another p.
+        """
+        if not COVERAGES[0] <= p <= COVERAGES[-1]:
+            raise UsageError(f"a probability from {COVERAGES[0]} to {COVERAGES[-1]} is wanted, got {p!r}")
+        if not self.distribution:
+            return None
+        probabilities, mib = zip(*self.distribution, strict=True)
+        return float(np.interp(p, probabilities, mib))
+
+    def fits(self, mib: float) -> bool:
+        """Whether the job fits into that much free memory, and into the share of the card that its allocator allows:
+        by the bound where there is one, else by the point."""
+        limit_mib = mib if self.limit_mib is None else min(mib, self.limit_mib)
+        return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) <= limit_mib
+
+    @property
+    def fits_device(self) -> bool | None:
+        """Whether the job fits into the empty card; None where its memory is not known."""
+        return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The fields, and `fits`: into the empty card."""
+        return {**asdict(self), "fits": self.fits_device}
+
+
+def estimators_named(by: Mapping[str, str]) -> str:
+    """Return the estimators that gave an answer's figures, the trace last; `by` is its `answered_by`."""
+    named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
+    return " + ".join(named)

@@ -1,0 +1,207 @@
+"""Measured runs of the same job, or of the job at another batch size, that move its estimate and narrow its bound.
+
+Start reading at `moved`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from conf.errors import UsageError, unknown_name
+from featurize.device_spec import DeviceSpec, plain_device
+from featurize.trial_config import TrialConfig
+from learn.estimation.job_estimate import Estimate, estimators_named
+from learn.estimation.memory_causes import COVERAGES, NEIGHBOUR, score_at, widest
+
+if TYPE_CHECKING:
+    from learn.traced import TracedStep
+
+KINDS = {
+    "process": "the process, in nvidia-smi's list",
+    "card": "the whole card while the process trains",
+    "reserved": "torch.cuda.max_memory_reserved",
+    "allocated": "torch.cuda.max_memory_allocated",
+}
+# Width of the 99 % bound, as a share of the estimate: at the measured batch itself (chosen: no published file repeats a
+# run), and what the first doubling of the traced memory and each further one add. Of 86 of timm's models on one A100,
+# one batch known and the bound taken of another, memory lies above it for 1.7 % of 580 pairs one doubling apart.
+_SAME_JOB, _A_DOUBLING, _FURTHER, _MOST_FURTHER = 0.01, 0.06, 0.015, 3.0
+# How the difference between measurement and trace grows with memory. Half of it on a logarithmic scale: between a
+# constant (context, libraries) and a share (workspaces, kernels). Of 0, 0.5 and 1 the least error on the same pairs.
+_GROWTH = 0.5
+RUNS = "runs"  # in place of a list: the data folder's own
+_MOST_BATCHES = 4  # of them, the nearest: each is traced
+_FAR = 0.5  # a measurement that differs by more from the trace is hardly of the same job
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownRun:
+    """One measured run.
+
+    Args:
+        batch_size: Its batch.
+        memory_mib: Its peak, in MiB.
+        kind: What `memory_mib` is: one of `KINDS`.
+
+    Raises:
+        UsageError: A value that cannot be.
+    """
+
+    batch_size: int
+    memory_mib: float
+    kind: str = "process"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown_name("kind", self.kind, KINDS)
+        size, mib = self.batch_size, self.memory_mib
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"batch_size is a whole number of at least 1, got {size!r}")
+        if isinstance(mib, bool) or not isinstance(mib, int | float) or not (math.isfinite(mib) and mib > 0):
+            raise UsageError(f"memory_mib is a number above 0, got {mib!r}")
+
+
+class OnTrace(NamedTuple):
+    """A measured run beside its trace: what the trace reserves, and what was measured less what the trace says, MiB."""
+
+    run: KnownRun
+    reserved_mib: float
+    difference_mib: float
+
+
+def known_runs(given: object) -> tuple[KnownRun, ...]:
+    """Return the measured runs of a list of mappings or `KnownRun`; none for None and `RUNS`.
+
+    Raises:
+        UsageError: Anything else; the message names the place.
+    """
+    if given is None or given == RUNS:
+        return ()
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise UsageError(
+            "known is a list of measured runs, as in [{batch_size: 32, memory_mib: 10240, kind: process}], or runs"
+        )
+    runs = []
+    names = [field.name for field in fields(KnownRun)]
+    for at, one in enumerate(given):
+        if isinstance(one, Mapping):
+            if unknown := [str(name) for name in one if name not in names]:
+                raise UsageError(f"known[{at}]: unknown {', '.join(unknown)}; known: {', '.join(names)}")
+            if missing := [name for name in ("batch_size", "memory_mib") if name not in one]:
+                raise UsageError(f"known[{at}]: missing {', '.join(missing)}")
+            try:
+                one = KnownRun(**one)
+            except UsageError as error:
+                raise UsageError(f"known[{at}]: {error}") from error
+        if not isinstance(one, KnownRun):
+            raise UsageError(f"known[{at}]: a mapping is wanted, got {type(one).__name__}")
+        runs.append(one)
+    return tuple(runs)
+
+
+def runs_in_folder(data: Any, config: TrialConfig, device: DeviceSpec) -> tuple[KnownRun, ...]:
+    """Return what a data folder measured of a configuration on a GPU model, at the batch sizes nearest to its own.
+
+    Only trusted runs on a real GPU count. Of several at one batch size, the median.
+    """
+    import warehouse
+    from featurize.row_config import UnreadableConfig, config_of_row
+
+    connection = warehouse.connect(data)
+    try:
+        rows = connection.execute(
+            "SELECT config, device_name, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
+            "AND source = 'measured' AND device_uuid IS NOT NULL AND coalesce(quality, 'trusted') = 'trusted' "
+            "AND peak_memory_mib > 0",
+            [config.family],
+        ).fetchall()
+    finally:
+        connection.close()
+    measured: dict[int, list[float]] = {}
+    for text, device_name, mib in rows:
+        if plain_device(device_name) != plain_device(device.name):
+            continue
+        try:
+            of_run = config_of_row(text)
+        except UnreadableConfig:
+            continue
+        if replace(of_run, batch_size=config.batch_size).to_mapping() == config.to_mapping():
+            measured.setdefault(of_run.batch_size, []).append(float(mib))
+    nearest = sorted(measured, key=lambda size: (abs(math.log2(size / config.batch_size)), size))[:_MOST_BATCHES]
+    return tuple(KnownRun(batch_size=size, memory_mib=median(measured[size])) for size in sorted(nearest))
+
+
+def moved(done: Estimate, runs: Sequence[KnownRun], trace_of: Callable[[int], TracedStep], coverage: float) -> Estimate:
+    """Return the estimate moved by what was measured, with the bound of so near a neighbour.
+
+    Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
+    runs in proportion, beyond them with the square root of the reserved memory.
+
+    Args:
+        done: The estimate, traced on its machine.
+        runs: At least one.
+        trace_of: The job's traced step at a batch size, on the same machine.
+        coverage: Of the bound.
+    """
+    measured = sorted(
+        (_on_trace(run, trace_of(run.batch_size), done) for run in runs), key=lambda one: one.reserved_mib
+    )
+    assert done.card_mib is not None and done.reserved_mib is not None, "the job is traced"
+    reserved_mib = done.reserved_mib
+    peak_mib = max(done.card_mib + _difference_at(reserved_mib, measured), done.allocated_mib or 0.0)
+    doublings = min(abs(math.log2(reserved_mib / one.reserved_mib)) for one in measured)
+    further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
+    margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
+    levels = sorted({*COVERAGES, coverage})
+    causes = {NEIGHBOUR: score_at(coverage) * margin_mib}
+    by = {**done.answered_by, "memory": f"trace with {len(runs)} measured run{'s' if len(runs) > 1 else ''}"}
+    notes = [note for note in done.warnings if note != widest(done.uncertain)]
+    for one in measured:
+        traced_mib = one.run.memory_mib - one.difference_mib
+        if abs(one.difference_mib) > _FAR * traced_mib:
+            notes.insert(
+                0,
+                f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,}, where the trace says "
+                f"{traced_mib:,.0f} MiB ({one.run.kind}): it may be another job",
+            )
+    return replace(
+        done,
+        peak_memory_mib=peak_mib,
+        upper_mib=peak_mib + score_at(coverage) * margin_mib,
+        coverage=coverage,
+        uncertain=causes,
+        distribution=tuple((level, peak_mib + score_at(level) * margin_mib) for level in levels),
+        answered_by=by,
+        estimator=estimators_named(by),
+        warnings=(*notes, *filter(None, [widest(causes)])),
+    )
+
+
+def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:
+    other_mib = (done.card_mib or 0.0) - (done.process_mib or 0.0)
+    step = traced.step
+    by_kind = {
+        "card": step.peak_memory_mib,
+        "process": step.peak_memory_mib - other_mib,
+        "reserved": step.peak_reserved_mib,
+        "allocated": step.peak_allocated_mib,
+    }
+    return OnTrace(run, max(step.peak_reserved_mib, 1.0), run.memory_mib - by_kind[run.kind])
+
+
+def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
+    """Return what is measured beyond the trace at so much reserved memory; `measured` ascends in it."""
+    above = [one for one in measured if one.reserved_mib >= reserved_mib]
+    below = [one for one in measured if one.reserved_mib <= reserved_mib]
+    if above and below:
+        low, high = below[-1], above[0]
+        if high.reserved_mib == low.reserved_mib:
+            return (low.difference_mib + high.difference_mib) / 2
+        part = (reserved_mib - low.reserved_mib) / (high.reserved_mib - low.reserved_mib)
+        return low.difference_mib + part * (high.difference_mib - low.difference_mib)
+    nearest = below[-1] if below else above[0]
+    return nearest.difference_mib * (reserved_mib / nearest.reserved_mib) ** _GROWTH

@@ -1,0 +1,187 @@
+"""Bounds of memory: their coverage and distribution, what makes them wide, and what a measured run does to them."""
+
+import dataclasses
+import json
+
+import pytest
+from torch import nn
+
+from conf import cli
+from conf.errors import UsageError
+from featurize.device_spec import load_device
+from featurize.families import cnn, mlp
+from featurize.machine import MachineProfile
+from learn import estimate, estimate_many, largest_batch
+from learn.estimation.known_runs import KINDS
+from tests.learn.learn_rows import write_runs
+
+MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
+CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
+INSTRUMENTS = {"card": "card_mib", "process": "process_mib", "reserved": "reserved_mib", "allocated": "allocated_mib"}
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64 * 28**2, 10))
+
+
+def images(batch):
+    return [batch, 3, 32, 32]
+
+
+def run(*argv):
+    from learn.commands.estimate import entry
+
+    return cli.run("estimate", entry, list(argv))
+
+
+@pytest.mark.parametrize("job", [MLP, dataclasses.replace(CNN, precision="fp16")], ids=["fitted", "by causes"])
+def test_a_lower_coverage_has_a_lower_bound_and_the_distribution_holds_it(job):
+    bounds = {coverage: estimate(job, coverage=coverage) for coverage in (0.9, 0.93, 0.99)}
+    assert bounds[0.9].peak_memory_mib <= bounds[0.9].upper_mib < bounds[0.93].upper_mib < bounds[0.99].upper_mib
+    for coverage, done in bounds.items():
+        assert done.coverage == coverage and done.quantile_mib(coverage) == pytest.approx(done.upper_mib)
+        levels, mib = zip(*done.distribution, strict=True)
+        assert list(levels) == sorted(levels) and list(mib) == sorted(mib)
+        assert done.quantile_mib(0.01) <= done.peak_memory_mib
+    assert json.loads(json.dumps(bounds[0.9].to_mapping()))["coverage"] == 0.9
+
+
+@pytest.mark.parametrize("coverage", [0.5, 1, 0.995, -1, True, "0.9", None, float("nan")])
+def test_a_coverage_that_held_out_errors_cannot_carry_is_refused(coverage):
+    with pytest.raises(UsageError, match=r"coverage is a number above 0.5 and at most 0.99"):
+        estimate(MLP, coverage=coverage)
+
+
+def test_what_is_no_probability_has_no_quantile():
+    done = estimate(MLP)
+    for p in (0.0, 1.0, -0.5):
+        with pytest.raises(UsageError, match=r"from 0.01 to 0.99"):
+            done.quantile_mib(p)
+    assert estimate(MLP, estimator="trace").quantile_mib(0.9) is None
+
+
+def test_the_fast_path_has_one_coverage():
+    assert estimate_many([MLP], method="fast")[0].coverage == 0.99
+    with pytest.raises(UsageError, match="coverage"):
+        estimate_many([MLP], method="fast", coverage=0.9)
+
+
+def test_the_bound_of_what_no_fit_knows_is_taken_apart_into_causes():
+    done = estimate(dataclasses.replace(CNN, precision="fp16"))
+    assert done.peak_memory_mib == pytest.approx(done.card_mib, abs=200)  # a plain loop holds a batch more
+    assert done.upper_mib - done.peak_memory_mib == pytest.approx(sum(done.uncertain.values()))
+    assert set(done.uncertain) == {"convolution workspaces", "what kernels take unseen", "context and libraries"}
+    (note,) = [text for text in done.warnings if "the bound is above the estimate for" in text]
+    widest = max(done.uncertain, key=done.uncertain.get)
+    assert note.index(widest) == note.index("for ") + 4 and "narrows it" in note
+
+
+def test_tensors_that_are_known_widen_nothing():
+    small, large = (estimate(lambda w=w: nn.Linear(w, w), [8, w], precision="bf16-true") for w in (1024, 8192))
+    assert "convolution workspaces" not in large.uncertain
+    assert large.uncertain["context and libraries"] == small.uncertain["context and libraries"]
+    assert large.upper_mib < 1.08 * large.peak_memory_mib + 200
+
+
+def test_a_calibrated_machine_is_less_uncertain_than_a_typical_one():
+    profile = MachineProfile(name="mine", context_mib=400, kernels_mib=30, cudnn_mib=50)
+    typical, own = (estimate(net, images(32), precision="fp16", machine=on) for on in ("current", profile))
+    assert own.uncertain["context and libraries"] < typical.uncertain["context and libraries"]
+
+
+def test_a_job_that_runs_without_its_workspaces_has_the_card_as_its_bound():
+    wide = estimate(net, images(512), precision="fp16")
+    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=wide.upper_mib - 10)
+    done = estimate(net, images(512), precision="fp16", device=card)
+    assert done.upper_mib == card.memory_mib and done.fits_device
+    little = dataclasses.replace(card, memory_mib=done.peak_memory_mib + 1)
+    assert not estimate(net, images(512), precision="fp16", device=little).fits_device
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_measured_run_of_the_same_job_moves_the_estimate_and_narrows_its_bound(kind):
+    before = estimate(net, images(64))
+    measured_mib = getattr(before, INSTRUMENTS[kind]) + 300
+    done = estimate(net, images(64), known=[{"batch_size": 64, "memory_mib": measured_mib, "kind": kind}])
+    assert done.peak_memory_mib == pytest.approx(before.card_mib + 300)
+    assert done.upper_mib / done.peak_memory_mib == pytest.approx(1.01)
+    assert done.answered_by["memory"] == "trace with 1 measured run" and done.estimator.startswith("hybrid")
+    assert list(done.uncertain) == ["distance to the measured run"]
+
+
+def test_a_neighbour_says_less_than_the_job_itself_and_two_say_more_than_one():
+    at = {batch: estimate(net, images(batch)) for batch in (64, 128, 256)}
+    beyond = {64: 100, 256: 400}
+    known = [{"batch_size": n, "memory_mib": at[n].card_mib + mib, "kind": "card"} for n, mib in beyond.items()]
+    near = estimate(net, images(128), known=known[:1])
+    between = estimate(net, images(128), known=known)
+    assert at[128].card_mib + 100 < near.peak_memory_mib < at[128].card_mib + 200
+    assert at[128].card_mib + 100 < between.peak_memory_mib < at[128].card_mib + 400
+    assert 1.01 < near.upper_mib / near.peak_memory_mib <= 1.07 + 1e-9
+
+
+def test_a_trial_config_and_a_search_take_measured_runs_too():
+    at = estimate(MLP, estimator="trace")
+    known = [{"batch_size": 64, "memory_mib": at.process_mib + 200}]
+    assert estimate(MLP, known=known).peak_memory_mib == pytest.approx(at.card_mib + 200)
+    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=4000)
+    fits = largest_batch(net, images(8), device=card, known=[{"batch_size": 16, "memory_mib": 1500}])
+    assert fits.estimate.answered_by["memory"] == "trace with 1 measured run"
+
+
+def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
+    at = {size: estimate(dataclasses.replace(MLP, batch_size=size)) for size in (32, 64)}
+    half, other = dataclasses.replace(MLP, batch_size=32), dataclasses.replace(MLP, depth=5, batch_size=32)
+    for config, source, uuid, more_mib in (
+        (half, "measured", "GPU-1", 250), (half, "simulated", "GPU-1", 900), (half, "measured", None, 900),
+        (other, "measured", "GPU-1", 900),
+    ):  # fmt: skip
+        labels = {"peak_memory_mib": [at[32].process_mib + more_mib]}
+        job = f"{source}-{uuid}-{config.depth}"
+        write_runs(tmp_path / "d", [config], source=source, job=job, device_uuid=uuid, labels=labels)
+    done = estimate(MLP, data=tmp_path / "d", known="runs", machine="current")
+    assert done.answered_by["memory"] == "trace with 1 measured run"
+    assert at[64].card_mib + 245 < done.peak_memory_mib < at[64].card_mib + 400
+    unknown = dataclasses.replace(MLP, depth=6)
+    assert estimate(unknown, data=tmp_path / "d", known="runs").answered_by["memory"] == "hybrid (default)"
+    with pytest.raises(UsageError, match="known=runs is for trial configs"):
+        estimate(net, images(8), known="runs")
+
+
+def test_a_measurement_far_from_the_trace_has_a_warning():
+    done = estimate(net, images(64), known=[{"batch_size": 64, "memory_mib": 30_000}])
+    assert "it may be another job" in done.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        ({"batch_size": 8}, "known is a list"),
+        ([{"batch_size": 8}], r"known\[0\]: missing memory_mib"),
+        ([{"batch_size": 0, "memory_mib": 5}], "at least 1"),
+        ([{"batch_size": 8, "memory_mib": float("nan")}], "above 0"),
+        ([{"batch_size": 8, "memory_mib": 5, "kind": "peak"}], "allocated, card, process, reserved"),
+        ([{"batch_size": 8, "memory_mib": 5, "mib": 5}], "unknown mib"),
+        ([8], "a mapping is wanted"),
+    ],
+)
+def test_a_measured_run_that_cannot_be_is_one_message(known, message):
+    with pytest.raises(UsageError, match=message):
+        estimate(MLP, known=known)
+
+
+def test_a_measured_run_needs_the_trace():
+    known = [{"batch_size": 64, "memory_mib": 2000}]
+    with pytest.raises(UsageError, match="estimator=hybrid"):
+        estimate(MLP, known=known, estimator="hybrid")
+    with pytest.raises(UsageError, match="known"):
+        estimate(MLP, known=known, method="fast")
+
+
+def test_the_command_takes_both(capsys):
+    config = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
+    assert run(config, "coverage=0.95", "known=[{batch_size: 32, memory_mib: 1900}]", "format=json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["coverage"] == 0.95 and answer["answered_by"]["memory"] == "trace with 1 measured run"
+    assert run(config, "coverage=0.95") == 0 and "95 % bound" in capsys.readouterr().out
+    assert run(config, "coverage=0.999") == 2 and "at most 0.99" in capsys.readouterr().err
