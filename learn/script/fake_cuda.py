@@ -27,6 +27,17 @@ _CUDNN_VERSION = 91002
 _NCCL_VERSION = (2, 26, 2)
 
 
+# Functions of `torch._C` that libraries take directly, once they see a GPU, and what they give.
+_OF_CUDA_BUILDS: dict[str, int | bool | None] = {
+    "_cuda_getCurrentRawStream": 0,
+    "_cuda_getDevice": 0,
+    "_cuda_getDeviceCount": 1,
+    "_cuda_isInBadFork": False,
+    "_cuda_synchronize": None,
+    "_cuda_clearCublasWorkspaces": None,
+}
+
+
 class FakeStream:
     """The one stream that there is."""
 
@@ -177,6 +188,8 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(torch.backends.cudnn, "is_acceptable", _giving(False))  # weights are not flattened
     replace_attribute(torch.backends.cuda, "is_built", _giving(True))
     replace_attribute(torch.cuda.nccl, "version", _giving(_NCCL_VERSION))
+    for name, value in _OF_CUDA_BUILDS.items():  # a CPU build of torch has none of them
+        setattr(torch._C, name, _giving(value))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         replace_attribute(torch.cuda.nvtx, name, _giving(0))
 

@@ -9,6 +9,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--device", type=torch.device, default="cuda")
 device = parser.parse_args().device
 torch.cuda.memory._record_memory_history(max_entries=1000)
+assert torch._C._cuda_getCurrentRawStream(0) == 0  # as bitsandbytes takes it while it is imported
 
 
 @torch.jit.script
