@@ -36,6 +36,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "source=gpumemnet": "needs GPUMemNet's files; tests/warehouse/test_ingest.py runs it on files like these",
     "source=dataset": "loads what measured runs lie in datasets/; tests/warehouse/test_dataset.py runs it",
     "farm.compare before=": "needs two environments or folders to compare; tests/farm/test_compare.py runs it",
+    "workspaces=cudnn": "needs cuDNN; tests/featurize/cudnn/test_workspaces.py runs it where it is installed",
     "warehouse.export ": "needs runs with telemetry; tests/warehouse/test_dataset.py runs it",
 }
 # In a sentence these may stand without arguments.
