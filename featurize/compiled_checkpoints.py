@@ -25,7 +25,13 @@ def marked() -> Iterator[None]:
 
     numbers = itertools.count()
 
-    def without_hooks(_function: Callable[..., Any], _preserve: bool = True, context_fn=noop_context_fn, *_: Any, **__):
+    def without_hooks(
+        _function: Callable[..., Any],
+        _preserve: bool = True,
+        context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+        *_: Any,
+        **__: Any,
+    ) -> Iterator[None]:
         with _computed_again(next(numbers), context_fn):
             yield
 

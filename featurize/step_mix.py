@@ -17,7 +17,7 @@ Left: TypeAlias = tuple[tuple[str, str, str], ...]  # kind, operator and module 
 
 
 class StepsDiffer(RuntimeError):
-    """A step meets other tensors of the step before it than it met when it was recorded."""
+    """A step finds other tensors alive of the step before it than when it was recorded."""
 
 
 @dataclass(frozen=True)

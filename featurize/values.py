@@ -58,7 +58,9 @@ _ABOUT_FINITE = frozenset(
     {*_OF_FINITE, *_NEGATIONS, *_CONJUNCTIONS, *_DISJUNCTIONS, *_REDUCTIONS, "aten::eq", "aten::ne"}
 )
 _MISSING = object()
-_NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", str(Path(__file__).parent) + os.sep)  # whose lines are no model's code
+_OURS = Path(__file__).resolve().parent
+# Whose lines are no model's code.
+_NOT_THE_MODELS = tuple(f"{place}{os.sep}" for place in (Path(torch.__file__).parent, _OURS, _OURS.parent / "learn"))
 
 _NO_VALUE = "the model reads a value that only computing the step would give: meta tensors have none"
 _HOW_MANY = (
@@ -202,7 +204,7 @@ class Values:
         """The module that runs, and the line of its code, or of the loss."""
         module = self.module_now()
         frame: FrameType | None = sys._getframe()
-        while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_MODELS):
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
             frame = frame.f_back
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
         if not module:

@@ -67,6 +67,7 @@ def _drawn(shares: Mapping[int, Any]) -> list[int]:
     for length, share in shares.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
             raise UsageError(f"batches: the share of length {length} must be a number > 0, got {share!r}")
+    shares = dict(sorted(shares.items()))  # the same shares in another order are the same job
     ends = [round(STEPS_DRAWN * end / sum(shares.values())) for end in accumulate(shares.values())]
     counts = [max(1, end - begin) for begin, end in pairwise([0, *ends])]
     lengths = [length for length, count in zip(shares, counts, strict=True) for _ in range(count)]
@@ -75,10 +76,11 @@ def _drawn(shares: Mapping[int, Any]) -> list[int]:
 
 
 def _length_of(inputs: Any) -> int:
-    """The second size of the first input that has one."""
-    for sizes in _sizes(inputs):
-        if len(sizes) > 1:
-            return int(sizes[1])
+    """The second size of the first input of two dimensions, as token ids have, else of the first one that has more."""
+    for dims in (2, 3):
+        for sizes in _sizes(inputs):
+            if len(sizes) == dims:
+                return int(sizes[1])
     raise UsageError("batches= of sequence lengths needs an input with a second dimension, the sequence")
 
 
@@ -96,16 +98,22 @@ def _sizes(value: Any) -> Iterator[Sequence[int]]:
 
 
 def _at(value: Any, length: int, given: int) -> Any:
-    """The value with every dimension of the given length, but the first, at another length."""
+    """The value with its dimensions of sequences, where they have the given length, at another length."""
     if is_tensor(value):
         return _tensor_at(value, length, given)
     if is_shape(value):
-        return [value[0], *(length if size == given else size for size in value[1:])]
+        return [length if at in _of_sequences(value, given) else size for at, size in enumerate(value)]
     if isinstance(value, Mapping):
         return {key: _at(one, length, given) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_at(one, length, given) for one in value]
     return value
+
+
+def _of_sequences(sizes: Sequence[int], given: int) -> list[int]:
+    """The dimensions of the given length that hold a sequence: the second one; of a mask of heads, the last two."""
+    dims = (1,) if len(sizes) in (2, 3) else range(2, len(sizes))
+    return [dim for dim in dims if sizes[dim] == given]
 
 
 def _tensor_at(tensor: Tensor, length: int, given: int) -> Tensor:
@@ -114,13 +122,13 @@ def _tensor_at(tensor: Tensor, length: int, given: int) -> Tensor:
 
     from featurize.values import LARGEST
 
-    shape = [*tensor.shape[:1], *(length if size == given else size for size in tensor.shape[1:])]
+    of_sequences = _of_sequences(tensor.shape, given)
+    shape = [length if at in of_sequences else size for at, size in enumerate(tensor.shape)]
     if shape == list(tensor.shape):
         return tensor
     made = torch.empty(shape, dtype=tensor.dtype, device="meta")
     if not tensor.is_meta and made.numel() <= LARGEST:
         made = tensor.detach()
-        for dim, size in enumerate(tensor.shape[1:], start=1):
-            if size == given:
-                made = made.index_select(dim, torch.arange(length, device=made.device) % given)
+        for dim in of_sequences:
+            made = made.index_select(dim, torch.arange(length, device=made.device) % given)
     return made.requires_grad_(tensor.requires_grad)

@@ -119,8 +119,15 @@ class CudnnOracle:
                 answers[signature] = OracleAnswer(problem=NOT_ASKED)
                 continue
             query = {"signature": signature, "search": vars(search)}
+            began_anew = self._process is None
             try:
-                answers[signature] = answer_of(self._running().asked(query, self._query_s))
+                try:
+                    answers[signature] = answer_of(self._running().asked(query, self._query_s))
+                except (_NoAnswer, ValueError) as error:
+                    if began_anew or isinstance(error, _Hung):
+                        raise
+                    self.close()  # it may have been killed while it waited: only a fresh process's end counts
+                    answers[signature] = answer_of(self._running().asked(query, self._query_s))
             except EnvironmentProblem:
                 self.close()
                 raise

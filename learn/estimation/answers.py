@@ -146,9 +146,13 @@ class Question:
             traced = self._placed(traced, job, device, on, timeline=timeline)
             gathered.move(traced.step.peak_memory_mib - described_mib)
             if self.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
+                guessed_mib = traced.step.peak_memory_mib
                 traced = self._placed(traced, job, device, on, timeline=timeline, workspaces=self.workspaces)
+                if gathered.beyond_fit:  # there the trace's own figure stands
+                    gathered.move(traced.step.peak_memory_mib - guessed_mib)
             if gathered.beyond_fit or (estimator is None and "memory" not in gathered.by):
-                _bound_by_causes(gathered, traced, device, on, self.coverage)
+                limit_mib = _limit_mib(device, self.allocator, traced)
+                _bound_by_causes(gathered, traced, device, on, self.coverage, limit_mib)
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on)
         done = self._moved(done, traced, device, on)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
@@ -178,7 +182,9 @@ class Question:
         if self.known_in_folder and config is not None:
             known = runs_in_folder(self.data, config, device)
         if not known:
-            return done
+            if not self.known_in_folder:
+                return done
+            return replace(done, warnings=(*done.warnings, "known=runs: the data folder has no run of this job"))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
         at_hand = traced
@@ -205,13 +211,18 @@ class Question:
 
 
 def _bound_by_causes(
-    gathered: Gathered, traced: TracedStep, device: DeviceSpec, on: MachineProfile, coverage: float
+    gathered: Gathered,
+    traced: TracedStep,
+    device: DeviceSpec,
+    on: MachineProfile,
+    coverage: float,
+    limit_mib: float,
 ) -> None:
     """Bound memory that no fit can speak of by what is uncertain of the traced step."""
     uncertainty = uncertainty_of(traced, device, on)
     centre_mib = max(gathered.values.get("peak_memory_mib", 0.0), traced.step.peak_memory_mib)
     levels = sorted({*COVERAGES, coverage})
-    bounds = {level: uncertainty.bound_mib(centre_mib, level, device.memory_mib) for level in levels}
+    bounds = {level: uncertainty.bound_mib(centre_mib, level, limit_mib) for level in levels}
     gathered.bound(bounds, coverage, uncertainty.at(coverage))
 
 
@@ -222,7 +233,8 @@ def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | N
     if loop != PIPELINE:
         return traced.step
     waits = input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
-    return simulate(traced.trace, device, job.settings, memory=traced.memory, input_ms=waits)
+    timed = simulate(traced.trace, device, job.settings, memory=traced.memory, input_ms=waits)
+    return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
 
 
 def _assembled(
@@ -280,7 +292,7 @@ def _assembled(
             from featurize.cudnn.workspaces import workspaces_note
 
             notes.append(workspaces_note(memory.workspaces))
-            if by["memory"] != "trace":
+            if by["memory"] != "trace" and not gathered.beyond_fit:
                 notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
     else:
         missing = [target for target in TARGETS if target not in by]

@@ -6,10 +6,13 @@ Start reading at `moved`.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from conf.errors import UsageError, unknown_name
 from featurize.device_spec import DeviceSpec, plain_device
@@ -33,6 +36,7 @@ _SAME_JOB, _A_DOUBLING, _FURTHER, _MOST_FURTHER = 0.01, 0.06, 0.015, 3.0
 # How the difference between measurement and trace grows with memory. Half of it on a logarithmic scale: between a
 # constant (context, libraries) and a share (workspaces, kernels). Of 0, 0.5 and 1 the least error on the same pairs.
 _GROWTH = 0.5
+_OF_OTHERS = ("memory: ", "out of memory", "it may run out of memory")  # notes on the figure that the runs replace
 RUNS = "runs"  # in place of a list: the data folder's own
 _MOST_BATCHES = 4  # of them, the nearest: each is traced
 _FAR = 0.5  # a measurement that differs by more from the trace is hardly of the same job
@@ -59,9 +63,9 @@ class KnownRun:
         if self.kind not in KINDS:
             raise unknown_name("kind", self.kind, KINDS)
         size, mib = self.batch_size, self.memory_mib
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
             raise UsageError(f"batch_size is a whole number of at least 1, got {size!r}")
-        if isinstance(mib, bool) or not isinstance(mib, int | float) or not (math.isfinite(mib) and mib > 0):
+        if isinstance(mib, bool) or not isinstance(mib, numbers.Real) or not (math.isfinite(mib) and mib > 0):
             raise UsageError(f"memory_mib is a number above 0, got {mib!r}")
 
 
@@ -155,18 +159,21 @@ def moved(done: Estimate, runs: Sequence[KnownRun], trace_of: Callable[[int], Tr
     peak_mib = max(done.card_mib + _difference_at(reserved_mib, measured), done.allocated_mib or 0.0)
     doublings = min(abs(math.log2(reserved_mib / one.reserved_mib)) for one in measured)
     further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
-    margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
+    margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib + _spread(measured)
     levels = sorted({*COVERAGES, coverage})
     causes = {NEIGHBOUR: score_at(coverage) * margin_mib}
     by = {**done.answered_by, "memory": f"trace with {len(runs)} measured run{'s' if len(runs) > 1 else ''}"}
-    notes = [note for note in done.warnings if note != widest(done.uncertain)]
+    notes = [note for note in done.warnings if note != widest(done.uncertain) and not note.startswith(_OF_OTHERS)]
+    limit_mib = done.device_memory_mib if done.limit_mib is None else done.limit_mib
+    if limit_mib is not None and peak_mib > limit_mib:
+        notes.insert(0, f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}")
     for one in measured:
         traced_mib = one.run.memory_mib - one.difference_mib
         if abs(one.difference_mib) > _FAR * traced_mib:
             notes.insert(
                 0,
                 f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,}, where the trace says "
-                f"{traced_mib:,.0f} MiB ({one.run.kind}): it may be another job",
+                f"{traced_mib:,.0f} MiB ({one.run.kind}): the measurement may be of a different job",
             )
     return replace(
         done,
@@ -193,15 +200,21 @@ def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:
     return OnTrace(run, max(step.peak_reserved_mib, 1.0), run.memory_mib - by_kind[run.kind])
 
 
+def _spread(measured: Sequence[OnTrace]) -> float:
+    """Return by how many MiB a run lies above the median of those of its size, at most: no bound is below a run."""
+    sizes = {one.reserved_mib for one in measured}
+    of_size = [[one.difference_mib for one in measured if one.reserved_mib == size] for size in sizes]
+    return max(max(differences) - median(differences) for differences in of_size)
+
+
 def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
     """Return what is measured beyond the trace at so much reserved memory; `measured` ascends in it."""
-    above = [one for one in measured if one.reserved_mib >= reserved_mib]
-    below = [one for one in measured if one.reserved_mib <= reserved_mib]
-    if above and below:
-        low, high = below[-1], above[0]
-        if high.reserved_mib == low.reserved_mib:
-            return (low.difference_mib + high.difference_mib) / 2
-        part = (reserved_mib - low.reserved_mib) / (high.reserved_mib - low.reserved_mib)
-        return low.difference_mib + part * (high.difference_mib - low.difference_mib)
-    nearest = below[-1] if below else above[0]
-    return nearest.difference_mib * (reserved_mib / nearest.reserved_mib) ** _GROWTH
+    differences: dict[float, list[float]] = {}
+    for one in measured:
+        differences.setdefault(one.reserved_mib, []).append(one.difference_mib)
+    sizes = sorted(differences)
+    of_size = [median(differences[size]) for size in sizes]
+    if sizes[0] <= reserved_mib <= sizes[-1]:
+        return float(np.interp(reserved_mib, sizes, of_size))
+    nearest = 0 if reserved_mib < sizes[0] else -1
+    return of_size[nearest] * (reserved_mib / sizes[nearest]) ** _GROWTH

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
 
 WORKSPACES = "convolution workspaces"
-KERNELS = "what kernels take unseen"
+KERNELS = "memory of kernels that the trace does not see"
 CONTEXT = "context and libraries"
 HELD_OUT = "errors on held-out rows"
 NEIGHBOUR = "distance to the measured run"
 NARROWED_BY: Mapping[str, str] = {
-    WORKSPACES: "one measured run (known=) narrows it",
+    WORKSPACES: "one measured run (known=) narrows it, and workspaces=cudnn (extra cudnn) asks cuDNN",
     KERNELS: "one measured run (known=) narrows it",
     CONTEXT: "python -m learn.calibrate narrows it",
     HELD_OUT: "one measured run (known=) narrows it",
@@ -122,7 +122,8 @@ def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
         call = trace.blocks[event.block].call if event.nbytes == 0 else None
         if call is not None and call.kind != CUBLAS:
             if call not in sizes:
-                sizes[call] = workspace_bytes(call, device)
+                answer = traced.memory.workspaces.get(call)
+                sizes[call] = workspace_bytes(call, device) if answer is None else answer.sizes[0]
             workspace = sizes[call]
             if call.spare:
                 largest = max(largest, workspace)
@@ -135,8 +136,8 @@ def widest(causes_mib: Mapping[str, float]) -> str | None:
     shares = sorted(((mib, cause) for cause, mib in causes_mib.items() if mib >= 0.5), reverse=True)
     if not shares:
         return None
-    listed = ", ".join(f"{cause} {mib:,.0f} MiB" for mib, cause in shares)
-    return f"the bound is above the estimate for {listed}; {NARROWED_BY[shares[0][1]]}"
+    listed = ", ".join(f"{mib:,.0f} MiB for {cause}" for mib, cause in shares)
+    return f"the bound exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}"
 
 
 def require_coverage(coverage: object) -> float:

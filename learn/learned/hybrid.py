@@ -238,7 +238,14 @@ class HybridEstimator(Estimator):
         return points
 
     def _weighed(
-        self, rows: Rows, records: Sequence[StepRecord], table, correction, weight, base, held_out
+        self,
+        rows: Rows,
+        records: Sequence[StepRecord],
+        table: np.ndarray,
+        correction: np.ndarray,
+        weight: np.ndarray,
+        base: np.ndarray,
+        held_out: np.ndarray,
     ) -> Evidence:
         """Return what leaving out one kind of the rows after the other shows. `correction`: label less trace."""
         exact = ~rows.censored

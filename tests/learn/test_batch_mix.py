@@ -81,6 +81,16 @@ def test_shares_become_steps_each_length_at_least_once_and_always_in_the_same_or
     assert batch["input_ids"][0, 150] == 50
 
 
+def test_the_order_of_shares_decides_nothing_and_the_sequence_is_the_token_ids():
+    one, other = (batches_of(shares, [8, 4], None) for shares in ({2: 0.7, 4: 0.3}, {4: 0.3, 2: 0.7}))
+    assert one == other
+    given = {"pixel_values": [8, 3, 32, 32], "input_ids": [8, 77], "mask": [8, 1, 77, 77], "hidden": [8, 77, 77]}
+    ((inputs, _),) = batches_of([20], given, None)
+    assert inputs == {
+        "pixel_values": [8, 3, 32, 32], "input_ids": [8, 20], "mask": [8, 1, 20, 20], "hidden": [8, 20, 77]
+    }  # fmt: skip
+
+
 def test_estimators_that_follow_no_mix_take_the_longest_batch_and_say_so():
     batches = [[8, 64], [8, 512]]
     for estimator in ("deepspeed", "hybrid"):

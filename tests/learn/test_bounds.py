@@ -70,8 +70,12 @@ def test_the_bound_of_what_no_fit_knows_is_taken_apart_into_causes():
     done = estimate(dataclasses.replace(CNN, precision="fp16"))
     assert done.peak_memory_mib == pytest.approx(done.card_mib, abs=200)  # a plain loop holds a batch more
     assert done.upper_mib - done.peak_memory_mib == pytest.approx(sum(done.uncertain.values()))
-    assert set(done.uncertain) == {"convolution workspaces", "what kernels take unseen", "context and libraries"}
-    (note,) = [text for text in done.warnings if "the bound is above the estimate for" in text]
+    assert set(done.uncertain) == {
+        "convolution workspaces",
+        "memory of kernels that the trace does not see",
+        "context and libraries",
+    }
+    (note,) = [text for text in done.warnings if "the bound exceeds the estimate by" in text]
     widest = max(done.uncertain, key=done.uncertain.get)
     assert note.index(widest) == note.index("for ") + 4 and "narrows it" in note
 
@@ -120,6 +124,16 @@ def test_a_neighbour_says_less_than_the_job_itself_and_two_say_more_than_one():
     assert 1.01 < near.upper_mib / near.peak_memory_mib <= 1.07 + 1e-9
 
 
+def test_runs_of_one_batch_that_differ_count_alike_in_any_order_and_lie_below_the_bound():
+    runs = [{"batch_size": 64, "memory_mib": mib} for mib in (2000, 3000)]
+    same, reversed_ = (estimate(net, images(64), known=known) for known in (runs, runs[::-1]))
+    assert same.peak_memory_mib == reversed_.peak_memory_mib and same.upper_mib > 3000
+    near, far = (estimate(net, images(128), known=known) for known in (runs, runs[::-1]))
+    assert near.peak_memory_mib == far.peak_memory_mib
+    piped = estimate(net, images(64), known=runs[:1], loop="pipeline")
+    assert piped.peak_memory_mib == pytest.approx(2000, abs=1)
+
+
 def test_a_trial_config_and_a_search_take_measured_runs_too():
     at = estimate(MLP, estimator="trace")
     known = [{"batch_size": 64, "memory_mib": at.process_mib + 200}]
@@ -144,13 +158,14 @@ def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
     assert at[64].card_mib + 245 < done.peak_memory_mib < at[64].card_mib + 400
     unknown = dataclasses.replace(MLP, depth=6)
     assert estimate(unknown, data=tmp_path / "d", known="runs").answered_by["memory"] == "hybrid (default)"
+    assert "the data folder has no run of this job" in estimate(unknown, data=tmp_path / "d", known="runs").warnings[-1]
     with pytest.raises(UsageError, match="known=runs is for trial configs"):
         estimate(net, images(8), known="runs")
 
 
 def test_a_measurement_far_from_the_trace_has_a_warning():
     done = estimate(net, images(64), known=[{"batch_size": 64, "memory_mib": 30_000}])
-    assert "it may be another job" in done.warnings[0]
+    assert "the measurement may be of a different job" in done.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,15 @@ def test_a_crash_costs_the_query_that_caused_it(oracle_of):
     assert answers[signature(5)].plans[0] == ("eng5", 5120)
 
 
+def test_a_process_that_was_killed_while_it_waited_costs_no_query(oracle_of):
+    oracle = oracle_of()
+    oracle.answers([signature(3)], SEARCH)
+    child = oracle._process._process
+    child.kill()
+    child.wait()
+    assert oracle.answers([signature(5)], SEARCH)[signature(5)].problem == ""
+
+
 def test_a_hang_costs_the_query_that_caused_it(oracle_of):
     answers = oracle_of(query_s=0.2).answers(map(signature, (HANGS, 5)), SEARCH)
     assert answers[signature(HANGS)].problem == HUNG
