@@ -30,6 +30,7 @@ from featurize.optimizers import (
 )
 from featurize.optimizers import make_optimizer as make_optimizer
 from featurize.quantized import quantize
+from featurize.tf32 import allow_tf32
 from featurize.training_settings import Training as Training
 from featurize.training_settings import TrainingSettings as TrainingSettings
 from featurize.training_settings import training_of
@@ -91,8 +92,7 @@ class TrainingStep:
         if self.settings.scales_loss and self.device.type == "cuda":
             self._scaler = torch.amp.GradScaler("cuda")
         if self.device.type != "meta":
-            torch.backends.cuda.matmul.allow_tf32 = settings.precision == "tf32"
-            torch.backends.cudnn.allow_tf32 = settings.precision in ("fp32", "tf32")
+            allow_tf32(matmul=settings.precision == "tf32", cudnn=settings.precision in ("fp32", "tf32"))
             torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
     def __call__(self, inputs: Inputs, targets: Tensor | None) -> Tensor:

@@ -124,16 +124,24 @@ class Training:
         return self.precision == "fp16" if self.grad_scaler is None else self.grad_scaler
 
     def beyond_trials(self) -> tuple[str, ...]:
-        """Return the settings, as `name=value`, that no trial config has, so that no model was fitted on them."""
+        """Return the settings, as `name=value`, that no trial config has."""
         default = Training()
         return tuple(
             f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
+            for field in fields(default)
             if getattr(self, field.name) != getattr(default, field.name)
             and not (field.name == "optimizer" and self.optimizer in OPTIMIZERS)
             and not (field.name == "precision" and self.precision in PRECISIONS)
             and field.name not in ("cudnn_benchmark", "channels_last")
         )
+
+    def beyond_fits(self) -> tuple[str, ...]:
+        """Return those of `beyond_trials` that no fitted model can speak of.
+
+        Where gradients are freed is not among them: it runs the same operators, and what lives longer is in the traced
+        peak, which fitted models scale.
+        """
+        return tuple(setting for setting in self.beyond_trials() if not setting.startswith("zero_grad="))
 
     def _wrong_values(self) -> list[str]:
         problems = []

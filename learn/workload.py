@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from featurize.batches import Inputs
+    from featurize.cudnn.signature import SearchSettings
     from featurize.step_trace import StepTrace
     from featurize.training import TrainingSettings
 
@@ -37,6 +38,7 @@ class Workload:
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `featurize.training` takes it
     training_loop  it runs in the usual loop, as `featurize.trace.trace_step` has it; the farm's own trials do not
     recorded    its step, where it has been traced already, as a script's is; nothing is built then
+    search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
     batches     of each step, in order, where their shapes differ; `batch` is then the one with the most elements
     """
 
@@ -49,6 +51,7 @@ class Workload:
     loss: Callable | None = None
     training_loop: bool = True
     recorded: StepTrace | None = None
+    search: SearchSettings | None = None
     batches: tuple[Callable[[str], tuple[Inputs, Tensor | None]], ...] = ()
 
     def alone(self, at: int) -> Workload:

@@ -17,6 +17,7 @@ from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, Search
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import LibraryCall, workspace_bytes
 from featurize.step_trace import StepTrace
+from featurize.tf32 import cudnn_allows_tf32
 
 ORACLE, GUESSED = "oracle", "guessed"
 
@@ -46,7 +47,7 @@ def search_settings(*, benchmark: bool) -> SearchSettings:
     mode_b = os.environ.get("TORCH_CUDNN_USE_HEURISTIC_MODE_B") == "1"
     return SearchSettings(
         heuristics="B" if mode_b else "A",
-        allow_tf32=torch.backends.cudnn.allow_tf32,
+        allow_tf32=cudnn_allows_tf32(),
         deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
         benchmark=benchmark,
     )

@@ -13,7 +13,9 @@ from learn.commands.estimate import DEFAULT_DTYPE, SETTINGS, EstimateSettings
 from learn.script.estimating import estimate_script
 
 # Keys that name another job, or that the script chooses itself.
-_OF_OTHER_JOBS = ("model", "input", "batch", "find", "by", "arguments", "config", "configs", "run", "known", *SETTINGS)
+_OF_OTHER_JOBS = (
+    "model", "input", "batches", "batch", "find", "by", "arguments", "config", "configs", "run", *SETTINGS,
+)  # fmt: skip
 
 
 def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
@@ -28,6 +30,10 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     settings.require_format()
     if settings.method != "full":
         raise UsageError("a script is estimated with method=full")
+    if settings.data is not None:
+        from warehouse.folder import DataFolder
+
+        DataFolder.resolve(settings.data).open()
     title = " ".join(command)
     done = estimate_script(
         command,
@@ -39,6 +45,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
         machine=settings.machine,
         workspaces=settings.workspaces,
         coverage=settings.coverage,
+        known=settings.known,
         report=settings.report,
         name=title,
         time_limit_s=settings.time_limit_s,

@@ -105,14 +105,16 @@ class Question:
         alone = job.alone(job.longest) if job.batches else job
         case = self._case(alone, device)
         traced = failure = None
-        prepare_workspaces(self.workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark)
+        prepare_workspaces(
+            self.workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark, search=job.search
+        )
         try:
             traced = step_of(job, device, allocator=self.allocator, timeline=timeline, traces=traces)
         except CommandError as error:
             failure = error
             if case.config is not None:  # it may name code that nobody allowed to run: what was stored of it may answer
                 steps.recall([case, replace(case, training_loop=True)])
-        beyond = training_of(job.settings).beyond_trials()
+        beyond = training_of(job.settings).beyond_fits()
         if job.batches:
             beyond = (*beyond, "batches of several shapes")
             if traced is not None and traced.trace.mix is not None:
@@ -169,7 +171,7 @@ class Question:
     ) -> TracedStep:
         return placed(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
-            timeline=timeline, workspaces=workspaces,
+            timeline=timeline, workspaces=workspaces, search=job.search,
         )  # fmt: skip
 
     def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:

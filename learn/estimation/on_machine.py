@@ -18,6 +18,7 @@ from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
 
 if TYPE_CHECKING:
+    from featurize.cudnn.signature import SearchSettings
     from featurize.cudnn.workspaces import ConvolutionWorkspace
     from featurize.library_calls import LibraryCall
     from learn.traced import TracedStep
@@ -65,11 +66,12 @@ def placed(
     allocator: AllocatorSettings | None,
     timeline: bool,
     workspaces: str | None = None,
+    search: SearchSettings | None = None,
 ) -> TracedStep:
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
     The step is replayed anew only where the capacity that differs can matter, and with `workspaces="cudnn"`: cuDNN is
-    asked here about its convolutions. Raises `EnvironmentProblem` where that cannot be done.
+    asked here about its convolutions, as `search` says, or else as this process searches. Raises `EnvironmentProblem` where that cannot be done.
     """
     from featurize.replay import loads_cudnn, replay
     from learn.traced import breakdown
@@ -78,7 +80,7 @@ def placed(
     memory = traced.memory
     taken_mib = process_mib + on.other_mib
     near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
-    asked = _asked(traced, device, cudnn_benchmark) if workspaces == CUDNN else None
+    asked = _asked(traced, device, cudnn_benchmark, search) if workspaces == CUDNN else None
     if near_limit or asked is not None:
         memory = replay(
             traced.trace, device, cudnn_benchmark=cudnn_benchmark, allocator=allocator, timeline=timeline,
@@ -111,8 +113,16 @@ def require_workspaces(given: object) -> str | None:
     return CUDNN
 
 
-def prepare_workspaces(workspaces: str | None, device: DeviceSpec, *, cudnn_benchmark: bool) -> None:
+def prepare_workspaces(
+    workspaces: str | None, device: DeviceSpec, *, cudnn_benchmark: bool, search: SearchSettings | None = None
+) -> None:
     """Let cuDNN load while the step is traced, where it will be asked and nothing of the device is known yet.
+
+    Args:
+        workspaces: As `require_workspaces` returns it.
+        device: The GPU model.
+        cudnn_benchmark: Whether cuDNN searches for its fastest algorithms.
+        search: How the job searches; None: as this process does.
 
     Raises:
         UsageError: A GPU model that cuDNN cannot be asked about.
@@ -121,12 +131,15 @@ def prepare_workspaces(workspaces: str | None, device: DeviceSpec, *, cudnn_benc
         from featurize.cudnn.oracle import oracle_for
         from featurize.cudnn.workspaces import search_settings
 
-        oracle_for(device).prepare(search_settings(benchmark=cudnn_benchmark))
+        oracle_for(device).prepare(search or search_settings(benchmark=cudnn_benchmark))
 
 
-def _asked(traced: TracedStep, device: DeviceSpec, benchmark: bool) -> Mapping[LibraryCall, ConvolutionWorkspace]:
+def _asked(
+    traced: TracedStep, device: DeviceSpec, benchmark: bool, search: SearchSettings | None
+) -> Mapping[LibraryCall, ConvolutionWorkspace]:
     """The oracle's answers about the trace's convolutions."""
     from featurize.cudnn.oracle import oracle_for
     from featurize.cudnn.workspaces import convolution_workspaces, search_settings
 
-    return convolution_workspaces(traced.trace, device, oracle_for(device), search_settings(benchmark=benchmark))
+    search = search or search_settings(benchmark=benchmark)
+    return convolution_workspaces(traced.trace, device, oracle_for(device), search)

@@ -210,7 +210,11 @@ class _Run:
     def _settings(self, watch: StepWatch) -> dict[str, Setting]:
         import torch
 
-        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+        from featurize.cudnn.workspaces import search_settings
+        from featurize.tf32 import matmul_allows_tf32
+
+        search = search_settings(benchmark=bool(torch.backends.cudnn.benchmark))
+        precision = "tf32" if matmul_allows_tf32() else "fp32"
         if self.precisions:
             precision = max(set(self.precisions), key=self.precisions.count)
         elif (dtype := self.recorder.weight_dtype()) is not None:
@@ -219,7 +223,9 @@ class _Run:
         return {
             "optimizer": watch.optimizer_name,
             "precision": precision,
-            "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+            "cudnn_benchmark": search.benchmark,
+            "cudnn_allow_tf32": search.allow_tf32,
+            "cudnn_deterministic": search.deterministic,
             "channels_last": self.recorder.channels_last(),
             **accumulation,
             **watch.choices.seen,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from conf.errors import UsageError
 from conf.plain_text import one_line
@@ -25,6 +25,7 @@ from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
+from learn.estimation.known_runs import RUNS, KnownRun, known_runs
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, require_workspaces
@@ -32,6 +33,7 @@ from learn.estimators import LEVEL
 from learn.script.limits import TOO_LARGE, TOO_LONG, run_limited
 
 if TYPE_CHECKING:
+    from featurize.cudnn.signature import SearchSettings
     from featurize.device_spec import DeviceSpec
     from learn.estimation.answers import Data
     from learn.script.record_file import ScriptRecord
@@ -78,6 +80,7 @@ def estimate_script(
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
     coverage: float = LEVEL,
+    known: Sequence[KnownRun | Mapping[str, Any]] | None = None,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
@@ -98,7 +101,8 @@ def estimate_script(
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
-        machine, workspaces, coverage: As in `learn.estimate`.
+        machine, workspaces, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the script's own settings.
+        known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         name: The job's name in the report.
@@ -123,6 +127,7 @@ def estimate_script(
         raise UsageError(f"a script is estimated by {', '.join(ESTIMATORS)}, got estimator={estimator!r}")
     if isinstance(allocator, str):
         allocator = AllocatorSettings.parse(allocator)
+    runs = _known_runs(known, estimator)
     on = machine_for(machine, spec, data)
     workspaces = require_workspaces(workspaces)
     page = None
@@ -132,9 +137,10 @@ def estimate_script(
         page = checked_path(Path(report))
     record = _recorded(parsed, spec, time_limit_s, memory_limit_gib, show_output)
     job = _workload(record, name or parsed.name)
+    _require_batch_of_script(runs, job.batch_size)
     question = Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces,
-        coverage=coverage,
+        coverage=coverage, known=runs,
     )  # fmt: skip
     done, traced = question.answered(spec, timeline=page is not None)
     notes = tuple(_notes(record))
@@ -142,6 +148,26 @@ def estimate_script(
     if page is not None:
         write_step_report(page, job, spec, done, traced, allocator)
     return done
+
+
+def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
+    if not known:
+        return ()
+    if known == RUNS:
+        raise UsageError("known=runs is for trial configs; for a script give its measured runs")
+    if estimator not in (None, "trace"):
+        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
+    return known_runs(known)
+
+
+def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
+    """Raise `UsageError` for a measured run at another batch size, at which nothing is recorded."""
+    for at, run in enumerate(runs):
+        if run.batch_size != batch_size:
+            raise UsageError(
+                f"known[{at}] is of batch_size={run.batch_size}, and the script trains with {batch_size} samples in a "
+                "forward pass; only runs at the script's own batch size count"
+            )
 
 
 def _parsed(command: Sequence[str]) -> _Command:
@@ -244,6 +270,19 @@ def _workload(record: ScriptRecord, name: str) -> Workload:
         settings=_settings(record.settings),
         batch_size=max(1, record.batch_size),
         recorded=record.trace,
+        search=_search(record.settings),
+    )
+
+
+def _search(chosen: Mapping[str, str | bool | int | float]) -> SearchSettings:
+    """Return how cuDNN searches in the script's process."""
+    from featurize.cudnn.workspaces import search_settings
+
+    searching = search_settings(benchmark=bool(chosen.get("cudnn_benchmark")))
+    return replace(
+        searching,
+        allow_tf32=bool(chosen.get("cudnn_allow_tf32", searching.allow_tf32)),
+        deterministic=bool(chosen.get("cudnn_deterministic", searching.deterministic)),
     )
 
 

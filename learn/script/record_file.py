@@ -21,9 +21,10 @@ LARGEST_FILE_BYTES = 2**30
 _LARGEST_INT = 2**62
 _LONGEST_TEXT = 2000
 _STEPS = 3
-# What a script is seen to choose, as `featurize.training_settings.Training` has it.
+# What a script is seen to choose, as `learn.script.estimating.ScriptSettings` has it.
 SETTINGS: Mapping[str, type] = {
-    "optimizer": str, "precision": str, "cudnn_benchmark": bool, "channels_last": bool, "implementation": str,
+    "optimizer": str, "precision": str, "cudnn_benchmark": bool, "cudnn_allow_tf32": bool,
+    "cudnn_deterministic": bool, "channels_last": bool, "implementation": str,
     "accumulation": int, "clip_norm": float, "clip_value": float, "zero_grad": str, "checkpointing": str,
     "checkpoint_reentrant": bool,
 }  # fmt: skip

@@ -2,12 +2,17 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from conf.errors import UsageError
 from featurize.device_spec import describe_device
+from learn.commands import estimate_script
+from learn.commands.estimate import EstimateSettings
+from learn.estimation import estimate_view
 from learn.estimation.answers import Question
 from learn.script import estimating
 from learn.script.choices import name_of
@@ -34,6 +39,55 @@ def test_an_optimizer_that_nobody_knows_fails_no_answer():
         done.warnings
     )
     assert notes[1] == "the script also chooses implementation=fused, clip_norm=1.0"
+
+
+def test_gradients_that_are_freed_after_the_forward_pass_leave_the_answer_to_the_fitted_models():
+    usual, _notes = answered({"optimizer": "adam", "precision": "fp32"})
+    late, notes = answered({"optimizer": "adam", "precision": "fp32", "zero_grad": "after_forward"})
+    assert late.answered_by == usual.answered_by and late.answered_by["memory"] != "trace"
+    assert late.loops == usual.loops
+    assert "the script also chooses zero_grad=after_forward" in notes
+
+
+def test_cudnn_searches_as_the_script_has_set_it():
+    settings = {"precision": "fp32", "cudnn_benchmark": True, "cudnn_allow_tf32": False, "cudnn_deterministic": True}
+    job = estimating._workload(dataclasses.replace(RECORD, settings=settings), "train.py")
+    assert job.search.to_text() == "A deterministic benchmark"
+
+
+def test_a_measured_run_at_the_scripts_batch_moves_its_estimate():
+    runs = estimating._known_runs([{"batch_size": 2, "memory_mib": 700.0}], None)
+    estimating._require_batch_of_script(runs, 2)
+    done, _notes = answered({"optimizer": "adam", "precision": "fp32"}, known=runs)
+    assert done.process_mib < 700 and done.answered_by["memory"] == "trace with 1 measured run"
+
+
+@pytest.mark.parametrize(
+    ("known", "estimator", "message"),
+    [
+        ([{"batch_size": 8, "memory_mib": 700.0}], None, r"known\[0\] is of batch_size=8, and the script trains with 2"),
+        ([{"batch_size": 2, "memory_mib": 700.0}], "hybrid", "leave estimator=hybrid out"),
+        ("runs", None, "known=runs is for trial configs"),
+    ],
+)
+def test_measured_runs_that_are_none_of_the_scripts_are_refused(known, estimator, message):
+    with pytest.raises(UsageError, match=message):
+        estimating._require_batch_of_script(estimating._known_runs(known, estimator), 2)
+
+
+def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkeypatch):
+    passed = {}
+    monkeypatch.setattr(estimate_script, "estimate_script", lambda command, **given: passed.update(given))
+    monkeypatch.setattr(estimate_view, "print_table", lambda *_: None)
+    estimate_script.entry_of_script(EstimateSettings(), ["python", "train.py"])
+    given = {field.name: [] for field in dataclasses.fields(EstimateSettings)}
+    settings = SimpleNamespace(**{**given, "input_dtype": "int64"}, require_format=lambda: None)
+    with pytest.raises(UsageError) as refused:
+        settings.trust = ("mine",)
+        estimate_script.entry_of_script(settings, ["python", "train.py"])
+    refusal = str(refused.value).partition("leave ")[2].removesuffix(" out").split(", ")
+    assert set(given) - set(passed) - set(refusal) == {"method", "format"}  # which are checked
+    assert not set(passed) & set(refusal)
 
 
 @pytest.mark.parametrize("settings", [{"optimiser": "adam"}, {"clip_norm": float("inf")}, {"accumulation": True}])

@@ -1,0 +1,38 @@
+"""Whether this process lets float32 products use TF32, by whichever of PyTorch's two APIs that was set.
+
+Start reading at `matmul_allows_tf32`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Since PyTorch 2.9 `fp32_precision` says so. Reading `allow_tf32` raises once a part of it was set to TF32.
+_TF32, _EXACT = "tf32", "ieee"
+
+
+def matmul_allows_tf32() -> bool:
+    """Return whether matrix products of float32 tensors on a GPU may use TF32."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if precision is None:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    return precision == _TF32
+
+
+def cudnn_allows_tf32() -> bool:
+    """Return whether convolutions of float32 tensors on a GPU may use TF32."""
+    precision = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)
+    if precision is None:
+        return bool(torch.backends.cudnn.allow_tf32)
+    return precision == _TF32
+
+
+def allow_tf32(*, matmul: bool, cudnn: bool) -> None:
+    """Set whether matrix products, and whether convolutions and recurrent layers, may use TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = matmul
+    torch.backends.cudnn.allow_tf32 = cudnn
+    if matmul_allows_tf32() != matmul:
+        torch.backends.cuda.matmul.fp32_precision = _TF32 if matmul else _EXACT
+    if cudnn_allows_tf32() != cudnn:  # the older API leaves it to `torch.backends.fp32_precision`
+        for part in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+            part.fp32_precision = _TF32 if cudnn else _EXACT
