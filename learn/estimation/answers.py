@@ -105,9 +105,7 @@ class Question:
         alone = job.alone(job.longest) if job.batches else job
         case = self._case(alone, device)
         traced = failure = None
-        prepare_workspaces(
-            self.workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark, search=job.search
-        )
+        prepare_workspaces(self.workspaces, device, cudnn_benchmark=job.settings.cudnn_benchmark, search=job.search)
         try:
             traced = step_of(job, device, allocator=self.allocator, timeline=timeline, traces=traces)
         except CommandError as error:

@@ -71,7 +71,10 @@ def placed(
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
     The step is replayed anew only where the capacity that differs can matter, and with `workspaces="cudnn"`: cuDNN is
-    asked here about its convolutions, as `search` says, or else as this process searches. Raises `EnvironmentProblem` where that cannot be done.
+    asked here about its convolutions, as `search` says, or else as this process searches.
+
+    Raises:
+        EnvironmentProblem: cuDNN cannot be asked.
     """
     from featurize.replay import loads_cudnn, replay
     from learn.traced import breakdown

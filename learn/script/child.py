@@ -33,7 +33,7 @@ _LOW_PRECISIONS = {"torch.bfloat16": "bf16-true", "torch.float16": "fp16-true"}
 
 
 def main(request_path: str) -> None:
-    """Run the script of a request (JSON: `record`, `device`, `script`, `module`, `arguments`)."""
+    """Run the script of a request (JSON: `record`, `saved`, `device`, `script`, `module`, `arguments`)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -53,7 +53,7 @@ class _Run:
         from learn.script.making_way import OwnPackages
         from learn.script.script_recorder import ScriptRecorder
 
-        self.path = Path(request["record"])
+        self.path, self.saved = Path(request["record"]), Path(request["saved"])
         self.spec = device_from_mapping(request["device"])
         self.script, self.module, self.arguments = request["script"], request["module"], request["arguments"]
         self.notes: Notes = Notes()
@@ -81,7 +81,7 @@ class _Run:
 
         complete()
         mend_torchvision()
-        contain(self.notes)
+        contain(self.notes, self.saved)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
         problem = None
         assume = self.recorder.values.assume

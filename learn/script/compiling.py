@@ -19,6 +19,8 @@ from learn.script.script_recorder import ScriptRecorder
 
 FUNCTION = "torch.compile of a function was left out: it runs as it is written"
 
+_OWN = ("forward", "_orig_mod")  # attributes that make a module compiled
+
 
 class ScriptCompiler:
     """The modules that a script has compiled.
@@ -40,6 +42,13 @@ class ScriptCompiler:
             return self._module(model) if isinstance(model, nn.Module) else self._function(model)
 
         replace_attribute(torch, "compile", compile_any)
+
+        def state_of(module: nn.Module) -> dict[str, Any]:
+            """What is copied and saved of a module: a copy of a compiled one runs as it is written."""
+            own = _OWN if id(module) in self._compiled else ()
+            return {name: value for name, value in vars(module).items() if name not in own}
+
+        setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
         replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module) and None)
 
     @property
@@ -77,6 +86,7 @@ class ScriptCompiler:
                 return (compiled if on_the_gpu else as_on_a_gpu)(*args, **kwargs)
 
         vars(module)["forward"] = compiled_as_it_is
+        vars(module)["_orig_mod"] = module  # no part of itself: `parameters` and `state_dict` are as they were
         return module
 
     def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:

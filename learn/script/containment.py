@@ -6,12 +6,11 @@ Start reading at `contain`. It stops honest scripts from side effects; it is no 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import os
 import socket
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from featurize.replacing import replace_attribute
 from learn.script.loggers import SilentLoggers
+from learn.script.saved_files import SavedFiles
+from learn.script.saved_tensors import install_saving
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -52,9 +53,16 @@ class Notes:
         return tuple(self._texts)
 
 
-def contain(notes: Notes) -> None:
-    """Replace what writes checkpoints, connects, compiles and starts workers, in this process."""
-    _keep_from_saving(notes)
+def contain(notes: Notes, saved: Path) -> None:
+    """Replace what saves, connects, compiles and starts workers, in this process.
+
+    Args:
+        notes: Hears what was kept from happening.
+        saved: A folder for what the script saves.
+    """
+    files = SavedFiles(saved, notes.add)
+    install_saving(files, notes.add)
+    files.install()
     _refuse_connections(notes)
     _run_eagerly(notes)
     replace_attribute(torch, "inference_mode", _NoGrad)
@@ -65,21 +73,6 @@ def contain(notes: Notes) -> None:
         return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
 
     replace_attribute(torch.amp.GradScaler, "_maybe_opt_step", always_step)
-
-
-def _keep_from_saving(notes: Notes) -> None:
-    def instead(name: str) -> Callable[..., None]:
-        def save(*args: Any, **kwargs: Any) -> None:
-            notes.add(f"{name} was kept from writing")
-
-        return save
-
-    replace_attribute(torch, "save", instead("torch.save"))
-    if importlib.util.find_spec("safetensors") is not None:
-        import safetensors.torch
-
-        for name in ("save_file", "save_model"):
-            replace_attribute(safetensors.torch, name, instead(f"safetensors.torch.{name}"))
 
 
 def _refuse_connections(notes: Notes) -> None:

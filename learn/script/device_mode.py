@@ -103,6 +103,18 @@ def _get_device(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapp
     return 0 if args[0].is_meta else func(*args)
 
 
+def _data_ptr(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> int:
+    """Of tensors that share memory, by which libraries know them; that of meta tensors is 0."""
+    tensor = args[0]
+    if not tensor.is_meta:
+        return func(*args)
+    return _storage_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+
+
+def _storage_ptr(storage: torch.UntypedStorage) -> int:
+    return storage._cdata if storage.device.type == "meta" and storage.nbytes() else _POINTER_OF_STORAGE(storage)
+
+
 def _cuda(_mode: PretendCuda, func: Callable, args: Sequence, kwargs: Mapping) -> Tensor:
     if (memory_format := kwargs.get("memory_format")) is not None:
         return args[0].to(_META, memory_format=memory_format)
@@ -201,6 +213,7 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
         return parse(*args, **{key: _of_index(value) if key == "device" else value for key, value in kwargs.items()})
 
     replace_attribute(torch._C._nn, "_parse_to", parse_to)
+    replace_attribute(torch.UntypedStorage, "data_ptr", _storage_ptr)
     # A checkpoint compares devices that it read below the mode, in the forward pass, and inside it.
     checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" in checks:
@@ -211,6 +224,7 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
 _DEVICE, _IS_CUDA, _IS_META, _DATA = (
     inspect.getattr_static(Tensor, name) for name in ("device", "is_cuda", "is_meta", "data")
 )
+_POINTER_OF_STORAGE = torch.UntypedStorage.data_ptr
 _SPECIAL: dict[Callable, Callable] = {
     torch.device: _make_device,
     _DEVICE.__get__: _device,
@@ -218,6 +232,7 @@ _SPECIAL: dict[Callable, Callable] = {
     _IS_META.__get__: _is_meta,
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_values),
     Tensor.get_device: _get_device,
+    Tensor.data_ptr: _data_ptr,
     Tensor.cuda: _cuda,
     Tensor.to: _to,
     Tensor.pin_memory: _same,

@@ -208,6 +208,7 @@ def _recorded(
         record_path, request_path = Path(folder) / "record.json", Path(folder) / "request.json"
         request = {
             "record": str(record_path),
+            "saved": str(Path(folder) / "saved"),
             "device": spec.to_mapping(),
             "script": command.script,
             "module": command.module,

@@ -166,6 +166,8 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     for name in nothing:
         replace_attribute(cuda, name, _giving(None))
     replace_attribute(cuda, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8))
+    for name in cuda.random.__all__:  # transformers and others call them there
+        replace_attribute(cuda.random, name, getattr(cuda, name))
     replace_attribute(cuda, "_exchange_device", _giving(0))
     replace_attribute(cuda, "_maybe_exchange_device", _giving(0))
     for name, kind in (
@@ -176,7 +178,6 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(cuda, "stream", lambda stream: contextlib.nullcontext(stream))
     replace_attribute(cuda, "StreamContext", lambda stream: contextlib.nullcontext(stream))
     _install_memory(spec, recorder)
-    _install_load()
     _install_accelerator(cuda)
     _install_dtypes(autocast)
     replace_attribute(torch.nn.DataParallel, "scatter", _to_one_device)
@@ -192,20 +193,6 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
         setattr(torch._C, name, _giving(value))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         replace_attribute(torch.cuda.nvtx, name, _giving(0))
-
-
-def _install_load() -> None:
-    """Read checkpoints into host memory, then put them on the GPU where `map_location` names it."""
-    from_file = torch.load
-
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        content = from_file(f, "cpu", *args, **kwargs)
-        places = map_location.values() if isinstance(map_location, dict) else (map_location,)
-        if not any(isinstance(place, str | torch.device) and names_cuda(place) for place in places):
-            return content
-        return tree_map(lambda value: value.to("cuda") if isinstance(value, torch.Tensor) else value, content)
-
-    replace_attribute(torch, "load", load)
 
 
 def _install_memory(spec: DeviceSpec, recorder: ScriptRecorder) -> None:

@@ -142,7 +142,8 @@ NEEDS = {
     "timm_like": ("timm",), "torchvision_like": ("torchvision",), "segmentation_loop": ("torchvision",),
     "detection_loop": ("torchvision",), "ignite_loop": ("torchvision", "ignite"),
     "fastai_fit": ("torchvision", "fastai"), "mask_rcnn_evaluated": ("torchvision",),
-    "pretrained_folder": ("transformers",),
+    "pretrained_folder": ("transformers",), "trainer_saves": ("transformers", "accelerate"),
+    "accelerate_saves": ("accelerate",), "lightning_saves": ("lightning",),
 }  # fmt: skip
 
 

@@ -65,7 +65,11 @@ def test_a_measured_run_at_the_scripts_batch_moves_its_estimate():
 @pytest.mark.parametrize(
     ("known", "estimator", "message"),
     [
-        ([{"batch_size": 8, "memory_mib": 700.0}], None, r"known\[0\] is of batch_size=8, and the script trains with 2"),
+        (
+            [{"batch_size": 8, "memory_mib": 700.0}],
+            None,
+            r"known\[0\] is of batch_size=8, and the script",
+        ),
         ([{"batch_size": 2, "memory_mib": 700.0}], "hybrid", "leave estimator=hybrid out"),
         ("runs", None, "known=runs is for trial configs"),
     ],

@@ -6,6 +6,7 @@ import pytest
 
 from conf.errors import UsageError
 from learn import estimate, estimate_script
+from learn.script import saved_files
 from tests.learn import test_script_kinds as kinds
 
 
@@ -19,6 +20,25 @@ def test_a_hydra_application_imports_its_own_packages_of_this_projects_names():
     script = estimate_script(command, estimator="trace")
     assert script.parameters == 64 * 512 + 512 + 512 * 16 + 16
     assert script.warnings[0] == "the script trains with adamw, fp32, 16 samples in a forward pass"
+
+
+def test_a_script_reads_its_checkpoints_back_and_leaves_the_users_files_alone(tmp_path):
+    (tmp_path / "kept.pt").write_text("the user's own")
+    (tmp_path / "earlier.json").write_text("{}")
+    script = kinds.run("checkpoints")
+    assert script.warnings[0] == "the script trains with adamw, tf32, 8 samples in a forward pass"
+    assert "the script also chooses zero_grad=after_forward" in script.warnings
+    assert {"torch.save was kept from writing", saved_files.NOTE} <= set(script.warnings)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "kept.pt": "the user's own", "earlier.json": "{}",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trainer_saves", "accelerate_saves", "lightning_saves"])
+def test_a_frameworks_checkpoints_are_saved_and_read_back_without_a_file(tmp_path, name):
+    assert kinds.run(name, estimator="trace").peak_memory_mib > 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow

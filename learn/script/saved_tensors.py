@@ -1,0 +1,203 @@
+"""What the checkpoints of a script hold in place of tensors that have no values: their shapes.
+
+Start reading at `install_saving`. A file that is read back gives tensors of the same shapes, on the same device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from featurize.replacing import replace_attribute
+from learn.script.device_mode import names_cuda
+from learn.script.saved_files import SavedFiles
+
+_LARGE = 2**20  # elements: values of larger tensors are not kept, as random ones were never drawn
+_REBUILD = "_rebuild_without_values"
+_CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+
+
+class _Loading:
+    """Whether the file that is loaded puts tensors back on the GPU that they were on."""
+
+    back_on_gpu = True
+
+
+def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
+    """Let torch and safetensors save into the folder of `files` and load from there, in this process.
+
+    Args:
+        files: Where saved files are kept.
+        note: Hears what was kept from writing.
+    """
+    _install_pickling()
+    lost: dict[str, str] = {}  # where a file is kept whose content could not be -> why
+    save, load = torch.save, torch.load
+
+    @functools.wraps(save)
+    def save_kept(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        is_path = isinstance(f, str | os.PathLike)
+        if is_path:
+            note("torch.save was kept from writing")
+        place = files.into(f) if is_path else f
+        try:
+            save(obj, place, *args, **kwargs)
+        except Exception as error:  # of whatever the script saves
+            if not is_path:
+                raise
+            lost[place] = f"{type(error).__name__}: {error}"
+
+    @functools.wraps(load)
+    def load_kept(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike):
+            place = files.at(f)
+            if (why := lost.get(os.fspath(place))) is not None:
+                raise RuntimeError(
+                    f"{os.fspath(f)} cannot be read back: a script that is estimated saves nothing, and what it wrote "
+                    f"there could not be kept ({why})"
+                )
+            f = place
+        with _loading(back_on_gpu=map_location is None):
+            content = load(f, "cpu", *args, **kwargs)
+        places = map_location.values() if isinstance(map_location, dict) else (map_location,)
+        if not any(isinstance(place, str | torch.device) and names_cuda(place) for place in places):
+            return content
+        return tree_map(lambda value: value.to("cuda") if isinstance(value, Tensor) else value, content)
+
+    load_states = nn.Module.load_state_dict
+
+    @functools.wraps(load_states)
+    def load_states_in_place(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        swapped = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)  # a trained parameter cannot be swapped
+        try:
+            return load_states(module, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swapped)
+
+    replace_attribute(nn.Module, "load_state_dict", load_states_in_place)
+    replace_attribute(torch, "save", save_kept)
+    replace_attribute(torch, "load", load_kept)
+    if importlib.util.find_spec("safetensors") is not None:
+        _install_safetensors(files, note)
+    if importlib.util.find_spec("tokenizers") is not None:
+        _install_tokenizers(files)
+
+
+@contextlib.contextmanager
+def _loading(*, back_on_gpu: bool) -> Iterator[None]:
+    before, _Loading.back_on_gpu = _Loading.back_on_gpu, back_on_gpu
+    try:
+        yield
+    finally:
+        _Loading.back_on_gpu = before
+
+
+def _install_pickling() -> None:
+    """Pickle a tensor without values as its shape."""
+    reduce = Tensor.__reduce_ex__
+
+    def rebuild(dtype: torch.dtype, size: tuple, stride: tuple, requires_grad: bool, on_gpu: bool) -> Tensor:
+        device = "cuda" if on_gpu and _Loading.back_on_gpu else "cpu"
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if device == "cpu" and made.numel() < _LARGE:
+            made.zero_()
+        return made.requires_grad_(requires_grad)
+
+    def reduce_to_shape(tensor: Tensor, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            without_values = tensor.is_meta or (tensor.numel() >= _LARGE and tensor.is_floating_point())
+            if type(tensor) is not Tensor or not without_values or tensor.layout is not torch.strided:
+                without_values = False
+            shape = (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.requires_grad, tensor.is_meta)
+        return (rebuild, shape) if without_values else reduce(tensor, protocol)
+
+    # By a name of torch's, which unpicklers look up: a script may have packages that are called as ours.
+    rebuild.__module__, rebuild.__name__, rebuild.__qualname__ = "torch._utils", _REBUILD, _REBUILD
+    vars(torch._utils)[_REBUILD] = rebuild
+    torch.serialization.add_safe_globals([rebuild])
+    replace_attribute(Tensor, "__reduce_ex__", reduce_to_shape)
+
+
+def _install_safetensors(files: SavedFiles, note: Callable[[str], None]) -> None:
+    import safetensors
+    import safetensors.torch
+
+    opened = safetensors.safe_open
+
+    def save_file(tensors: Mapping[str, Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
+        note("safetensors.torch.save_file was kept from writing")
+        with open(files.into(filename), "wb") as target:
+            write_safetensors(tensors, target, metadata)
+
+    def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+        target = io.BytesIO()
+        size = write_safetensors(tensors, target, metadata)
+        return target.getvalue().ljust(size, b"\0")
+
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return opened(files.at(filename), *args, **kwargs)
+
+    for module in (safetensors, safetensors.torch):
+        replace_attribute(module, "safe_open", safe_open)
+    replace_attribute(safetensors.torch, "save_file", save_file)
+    replace_attribute(safetensors.torch, "save", save)
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], target: BinaryIO, metadata: Mapping[str, str] | None) -> int:
+    """Write a file of safetensors' format; the values of large tensors, and of those on meta, are holes in it.
+
+    Returns:
+        The file's size in bytes. Memory that is written to ends with the last value.
+
+    Raises:
+        ValueError: A type of tensor that the format does not have.
+    """
+    with torch._C.DisableTorchFunction():
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        end = 0
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _CODES:
+                raise ValueError(f"safetensors has no {tensor.dtype}")
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        target.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            if not tensor.is_meta and tensor.numel() < _LARGE:
+                target.seek(8 + len(text) + header[name]["data_offsets"][0])
+                target.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        target.truncate(8 + len(text) + end)
+        return 8 + len(text) + end
+
+
+def _install_tokenizers(files: SavedFiles) -> None:
+    import tokenizers
+    from tokenizers import models
+
+    save, save_model = tokenizers.Tokenizer.save, models.Model.save
+
+    def save_kept(tokenizer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        save(tokenizer, files.into(path), *args, **kwargs)
+
+    def save_model_kept(model: Any, folder: Any, *args: Any, **kwargs: Any) -> list[str]:
+        kept = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
+        return [os.path.join(folder, os.path.basename(path)) for path in save_model(model, kept, *args, **kwargs)]
+
+    replace_attribute(tokenizers.Tokenizer, "save", save_kept)
+    replace_attribute(models.Model, "save", save_model_kept)
