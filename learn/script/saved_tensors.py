@@ -190,7 +190,7 @@ def _install_tokenizers(files: SavedFiles) -> None:
     import tokenizers
     from tokenizers import models
 
-    save, save_model = tokenizers.Tokenizer.save, models.Model.save
+    read, save, save_model = tokenizers.Tokenizer.from_file, tokenizers.Tokenizer.save, models.Model.save
 
     def save_kept(tokenizer: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         save(tokenizer, files.into(path), *args, **kwargs)
@@ -199,5 +199,9 @@ def _install_tokenizers(files: SavedFiles) -> None:
         kept = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
         return [os.path.join(folder, os.path.basename(path)) for path in save_model(model, kept, *args, **kwargs)]
 
+    def from_file(path: Any) -> Any:
+        return read(files.at(path))
+
     replace_attribute(tokenizers.Tokenizer, "save", save_kept)
+    replace_attribute(tokenizers.Tokenizer, "from_file", staticmethod(from_file))
     replace_attribute(models.Model, "save", save_model_kept)

@@ -94,6 +94,11 @@ class StepWatch:
         """The outermost module's forward pass begins."""
         if self._in_backward or not torch.is_grad_enabled():
             return
+        with torch._C.DisableTorchFunction():
+            samples = _samples(inputs)
+            parameter = next(module.parameters(), None)
+            if not samples and (parameter is None or not parameter.is_meta):
+                return  # on the host, as transforms of images are
         recorder = self._recorder
         if recorder.updated_by_hand and not self._stepped:
             self.optimizer_name = self.optimizer_name or BY_HAND
@@ -107,10 +112,8 @@ class StepWatch:
                 recorder.step = 1
             self._begin("forward")
         self._in_forward = True
-        with torch._C.DisableTorchFunction():
-            samples = _samples(inputs)
-            if samples and next(module.parameters(), None) is not None:
-                self.batch_size = samples
+        if samples and parameter is not None:
+            self.batch_size = samples
 
     def _after_backward(self) -> None:
         self.backwards += 1
