@@ -32,7 +32,9 @@ def allow_tf32(*, matmul: bool, cudnn: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = matmul
     torch.backends.cudnn.allow_tf32 = cudnn
     if matmul_allows_tf32() != matmul:
-        torch.backends.cuda.matmul.fp32_precision = _TF32 if matmul else _EXACT
+        products = getattr(torch.backends.cuda, "matmul")  # noqa: B009 -- its type has the older API only
+        products.fp32_precision = _TF32 if matmul else _EXACT
     if cudnn_allows_tf32() != cudnn:  # the older API leaves it to `torch.backends.fp32_precision`
-        for part in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        for name in ("conv", "rnn"):
+            part = getattr(torch.backends.cudnn, name)
             part.fp32_precision = _TF32 if cudnn else _EXACT

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
+from featurize.cudnn import oracle
 from featurize.device_spec import describe_device
 from learn.commands import estimate_script
 from learn.commands.estimate import EstimateSettings
@@ -53,6 +54,25 @@ def test_cudnn_searches_as_the_script_has_set_it():
     settings = {"precision": "fp32", "cudnn_benchmark": True, "cudnn_allow_tf32": False, "cudnn_deterministic": True}
     job = estimating._workload(dataclasses.replace(RECORD, settings=settings), "train.py")
     assert job.search.to_text() == "A deterministic benchmark"
+
+
+def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch):
+    searches = []
+
+    class Oracle:
+        version = "9"
+
+        def prepare(self, search):
+            searches.append(search)
+
+        def answers(self, signatures, search):
+            searches.append(search)
+            return {}
+
+    monkeypatch.setattr(oracle, "oracle_for", lambda device: Oracle())
+    settings = {"optimizer": "adam", "precision": "fp32", "cudnn_allow_tf32": False, "cudnn_deterministic": True}
+    answered(settings, workspaces="cudnn")
+    assert {search.to_text() for search in searches} == {"A deterministic"}
 
 
 def test_a_measured_run_at_the_scripts_batch_moves_its_estimate():
