@@ -46,7 +46,11 @@ class ScriptCompiler:
         def state_of(module: nn.Module) -> dict[str, Any]:
             """What is copied and saved of a module: a copy of a compiled one runs as it is written."""
             own = _OWN if id(module) in self._compiled else ()
-            return {name: value for name, value in vars(module).items() if name not in own}
+            return {name: value for name, value in vars(module).items() if name not in own and not saves(value)}
+
+        def saves(value: Any) -> bool:
+            """Whether an attribute is the method that `containment` gives a module which is not scripted."""
+            return isinstance(value, functools.partial) and value.func is torch.jit.save
 
         setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
         replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module) and None)

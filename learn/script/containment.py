@@ -112,6 +112,8 @@ def _refuse_connections(notes: Notes) -> None:
 def _run_eagerly(notes: Notes) -> None:
     def not_scripted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
         notes.add("TorchScript was left out: its functions and modules run as they are written")
+        if isinstance(function, torch.nn.Module):
+            vars(function).setdefault("save", functools.partial(torch.jit.save, function))
         return function if function is not None else lambda given: given
 
     for name in ("script", "trace", "freeze", "optimize_for_inference", "script_if_tracing"):

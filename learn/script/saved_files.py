@@ -61,7 +61,8 @@ class SavedFiles:
         replace_attribute(io, "open", self.open)
         for name in _LOOKING:
             if name in self._os:
-                replace_attribute(os, name, self._looking(self._os[name]))
+                looking = functools.partial(self._look, self._os[name])  # which no class that holds it binds
+                replace_attribute(os, name, functools.update_wrapper(looking, self._os[name]))
         for name in _CHANGING:
             replace_attribute(os, name, getattr(self, f"_{name}"))
         supported = (os.supports_fd, os.supports_follow_symlinks, os.supports_dir_fd, os.supports_effective_ids)
@@ -156,12 +157,8 @@ class SavedFiles:
                 shutil.copyfileobj(source, target)
         return kept
 
-    def _looking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def look(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(path if kwargs.get("dir_fd") is not None else self.at(path), *args, **kwargs)
-
-        return look
+    def _look(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(path if kwargs.get("dir_fd") is not None else self.at(path), *args, **kwargs)
 
     def _opened_by_number(self, path: Any, flags: int) -> Any:
         return self._kept_copy(path, whole=True) if flags & _WRITING and self.takes(path) else self.at(path)

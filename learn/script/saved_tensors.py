@@ -92,10 +92,27 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
     replace_attribute(nn.Module, "load_state_dict", load_states_in_place)
     replace_attribute(torch, "save", save_kept)
     replace_attribute(torch, "load", load_kept)
+    _install_torchscript(files)
     if importlib.util.find_spec("safetensors") is not None:
         _install_safetensors(files, note)
     if importlib.util.find_spec("tokenizers") is not None:
         _install_tokenizers(files)
+
+
+def _install_torchscript(files: SavedFiles) -> None:
+    """Save a module that was not scripted as it is."""
+    load = torch.jit.load
+
+    def save(module: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        torch.save(module, f)
+
+    def load_kept(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike) and files.at(f) != f:
+            return torch.load(f, map_location, weights_only=False)
+        return load(f, map_location, *args, **kwargs)
+
+    replace_attribute(torch.jit, "save", save)
+    replace_attribute(torch.jit, "load", load_kept)
 
 
 @contextlib.contextmanager

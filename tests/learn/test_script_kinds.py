@@ -238,6 +238,7 @@ def load():
 threading.Thread(target=load, daemon=True).start()
 stream = torch.cuda.Stream()
 while True:
+    nn.Flatten()(torch.zeros(2, 3))  # on the host, as transforms of images are
     optimizer.zero_grad()
     for _ in range(2):
         x = batches.get()
@@ -257,6 +258,7 @@ def test_a_checkpoint_recomputes_in_the_backward_pass_and_a_thread_may_load_ahea
     assert script.warnings[0] == (
         "the script trains with adam, fp32, 32 samples in a forward pass, 2 backward passes in a step"
     )
+    assert script.warnings[1] == "the script also chooses clip_norm=1.0, checkpointing=full"
     assert script.breakdown["gradients"] == pytest.approx(script.breakdown["parameters"], rel=0.01)
 
 

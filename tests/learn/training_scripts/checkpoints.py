@@ -52,6 +52,9 @@ for step in range(5):
         buffer.seek(0)
         assert len(torch.load(buffer)) == 9
         os.replace("checkpoint.pth.tar", "last.pt")
+        torch.jit.script(model).save("scripted.pt")
+        assert len(list(torch.jit.load("scripted.pt").parameters())) == 6
+        os.remove("scripted.pt")
         torch.save(model, "kept.pt")
         assert torch.load("kept.pt", weights_only=False)[0].weight.is_cuda
         os.remove("last.pt")
