@@ -180,6 +180,8 @@ class ScriptRecorder(Recorder):
                 self._kinds[event.block] = "optimizer_state"
 
     def _copied_from_host(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:  # what is on meta has no elements, and PyTorch no products of it
+            raise RuntimeError("a sparse tensor cannot be followed onto the GPU; estimate with a dense one")
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is None:
             return

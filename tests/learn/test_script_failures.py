@@ -59,6 +59,14 @@ def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
             "train.py:5: RuntimeError: fully_shard cannot be followed",
         ),
         (
+            "import torch\ntorch.save(lambda: None, 'a.pt')\ntorch.load('a.pt')\n",
+            "train.py:3: RuntimeError: a.pt cannot be read back: a script that is estimated saves nothing",
+        ),
+        (
+            "import torch\ntorch.eye(4).to_sparse().cuda()\n",
+            "train.py:2: RuntimeError: a sparse tensor cannot be followed onto the GPU",
+        ),
+        (
             "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n",
             "train.py:2: RuntimeError: the script asks for 4 processes; one process is estimated at a time",
         ),
