@@ -1,4 +1,4 @@
-"""Keeps a script from saving, logging to services, using the network, compiling and starting workers.
+"""Keeps a script from saving, logging to services, using the network, scripting and starting workers.
 
 Start reading at `contain`. It stops honest scripts from side effects; it is no sandbox against hostile ones.
 """

@@ -90,8 +90,8 @@ def estimate_script(
     """Estimate the memory (MiB), GPU activity (0 to 1) and step time (ms) of an unmodified training script.
 
     Runs the script in a child process, on this machine's CPU, until two optimizer steps are done. The script sees one
-    GPU of the model asked for; every tensor on it lies on the meta device. Data is loaded for real. Saving with torch
-    or safetensors, experiment loggers and network connections are kept from happening.
+    GPU of the model asked for; every tensor on it lies on the meta device. Data is loaded for real. What the script
+    saves goes to a folder that is removed. Experiment loggers and network connections are switched off.
 
     The script runs as this user, with this user's rights: estimate only scripts that you would run.
 
