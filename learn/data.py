@@ -327,6 +327,8 @@ def _is_censored(row: Mapping[str, Any], target: Target) -> bool:
 
 
 def _is_usable(row: Mapping[str, Any], target: Target) -> bool:
+    if row["error_type"] == "untraceable":  # no trial config describes it
+        return False
     if _is_censored(row, target):
         return bool(row["device_memory_mib"])
     label = row["label"]

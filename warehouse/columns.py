@@ -77,6 +77,7 @@ RUNS = {
     "mps": "whether CUDA's multi-process service stood between the run and the GPU",
     "startup_s": "time from the task's start to its first step",
     "prepared": "whether the process was made ready while the run before it went on",
+    "origin": "JSON: cells of the published file that an imported run was read from",
 }
 
 TELEMETRY = {

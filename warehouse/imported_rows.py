@@ -25,6 +25,7 @@ from warehouse.published import (
 from warehouse.schema import RUN_SCHEMA
 
 DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
+UNTRACEABLE = "untraceable"  # `runs.error_type` of a row that no trial config describes: queried, never fitted
 UNKNOWN_FAMILY = "unknown"  # of a row that does not tell what ran
 
 

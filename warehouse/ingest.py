@@ -40,11 +40,12 @@ from warehouse.imported_rows import DOUBT, ImportedFile, published_file
 from warehouse.lock_file import open_lock
 from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
+from warehouse.published_tables import TABLES, read_table, table_columns
 from warehouse.writer import RunWriter
 
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
-SOURCES = (DATASET, *PUBLISHED, "csv")
+SOURCES = (DATASET, *PUBLISHED, *TABLES, "csv")
 _SHOWN_ROWS = 5  # places named for each reason
 _WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
 
@@ -60,22 +61,27 @@ class IngestSettings:
       python -m warehouse.ingest source=dataset
       python -m warehouse.ingest source=gpumemnet path=GPUMemNet/Datasets
       python -m warehouse.ingest source=timm path=timm_a100.csv data=/srv/farm
+      python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv
       python -m warehouse.ingest source=csv path=mine.csv family=timm device_name=NVIDIA-L4 \
         columns='{peak_memory_mib: mem, batch_size: bs, config.model: net}' constants='{optimizer: sgd}'
 
     A folder is searched with all that is below it; CSV files of other kinds are named and left. Rows that make no sense
-    land as `invalid`, those in doubt with error_type = 'doubt'.
+    land as `invalid`, those in doubt with error_type = 'doubt', and those that no
+    trial config describes with error_type = 'untraceable'.
     """
 
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
-        "batch_size, max_gpu_memory_mib) or csv"
+        "batch_size, max_gpu_memory_mib), csv, or a published table: " + ", ".join(TABLES)
     )
     path: str | None = key(
         None, "a CSV file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
     )
     data: str | None = data_key()
-    device_name: str | None = key(None, "GPU model that was measured; default A100-SXM4-40GB, but for source=csv")
+    device_name: str | None = key(
+        None,
+        "GPU model that was measured; default: the file's, or A100-SXM4-40GB where it names none (not for source=csv)",
+    )
     family: str | None = key(None, "source=csv: the family that the rows are configurations of")
     columns: str | None = key(
         None,
@@ -183,6 +189,13 @@ def _read(settings: IngestSettings, report: IngestReport, progress: Progress) ->
                 if root.is_file():
                     raise
                 report.left[path] = str(error).removeprefix(f"path={path}").lstrip(": ")
+            continue
+        if settings.source in TABLES:
+            table = read_table(path, settings.source, settings.device_name)
+            if table is not None:
+                yield table
+            else:
+                report.left[path] = f"not of this source, whose files have {table_columns(settings.source)}"
             continue
         file = read_recognised(path)
         if file is not None and file.form == settings.source:

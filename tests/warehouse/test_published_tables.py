@@ -1,0 +1,175 @@
+"""Published tables of other GPUs become runs: whole, once each, untraceable where no trial config describes them."""
+
+import contextlib
+import csv
+import json
+
+import pytest
+
+import warehouse
+from conf.errors import UsageError
+from featurize.trial import config_from_mapping, config_hash
+from learn.data import load_rows
+from warehouse.ingest import IngestSettings, ingest
+from warehouse.published_tables import TABLES
+
+TIMM = {
+    "model": "resnet18", "gpu": "RTX-3090", "precision": "amp fp16", "layout": "nhwc", "torch": "1.12", "cuda": "11.3",
+    "optimizer": "momentum (timm sgd)", "cudnn_benchmark": "yes", "batch": 256, "img_size": 224, "step_ms": 100,
+    "samples_per_s": 2560, "param_m": 11.69, "provenance": "owner/name@abc",
+}  # fmt: skip
+LITGPT = {
+    "source": "tables", "model": "phi", "method": "lora", "quantization": "bnb.nf4", "precision": "bf16-true",
+    "optimizer": "AdamW", "micro_batch": 1, "gpus": 1, "gpu": "A100-SXM4-40GB", "peak_memory_gb": 4, "outcome": "ok",
+    "memory_kind": "torch max_memory_allocated, 1e9 bytes",
+}  # fmt: skip
+TORCHTUNE = {
+    "model": "Llama 3.2 3B", "method": "+ Compile", "precision": "bf16", "batch": 2, "packed": "yes",
+    "optimizer": "AdamW fused", "gpu": "A100", "peak_memory_gib": 25.5, "memory_kind": "torch peak active",
+}  # fmt: skip
+TORCHTITAN = {
+    "setting": "8 GPUs", "technique": "FSDP", "gpu": "H100", "seq": 8192, "tps_per_gpu": 5762, "memory_gib": 80,
+    "memory_kind": "torch max reserved", "memory_gb_as_printed": "",
+}  # fmt: skip
+PEFT = {
+    "model": "Llama", "method": "LORA", "batch": 4, "dtype": "bfloat16", "optimizer": "AdamW", "gpu": "NVIDIA L40S",
+    "torch": "2.13.0+cu130", "max_reserved_mib": 24934, "reserved_avg_mib": 15430, "trainable_params": 630784,
+    "total_params": 3213380608,
+}  # fmt: skip
+LLM_FOUNDRY = {
+    "Model": "3b", "# GPUs": 8, "GPU": "h100_80gb", "MicroBatchSize": 4, "GradAccum": 2, "GlobalBatchSize": 64,
+    "GlobalBatchSize (T)": 131072, "Throughput (T/s)": 65536, "Precision": "amp_bf16", "NumParams": 2651837440,
+}  # fmt: skip
+EXAMPLES = {"model": "resnet50v1.5", "gpu": "A100-80GB", "gpus": 1, "precision": "AMP", "batch": 256, "seq": "",
+            "layout": "nhwc", "throughput": 2560}  # fmt: skip
+LUCID = {"model": "BERT", "dataset": "SQuAD", "batchsize": 32, "amp": 1, "speed": 84.9, "gpu_util": 50,
+         "gmem_util": 62.5, "gmem": 20162}  # fmt: skip
+ROWS = {
+    "timm_benchmark": TIMM, "litgpt": LITGPT, "torchtune": TORCHTUNE, "torchtitan": TORCHTITAN, "peft": PEFT,
+    "llm_foundry": LLM_FOUNDRY, "deeplearningexamples": EXAMPLES, "lucid": LUCID,
+}  # fmt: skip
+
+
+def write(path, *lines):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+@pytest.fixture
+def take(tmp_path):
+    def taken(source, *lines, path=None):
+        path = path or write(tmp_path / f"{source}.csv", *lines)
+        (report,) = ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data"))).files
+        return report
+
+    return taken
+
+
+def runs(tmp_path, where="true"):
+    with contextlib.closing(warehouse.connect(tmp_path / "data")) as connection:
+        result = connection.execute(f"SELECT * FROM runs WHERE {where} ORDER BY status, batch_size")
+        names = [name for name, *_ in result.description]
+        return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+
+
+def test_the_largest_batch_that_ran_and_the_next_one_bracket_the_need_of_memory(tmp_path, take):
+    report = take("timm_benchmark", TIMM, {**TIMM, "batch": 512, "samples_per_s": 5120, "layout": "nchw"})
+    assert (report.rows, report.statuses) == (3, {"ok": 2, "oom": 1})  # no batch above 512 was tried
+    more, ran, largest = runs(tmp_path, "status = 'oom' OR batch_size < 512") + runs(tmp_path, "step_time_ms > 0")[1:]
+    if more["status"] == "ok":
+        more, ran = ran, more
+    assert (ran["batch_size"], ran["step_time_ms"], ran["peak_memory_mib"], ran["precision"]) == (
+        256,
+        100,
+        None,
+        "fp16",
+    )
+    assert (more["batch_size"], more["oom_kind"], more["peak_memory_mib"]) == (384, "device", None)
+    assert more["error"].startswith("inferred") and more["device_memory_mib"] == ran["device_memory_mib"] == 24_260
+    assert (largest["batch_size"], largest["device_name"], largest["torch_version"]) == (512, "RTX-3090", "1.12")
+    for run in (ran, more, largest):
+        config = config_from_mapping(json.loads(run["config"]))
+        assert config_hash(config) == run["config_hash"] and config.optimizer == "momentum"
+        assert config.cudnn_benchmark and config.channels_last == (run is not largest)
+
+
+def test_each_instruments_figure_lands_in_its_own_column(tmp_path, take):
+    for source, line in ROWS.items():
+        take(source, line)
+    memory = {}
+    for run in runs(tmp_path, "status = 'ok'"):
+        figures = {name: run[f"peak_{name}_mib"] for name in ("memory", "reserved", "allocated")}
+        memory[run["job_id"].removeprefix("import-")] = {name: mib for name, mib in figures.items() if mib is not None}
+    assert memory == {
+        "timm_benchmark": {}, "deeplearningexamples": {}, "llm_foundry": {}, "lucid": {"memory": 20162},
+        "litgpt": {"allocated": 4e9 / 2**20}, "torchtune": {"allocated": 25.5 * 1024},
+        "torchtitan": {"reserved": 80 * 1024}, "peft": {"reserved": 24934},
+    }  # fmt: skip
+    (tune,) = runs(tmp_path, "job_id = 'import-torchtune'")
+    assert "active" in json.loads(tune["quality_reasons"])["peak_allocated_mib"]
+
+
+def test_a_memory_figure_of_an_unnamed_instrument_stays_out_of_the_columns(tmp_path, take):
+    take("torchtitan", {**TORCHTITAN, "memory_kind": "peak"}, {**TORCHTITAN, "memory_gib": "", "tps_per_gpu": ""})
+    bare, kept = runs(tmp_path)
+    assert bare["status"] == "invalid"
+    assert kept["peak_reserved_mib"] is None and "peak" in json.loads(kept["quality_reasons"])["peak_reserved_mib"]
+    assert json.loads(kept["origin"])["memory_gib"] == "80"
+
+
+def test_every_cell_is_kept_and_a_repeat_or_another_name_of_the_file_adds_nothing(tmp_path, take):
+    for source, line in ROWS.items():
+        first = take(source, line)
+        copy = write(tmp_path / "copy.csv", line)
+        again = take(source, path=copy)
+        assert (first.already_there, again.new, again.rows) == (0, 0, first.rows)
+        for run in runs(tmp_path, f"job_id = 'import-{source}'"):
+            assert json.loads(run["origin"]) == {name: str(cell) for name, cell in line.items()}
+            assert run["source"] == "imported" and run["schema_version"] == 3
+
+
+def test_what_no_trial_config_describes_is_untraceable_with_its_reason_and_is_not_fitted(tmp_path, take):
+    for source in TABLES:
+        if source != "deeplearningexamples":  # whose network is traceable, on another device
+            take(source, ROWS[source])
+    take("timm_benchmark", *({**TIMM, "model": f"resnet{depth}"} for depth in range(20, 60)))
+    bare = runs(tmp_path, "error_type = 'untraceable'")
+    assert {run["job_id"] for run in bare} == {
+        f"import-{source}" for source in TABLES if source not in ("timm_benchmark", "deeplearningexamples")
+    }
+    assert all(run["error"] and run["config"] is None for run in bare)
+    usable = load_rows(tmp_path / "data", "step_time")
+    assert {row.family for row in usable.records} == {"timm"}
+
+
+def test_rows_that_contradict_themselves_are_kept_in_doubt_or_as_invalid(tmp_path, take):
+    take("timm_benchmark", {**TIMM, "samples_per_s": 9000}, {**TIMM, "step_ms": ""})
+    take("llm_foundry", {**LLM_FOUNDRY, "GlobalBatchSize": 65})
+    take("peft", {**PEFT, "reserved_avg_mib": 90000})
+    take("lucid", {**LUCID, "gmem": 90000})
+    take("litgpt", {**LITGPT, "peak_memory_gb": "", "outcome": "N/A"})
+    assert len(runs(tmp_path, "error_type = 'doubt'")) == 3
+    assert len(runs(tmp_path, "status = 'invalid' AND error IS NOT NULL")) == 3
+
+
+def test_an_out_of_memory_row_without_a_figure_bounds_the_need_from_below(tmp_path, take):
+    take("litgpt", {**LITGPT, "peak_memory_gb": "", "outcome": "OOM"})
+    (run,) = runs(tmp_path)
+    assert (run["status"], run["oom_kind"], run["device_memory_mib"]) == ("oom", "device", 40_960)
+
+
+def test_a_step_of_a_sharded_job_is_all_its_micro_batches(tmp_path, take):
+    take("llm_foundry", LLM_FOUNDRY)
+    (run,) = runs(tmp_path)
+    assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (2000, 4, "H100-SXM5-80GB")
+
+
+@pytest.mark.parametrize("source", TABLES)
+def test_a_foreign_file_is_one_clear_message(tmp_path, source):
+    path = write(tmp_path / "foreign.csv", {"a": 1})
+    with pytest.raises(UsageError, match=f"no file of source={source}; foreign.csv: not of this source"):
+        ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data")))
+    assert not (tmp_path / "data").exists()

@@ -1,0 +1,396 @@
+"""Readers of published tables of training runs on other GPUs: step times and memory, each of one instrument.
+
+Start reading at `read_table`. A row that no trial config describes is kept as `untraceable`, with its reason. All
+cells of the file stay in the column `origin`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.identity import canonical_json
+from warehouse.gpumemnet import TRAINING, to_number
+from warehouse.imported_rows import (
+    DOUBT,
+    UNKNOWN_FAMILY,
+    UNTRACEABLE,
+    ImportedFile,
+    ImportedRow,
+    beyond_the_card,
+    config_columns,
+    identity,
+    run_ids,
+)
+from warehouse.published import wide_cells
+
+Cells = Mapping[str, str]
+Columns = dict[str, Any]  # of `runs`
+
+# The benchmark tries these from the largest down and reports the first that runs.
+TIMM_BATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_MIB = 2**20
+_SLACK = 0.05  # relative: figures that are rounded agree this closely
+_DEVICES = {  # the files' names -> names in conf/device, and MiB that CUDA can use or the card has
+    "RTX-3090": ("RTX-3090", 24_260.0),
+    "A100-SXM4-40GB": ("A100-SXM4-40GB", 40_960.0),
+    "a100_40gb": ("A100-SXM4-40GB", 40_960.0),
+    "a100_80gb": ("A100-SXM4-80GB", 81_920.0),
+    "h100_80gb": ("H100-SXM5-80GB", 81_559.0),
+    "NVIDIA L40S": ("L40S", 46_068.0),
+}
+_IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
+
+
+def _device(name: str) -> Columns:
+    known, memory_mib = _DEVICES.get(name, (name, None))
+    return {"device_name": known, "device_memory_mib": memory_mib}
+
+
+def _untraceable(reason: str, **columns: Any) -> Columns:
+    return {"family": UNKNOWN_FAMILY, "status": "ok", "error_type": UNTRACEABLE, "error": reason, **columns}
+
+
+def _image_config(model: str, batch: int, precision: str, layout: str, image_size: int | None) -> Columns:
+    settings = {
+        **TRAINING,
+        "family": "timm",
+        "model": model,
+        "image_size": image_size,
+        "batch_size": batch,
+        "precision": precision,
+        "optimizer": "momentum",
+        "channels_last": layout == "nhwc",
+        "cudnn_benchmark": True,
+    }
+    return {"family": "timm", **config_columns(settings)}
+
+
+def _timm_benchmark(row: Cells) -> Iterator[Columns]:
+    """Yield the run, and the next larger batch that the benchmark tried before and that did not run.
+
+    Together they bracket the need: at most the card at one batch, more than the card at the next.
+    """
+    batch, step_ms = _count(row["batch"]), _figure(row["step_ms"])
+    side, per_second = _count(row["img_size"]), _figure(row["samples_per_s"])
+    card = {**_device(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
+    million = _figure(row["param_m"])
+    parameters = None if million is None else round(million * 1e6)
+    if batch is None or step_ms is None or side is None or not row["model"]:
+        missing = "no model, batch, image size or step time"
+        yield {"family": "timm", "status": "invalid", "error": missing, **card}
+        return
+    run = {**card, **_image_config(row["model"], batch, "fp16", row["layout"], side), "parameters": parameters,
+           "status": "ok", "step_time_ms": step_ms}  # fmt: skip
+    if not row["precision"].lower().startswith("amp"):
+        run |= {"status": "invalid", "error": f"precision {row['precision']}: this table is of AMP"}
+    elif per_second is None or not _agree(batch / per_second * 1e3, step_ms):
+        run |= {"error_type": DOUBT, "error": "step_ms and samples_per_s contradict each other"}
+    yield run
+    larger = next((size for size in TIMM_BATCHES if size > batch), None)
+    if run["status"] == "ok" and larger is not None and batch in TIMM_BATCHES:
+        config = _image_config(row["model"], larger, "fp16", row["layout"], side)
+        tried = f"inferred: the benchmark tries this batch before {batch}, and {batch} is the largest that ran"
+        yield {**card, **config, "parameters": parameters, "status": "oom", "oom_kind": "device", "error": tried}
+
+
+def _litgpt(row: Cells) -> Iterator[Columns]:
+    gigabytes = _figure(row["peak_memory_gb"])
+    reason = (
+        f"no family has LitGPT's {row['method']} with quantization {row['quantization']} on {row['gpus'] or '?'} GPU(s)"
+    )
+    run = _untraceable(
+        reason,
+        **_device(row["gpu"]),
+        batch_size=_count(row["micro_batch"]),
+        precision=row["precision"],
+        optimizer=row["optimizer"].lower(),
+        peak_allocated_mib=None if gigabytes is None else gigabytes * 1e9 / _MIB,
+    )
+    if row["outcome"].lower() == "oom":
+        run |= {"status": "oom", "oom_kind": "device"}
+    elif gigabytes is None:
+        run |= {"status": "invalid", "error_type": None, "error": f"no memory: outcome {row['outcome']}"}
+    elif "allocated" not in row["memory_kind"]:
+        run |= _unnamed_instrument("peak_allocated_mib", row["memory_kind"])
+    yield run
+
+
+def _torchtune(row: Cells) -> Iterator[Columns]:
+    gibibytes = _figure(row["peak_memory_gib"])
+    run = _untraceable(
+        f"no family has torchtune's recipe of {row['model']}: {row['method']}",
+        **_device(row["gpu"]),
+        batch_size=_count(row["batch"]),
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        peak_allocated_mib=None if gibibytes is None else gibibytes * 1024,
+    )
+    if gibibytes is None:
+        run |= {"status": "invalid", "error_type": None, "error": "no memory"}
+    elif row["memory_kind"] == "torch peak active":
+        words = "the file has torch's peak active: blocks that wait for a stream count, too"
+        run["quality_reasons"] = json.dumps({"peak_allocated_mib": words})
+    else:
+        run |= _unnamed_instrument("peak_allocated_mib", row["memory_kind"])
+    yield run
+
+
+def _torchtitan(row: Cells) -> Iterator[Columns]:
+    gibibytes = _figure(row["memory_gib"])
+    run = _untraceable("one rank of a job on several GPUs, which no trial config describes", **_device(row["gpu"]))
+    if row["memory_kind"] == "torch max reserved":
+        run["peak_reserved_mib"] = None if gibibytes is None else gibibytes * 1024
+    elif gibibytes is not None or row["memory_gb_as_printed"]:
+        run |= _unnamed_instrument("peak_reserved_mib", row["memory_kind"])
+    if gibibytes is None and _figure(row["tps_per_gpu"]) is None:
+        run |= {"status": "invalid", "error_type": None, "error": "neither memory nor throughput"}
+    yield run
+
+
+def _peft(row: Cells) -> Iterator[Columns]:
+    reserved, parameters = _figure(row["max_reserved_mib"]), _count(row["trainable_params"])
+    torch_version, _, build = row["torch"].partition("+cu")
+    run = _untraceable(
+        f"no family has {row['model']} with PEFT's {row['method']}; the longest batch is not published",
+        **_device(row["gpu"]),
+        batch_size=_count(row["batch"]),
+        precision=row["dtype"],
+        optimizer=row["optimizer"].lower(),
+        parameters=parameters,
+        torch_version=torch_version,
+        cuda_version=f"{build[:-1]}.{build[-1]}" if build.isdigit() else None,
+        peak_reserved_mib=reserved,
+    )
+    total = _count(row["total_params"])
+    if reserved is None:
+        run |= {"status": "invalid", "error_type": None, "error": "no memory"}
+    elif parameters is not None and total is not None and parameters > total:
+        run |= {"error_type": DOUBT, "error": "more trainable parameters than parameters"}
+    elif (average := _figure(row["reserved_avg_mib"])) is not None and average > reserved:
+        run |= {"error_type": DOUBT, "error": "the mean of the reserved memory is above its maximum"}
+    yield run
+
+
+def _llm_foundry(row: Cells) -> Iterator[Columns]:
+    tokens, per_second = _figure(row["GlobalBatchSize (T)"]), _figure(row["Throughput (T/s)"])
+    sizes = [_count(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
+    run = _untraceable(
+        f"MPT-{row['Model']} sharded over {row['# GPUs']} GPUs, which no trial config describes",
+        **_device(row["GPU"]),
+        batch_size=sizes[0],
+        precision=row["Precision"],
+        parameters=_count(row["NumParams"]),
+        step_time_ms=tokens / per_second * 1e3 if tokens and per_second else None,
+    )
+    whole = _count(row["GlobalBatchSize"])
+    micro, steps, gpus = sizes
+    if run["step_time_ms"] is None:
+        run |= {"status": "invalid", "error_type": None, "error": "no throughput"}
+    elif None in (whole, micro, steps, gpus) or whole != (micro or 0) * (steps or 0) * (gpus or 0):
+        words = "the global batch is not micro-batch x accumulation x GPUs"
+        run |= {"error_type": DOUBT, "error": words}
+    yield run
+
+
+def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
+    batch, per_second = _count(row["batch"]), _figure(row["throughput"])
+    step_ms = batch / per_second * 1e3 if batch and per_second else None
+    run: Columns = {**_device(row["gpu"]), "status": "ok", "step_time_ms": step_ms}
+    precision = _IMAGE_PRECISIONS.get(row["precision"].lower())
+    if batch is None or step_ms is None:
+        run |= {"family": UNKNOWN_FAMILY, "status": "invalid", "error": "no batch size or throughput"}
+    elif row["model"] == "resnet50v1.5" and row["gpus"] == "1" and precision is not None:
+        run |= _image_config("resnet50", batch, precision, row["layout"], None)
+    else:
+        reason = f"no family has {row['model']} in {row['precision']} on {row['gpus']} GPU(s)"
+        run |= _untraceable(reason, batch_size=batch, precision=row["precision"].lower())
+    yield run
+
+
+def _lucid_single(row: Cells) -> Iterator[Columns]:
+    gpu_util, memory = _figure(row["gpu_util"]), _figure(row["gmem"])
+    run = _untraceable(
+        f"{row['model']} on {row['dataset']}: its code, input and optimizer are not in the file",
+        **_device("RTX-3090"),
+        batch_size=_count(row["batchsize"]),
+        precision="fp16" if row["amp"] == "1" else "fp32",
+        peak_memory_mib=memory,
+        gpu_util=None if gpu_util is None else gpu_util / 100,
+    )
+    if memory is None:
+        run |= {"status": "invalid", "error_type": None, "error": "no memory"}
+    elif gpu_util is not None and gpu_util > 100:
+        run |= {"status": "invalid", "error_type": None, "error": f"gpu_util: {gpu_util:g} %", "gpu_util": None}
+    yield run
+
+
+def _unnamed_instrument(column: str, kind: str) -> Columns:
+    words = f"the file's instrument is {kind or 'not named'}: the figure is in origin alone"
+    return {column: None, "quality_reasons": json.dumps({column: words})}
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One kind of file: the columns that tell it, and the reader of one row."""
+
+    columns: frozenset[str]
+    read: Callable[[Cells], Iterator[Columns]]
+
+
+_TABLES = {
+    "timm_benchmark": _Table(
+        frozenset(
+            [
+                "model",
+                "gpu",
+                "precision",
+                "layout",
+                "torch",
+                "cuda",
+                "batch",
+                "img_size",
+                "step_ms",
+                "samples_per_s",
+                "param_m",
+            ]
+        ),
+        _timm_benchmark,
+    ),
+    "litgpt": _Table(
+        frozenset(
+            [
+                "model",
+                "method",
+                "quantization",
+                "precision",
+                "optimizer",
+                "micro_batch",
+                "gpus",
+                "gpu",
+                "peak_memory_gb",
+                "outcome",
+                "memory_kind",
+            ]
+        ),
+        _litgpt,
+    ),
+    "torchtune": _Table(
+        frozenset(
+            ["model", "method", "precision", "batch", "optimizer", "gpu", "peak_memory_gib", "memory_kind", "packed"]
+        ),
+        _torchtune,
+    ),
+    "torchtitan": _Table(
+        frozenset(
+            ["setting", "technique", "gpu", "seq", "tps_per_gpu", "memory_gib", "memory_kind", "memory_gb_as_printed"]
+        ),
+        _torchtitan,
+    ),
+    "peft": _Table(
+        frozenset(
+            [
+                "model",
+                "method",
+                "batch",
+                "dtype",
+                "optimizer",
+                "gpu",
+                "torch",
+                "max_reserved_mib",
+                "reserved_avg_mib",
+                "trainable_params",
+                "total_params",
+            ]
+        ),
+        _peft,
+    ),
+    "llm_foundry": _Table(
+        frozenset(
+            (
+                "Model",
+                "# GPUs",
+                "GPU",
+                "MicroBatchSize",
+                "GradAccum",
+                "GlobalBatchSize",
+                "GlobalBatchSize (T)",
+                "Throughput (T/s)",
+                "Precision",
+                "NumParams",
+            )
+        ),
+        _llm_foundry,
+    ),
+    "deeplearningexamples": _Table(
+        frozenset(["model", "gpu", "gpus", "precision", "batch", "seq", "layout", "throughput"]),
+        _deep_learning_examples,
+    ),
+    "lucid": _Table(
+        frozenset(["model", "dataset", "batchsize", "amp", "speed", "gpu_util", "gmem_util", "gmem"]), _lucid_single
+    ),
+}
+TABLES = tuple(_TABLES)
+
+
+def table_columns(source: str) -> str:
+    """Return the columns that a file of this source must have, for messages."""
+    return ", ".join(sorted(_TABLES[source].columns))
+
+
+def read_table(path: Path, source: str, device_name: str | None = None) -> ImportedFile | None:
+    """Read one published table; None if the file is no CSV file or lacks a column of `source`.
+
+    Args:
+        path: The CSV file.
+        source: One of `TABLES`.
+        device_name: GPU model that was measured, in place of the file's own.
+
+    Returns:
+        The runs with the places of their rows; a row of `timm_benchmark` may give two.
+    """
+    table = _TABLES[source]
+    try:
+        with wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            if not table.columns <= set(reader.fieldnames or ()):
+                return None
+            lines = [{str(name): _text(value) for name, value in row.items()} for row in reader]
+    except (UnicodeDecodeError, csv.Error):
+        return None
+    other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
+    runs = [
+        (at, part, {**run, **other, "origin": canonical_json(row)})
+        for at, row in enumerate(lines, 1)
+        for part, run in enumerate(table.read(row))
+    ]
+    contents = [canonical_json({"part": part, "cells": run["origin"], **other}) for _, part, run in runs]
+    rows = []
+    for (at, _, run), run_id in zip(runs, run_ids(source, contents), strict=True):
+        if run["status"] == "ok" and (problem := beyond_the_card(run)):
+            run |= {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
+        rows.append(ImportedRow(at, {**identity(source, run_id), **run}))
+    return ImportedFile(path, tuple(rows))
+
+
+def _text(value: str | list[str] | None) -> str:
+    """Return a cell's text; those beyond the header's columns come as a list, those that lack as None."""
+    return (",".join(value) if isinstance(value, list) else value or "").strip()
+
+
+def _figure(text: str) -> float | None:
+    number = to_number(text)
+    return number if number is not None and number > 0 else None
+
+
+def _count(text: str) -> int | None:
+    number = _figure(text)
+    return int(number) if number is not None and number == int(number) and number < 2**63 else None
+
+
+def _agree(one: float, other: float) -> bool:
+    return abs(one - other) <= _SLACK * max(one, other)
