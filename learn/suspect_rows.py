@@ -1,0 +1,110 @@
+"""Memory labels that neither the job's tensors nor any workspace of cuDNN explains, told from the rows beside them.
+
+Start reading at `with_suspects`. Published figures are often the whole card's, polled once a second: another job on the
+card, or a run that never trained, is in them. Such a row is kept and judged, but not fitted on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from conf.units import MIB_PER_GIB
+from learn.cases import Case
+from learn.data import Rows
+from learn.step_store import StepStore
+
+_LEAST_MIB = MIB_PER_GIB  # rows of one network that differ by less are left alone
+_NEIGHBOURS = 2  # rows of the nearest traced memory that a row is compared with
+_SCENARIO = "job_scenario_"
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One row beside its trace, MiB.
+
+    at           place in the rows
+    traced_mib   the trace's figure; tensors_mib: what it holds without any workspace, context included
+    workspaces_mib  how far assumptions about workspaces move the trace's figure
+    beyond_mib   label less trace
+    """
+
+    at: int
+    label_mib: float
+    traced_mib: float
+    tensors_mib: float
+    workspaces_mib: float
+
+    @property
+    def beyond_mib(self) -> float:
+        return self.label_mib - self.traced_mib
+
+    def expected_mib(self, other: _Measured) -> tuple[float, float]:
+        """Return what the other row lets one expect of `beyond_mib`: as much, or in proportion to the traced memory."""
+        scaled = other.beyond_mib * max(1.0, self.traced_mib / other.traced_mib)
+        return min(other.beyond_mib, scaled), max(other.beyond_mib, scaled)
+
+    def unexplained_mib(self, others: Sequence[_Measured]) -> float:
+        """Return by how much its label leaves the range that its neighbours, workspaces and a GiB allow."""
+        nearest = sorted(others, key=lambda one: abs(math.log(one.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
+        ranges = [self.expected_mib(one) for one in nearest]
+        slack = _LEAST_MIB + self.workspaces_mib
+        low, high = min(r[0] for r in ranges) - slack, max(r[1] for r in ranges) + slack
+        return max(self.beyond_mib - high, low - self.beyond_mib, 0.0)
+
+
+def with_suspects(rows: Rows, steps: StepStore) -> Rows:
+    """Return the rows of memory with a doubt for each label that nothing explains; rows of other targets as they are.
+
+    A label is suspect that lies more than 1 GiB, and a tenth, below the job's own tensors; or one that differs by
+    more than 1 GiB, and by more than workspaces can, from what the same network shows at neighbouring batches. Of two
+    rows that contradict each other, the one further from its trace is.
+
+    Args:
+        rows: Their steps are at hand in `steps`; those that are not are left as they are.
+        steps: Records of the rows' cases.
+    """
+    if not rows.target.is_memory:
+        return rows
+    networks: dict[str, list[_Measured]] = defaultdict(list)
+    doubts: dict[int, str] = {}
+    for at, row in enumerate(rows.records):
+        values = steps.features(row.case)
+        if values is None or row.censored or row.doubt:
+            continue
+        moved = [value for name, value in values.items() if name.startswith(_SCENARIO)]
+        traced_mib, allocated_mib = values["job_memory_mib"], values["job_allocated_mib"]
+        one = _Measured(
+            at,
+            row.label,
+            traced_mib,
+            allocated_mib * (1 - values["job_share_workspace"]) + values["job_outside_mib"],
+            traced_mib * (2 ** max(moved, default=0.0) - 2 ** min(moved, default=0.0)),
+        )
+        if one.label_mib + max(_LEAST_MIB, 0.1 * one.label_mib) < one.tensors_mib:
+            doubts[at] = "less than the job's tensors alone"
+        elif not traced_mib > row.device_memory_mib:  # near the limit a job does with less than it would take
+            networks[_network(row.case, row.device)].append(one)
+    for left in networks.values():
+        while len(left) > 1:
+            unexplained = [one for one in left if one.unexplained_mib([other for other in left if other is not one])]
+            if not unexplained:
+                break
+            worst = max(unexplained, key=lambda one: (abs(one.beyond_mib) / one.traced_mib, one.at))
+            doubts[worst.at] = "gigabytes off the same network at neighbouring batches, beyond any workspace"
+            left.remove(worst)
+    if not doubts:
+        return rows
+    records = tuple(replace(row, doubt=doubts.get(at, row.doubt)) for at, row in enumerate(rows.records))
+    return replace(rows, records=records)
+
+
+def _network(case: Case, device: str) -> str:
+    """What rows share that differ in nothing but the batch."""
+    if case.config is None:
+        return f"{device} {case.training_loop} {case.workload.name}"
+    settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}
+    return f"{device} {case.training_loop} {json.dumps(settings, sort_keys=True, default=str)}"
