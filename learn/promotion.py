@@ -324,9 +324,8 @@ def _write(
     if candidate.refusals:
         notes.append(f"rows held out without an answer are in no figure: {'; '.join(candidate.refusals)}")
     if in_doubt:
-        notes.append(
-            f"{in_doubt} rows are in doubt (runs.error says why, or the rows beside them do): neither fitted on nor judged"
-        )
+        why = "runs.error says why, or the rows beside them do"
+        notes.append(f"{in_doubt} rows are in doubt ({why}): neither fitted on nor judged")
     evaluation = judged(candidate.fitted, known, judges, bins, notes, steps=candidate.steps)
     meta = {
         **described(candidate.name, known, evaluation, bins, candidate.seed, now),

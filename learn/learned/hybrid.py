@@ -39,7 +39,7 @@ _BASES = {
     "step_time": "job_step_time_ms",
     "power": "job_roofline_power_w",
 }
-_MEMORY = Settings(rounds=80, leaves=8, least=30, l2=10.0, share=0.3)
+_MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"

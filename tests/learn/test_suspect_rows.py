@@ -40,7 +40,7 @@ def test_one_label_that_is_gigabytes_off_the_same_network_at_other_batches_is_do
     label = [mib + 200 for mib in traced_mib]
     label[place] += 6 * MIB_PER_GIB
     doubts = doubts_of(steps, label)
-    assert "neighbouring batches" in doubts.pop(place) and doubts == [""] * 3
+    assert "other batches" in doubts.pop(place) and doubts == [""] * 3
 
 
 def test_a_label_below_the_job_s_own_tensors_is_doubted_even_alone(steps):
@@ -61,3 +61,11 @@ def test_other_targets_have_no_suspects(steps):
 
 def test_rows_that_were_not_traced_are_left_as_they_are(traced_mib):
     assert doubts_of(StepStore(), [90_000.0, 1.0, 2.0, 3.0]) == [""] * 4
+
+
+def test_in_a_network_whose_rows_contradict_each_other_every_label_gigabytes_off_its_trace_is_doubted(
+    steps, traced_mib
+):
+    """Another job on the card adds as much to two batches as to one."""
+    label = [mib + 16 * MIB_PER_GIB for mib in traced_mib[:2]] + [traced_mib[2] + 100, traced_mib[3] + 100]
+    assert [bool(doubt) for doubt in doubts_of(steps, label)] == [True, True, False, False]
