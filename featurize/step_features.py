@@ -18,6 +18,7 @@ from featurize.roofline import price, python_loader_ms
 from featurize.step_trace import BATCH, StepTrace
 from featurize.training import TrainingSettings
 from featurize.trial_config import MATH_BITS, OPTIMIZER_STATES
+from featurize.workspace_scenarios import scenario_features
 
 _CONVOLUTIONS = ("1x1", "3x3", "5x5", "wide", "depthwise", "grouped", "strided", "long")
 
@@ -162,8 +163,10 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
         "job_share_largest_block": max(sizes, default=0) / MIB / max(allocated, 1e-9),
         "job_workspaces": float(len(calls)),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
+        **{f"job_scenario_{name}": ratio
+           for name, ratio in scenario_features(trace, spec, outside, reserved + outside).items()},
         **{f"job_peak_in_{phase}": float(memory.peak_phase == phase) for phase in ("forward", "backward", "optimizer")},
-    }
+    }  # fmt: skip
 
 
 def _utilization(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from warehouse.folder import DataFolder
 
 PUBLISHED = "(published)"
+TRUSTED_ALONE = ", doubted rows apart"  # behind the file's name: the same estimates, without these rows
 
 
 def benchmark(
@@ -60,6 +62,10 @@ def benchmark(
     steps = StepStore(cache_folder(settings) if traces else None)
     if traces:
         notes += _prepared(steps, settings, selection, tally)
+        selection, more = _suspects_marked(selection, steps)
+        notes += more
+        if settings.doubtful == "drop":
+            index = index[selection.rows.doubt[index] == ""]
     tally.add(len(index) * len(names) + len(parts) * len(learned))
     asked = ask_free(selection, index, free, settings, tally) if free else {}
     fitted = {name: ask_learned(name, selection, parts, bins, settings.seed, tally, steps) for name in learned}
@@ -76,7 +82,7 @@ def benchmark(
         target=get_target(settings.target),
         device=", ".join(dict.fromkeys(map(str, rows.device))),
         card_mib=cards.pop() if rows.target.is_memory and len(cards) == 1 else None,
-        bins={file: bins[file] for file in dict.fromkeys(selection.file[index].tolist())},
+        bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
         figures=figures,
         scored=scored,
         published=published_figures(settings.target),
@@ -149,6 +155,19 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
     return estimates
 
 
+def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
+    """The selection with doubts about labels that the rows beside them contradict; says of how many."""
+    from learn.suspect_rows import with_suspects
+
+    rows = with_suspects(selection.rows, steps)
+    notes = []
+    for file in dict.fromkeys(selection.file.tolist()):
+        n = int((rows.doubt != selection.rows.doubt)[selection.file == file].sum())
+        if n:
+            notes.append(f"{file}: {n} more rows are in doubt, as the rows beside them and the trace have it")
+    return replace(selection, rows=rows), notes
+
+
 def _said_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: Sequence[str]) -> list[str]:
     if not parts:
         return []
@@ -193,33 +212,37 @@ def _counted(
     figures, scored = [], {}
     for file in dict.fromkeys(selection.file[index].tolist()):
         members = [i for i in index.tolist() if selection.file[i] == file]
+        trusted = [i for i in members if not rows.doubt[i]]
         for name, given in answers.items():
             if members[0] not in given:  # a published estimator that this file has no figures of
                 continue
-            own = scored[file, name] = [
-                Scored(
-                    **vars(given[i]),
-                    name=str(selection.name[i]),
-                    group=str(groups[i]),
-                    label=None if rows.censored[i] else float(rows.label[i]),
-                    doubt=str(rows.doubt[i]) or None,
-                    family=str(rows.family[i]),
-                    batch_size=rows.cases[i].batch_size,
-                    card=float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
-                    operator=operators[i],
-                    source=str(rows.source[i]),
-                )
-                for i in members
-            ]
             learned = fitted.get(name)
-            figures.append(
-                figures_of(
-                    file, name, own, bins=bins[file], space=rows.target.space, learned=learned is not None,
-                    median_seconds=learned.latency.get(file) if learned else None,
-                    fit_seconds=learned.fit_seconds if learned else None,
-                    fits=learned.fits if learned else 0,
-                )
-            )  # fmt: skip
+            for title, asked in ((file, members), (f"{file}{TRUSTED_ALONE}", trusted)):
+                if title != file and not 0 < len(trusted) < len(members):
+                    continue
+                own = scored[title, name] = [
+                    Scored(
+                        **vars(given[i]),
+                        name=str(selection.name[i]),
+                        group=str(groups[i]),
+                        label=None if rows.censored[i] else float(rows.label[i]),
+                        doubt=str(rows.doubt[i]) or None,
+                        family=str(rows.family[i]),
+                        batch_size=rows.cases[i].batch_size,
+                        card=float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
+                        operator=operators[i],
+                        source=str(rows.source[i]),
+                    )
+                    for i in asked
+                ]
+                figures.append(
+                    figures_of(
+                        title, name, own, bins=bins[file], space=rows.target.space, learned=learned is not None,
+                        median_seconds=learned.latency.get(file) if learned else None,
+                        fit_seconds=learned.fit_seconds if learned else None,
+                        fits=learned.fits if learned else 0,
+                    )
+                )  # fmt: skip
     return tuple(figures), scored
 
 

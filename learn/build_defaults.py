@@ -250,6 +250,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     from learn.estimators import make_estimator
     from learn.evaluation.evaluate import evaluate
     from learn.step_store import StepStore
+    from learn.suspect_rows import with_suspects
     from learn.targets import make_bins
     from warehouse.ingest import IngestSettings, ingest
 
@@ -267,6 +268,7 @@ def _fit_all(settings: BuildSettings, data: Path, folder: Path, progress) -> Non
     for target in TARGETS:
         rows = load_rows(str(data), target, source=sources)
         steps.prepare(rows.cases, workers=settings.workers, progress=lambda d, n: progress("tracing jobs", d, n))
+        rows = with_suspects(rows, steps)
         bins = make_bins(rows.target, rows.exact.label, rows.family.tolist(), ceiling_mib=rows.ceiling_mib)
         progress(f"fitting {target}", 0, 1)
         evaluation = evaluate(name, rows, bins, settings.seed, steps=steps)

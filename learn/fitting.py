@@ -120,6 +120,7 @@ def fit(
     from learn.evaluation.evaluate import CV_FOLDS, evaluate
     from learn.evaluation.report import write_report
     from learn.step_store import StepStore
+    from learn.suspect_rows import with_suspects
     from learn.targets import make_bins
 
     now = now or datetime.now(UTC)
@@ -133,6 +134,7 @@ def fit(
     traced = StepStore(settings.data)
     if kind.needs_trace:
         traced.prepare(rows.cases, progress=partial(progress, "tracing jobs"))
+        rows = with_suspects(rows, traced)
     bins = make_bins(rows.target, rows.exact.label, rows.family, bin_gb=settings.bin_gb, ceiling_mib=rows.ceiling_mib)
     steps, done = CV_FOLDS + 3, itertools.count()  # the held-out test, the fit on all rows, the report
     evaluation = evaluate(
@@ -187,7 +189,9 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> list[str]:
             + f"; {known}"
         )
     if doubted := int((rows.doubt != "").sum()):
-        notes.append(f"{doubted} rows are in doubt (runs.error says why): judged, but not fitted on")
+        notes.append(
+            f"{doubted} rows are in doubt (runs.error says why, or the rows beside them do): judged, but not fitted on"
+        )
     if "simulated" in rows.count("source"):
         origin = "the labels are of simulated devices: the figures say how well their model is reproduced, "
         notes.append(origin + "nothing about real GPUs")

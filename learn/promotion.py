@@ -86,6 +86,7 @@ def refit(
     from learn.estimators import get_estimator, require_target
     from learn.evaluation.evaluate import answered
     from learn.step_store import StepStore
+    from learn.suspect_rows import with_suspects
     from warehouse.folder import DataFolder
 
     now = now or datetime.now(UTC)
@@ -105,17 +106,17 @@ def refit(
         every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
     except CommandError as error:
         return skipped(str(error))
-    rows = every.trusted  # a label in doubt decides nothing
-    held_out = is_held_out(rows.group)
-    known = rows.subset(~held_out)
+    steps = StepStore(folder)
+    rows, held_out, known = _split(every)
+    if kind.needs_trace and len(known) >= LEAST_FITTED:
+        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+        every = with_suspects(every, steps)
+        rows, held_out, known = _split(every)
     if len(known) < LEAST_FITTED:
         return skipped(
             f"{len(known)} of {len(rows)} rows are there to fit on, {LEAST_FITTED} are needed; the others are held out "
             "to judge by"
         )
-    steps = StepStore(folder)
-    if kind.needs_trace:
-        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
     progress("fitting the candidate")
     try:
         fitted = kind(seed=seed).fit(known, steps)
@@ -145,6 +146,13 @@ def refit(
     progress("drawing the report")
     in_doubt = int((every.doubt != "").sum())
     return _write(folder, promotion, candidate, cycle, now=_after(current, now), in_doubt=in_doubt)
+
+
+def _split(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
+    """Return the rows that decide (a label in doubt does not), which of them are held out, and the others."""
+    rows = every.trusted
+    held_out = is_held_out(rows.group)
+    return rows, held_out, rows.subset(~held_out)
 
 
 def is_held_out(groups) -> np.ndarray:
@@ -316,7 +324,8 @@ def _write(
     if candidate.refusals:
         notes.append(f"rows held out without an answer are in no figure: {'; '.join(candidate.refusals)}")
     if in_doubt:
-        notes.append(f"{in_doubt} rows are in doubt (runs.error says why): neither fitted on nor judged")
+        why = "runs.error says why, or the rows beside them do"
+        notes.append(f"{in_doubt} rows are in doubt ({why}): neither fitted on nor judged")
     evaluation = judged(candidate.fitted, known, judges, bins, notes, steps=candidate.steps)
     meta = {
         **described(candidate.name, known, evaluation, bins, candidate.seed, now),

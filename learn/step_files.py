@@ -15,8 +15,6 @@ from pathlib import Path
 
 from conf.identity import version_of
 from featurize.version import FEATURES_VERSION
-from learn.legacy_records import VERSION as LEGACY_VERSION
-from learn.legacy_records import legacy_folder_name
 from learn.step_record import StepRecord
 
 _LIBRARIES = ("torch", "timm", "torchvision", "transformers")  # whose code a traced step follows from
@@ -48,10 +46,7 @@ class StepFiles:
         """Yield the (key, record) of the wanted keys. A damaged part is left out with a warning."""
         import pyarrow as pa
 
-        folders = [self._features / record_version()]
-        if FEATURES_VERSION == LEGACY_VERSION and self._features.is_dir():
-            folders.insert(0, self._features / legacy_folder_name(libraries()))
-        for path in [path for folder in folders for path in sorted(folder.glob("*.parquet"))]:
+        for path in sorted((self._features / record_version()).glob("*.parquet")):
             try:
                 records = _records(path, wanted)
             except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:

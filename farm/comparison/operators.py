@@ -24,7 +24,7 @@ from conf.identity import mapping_hash
 from farm.comparison.sides import Environment
 from farm.comparison.traced_operators import FIGURES
 from featurize.device_spec import DeviceSpec
-from featurize.version import current_stamps
+from featurize.version import FEATURES_STAMP
 from workers.environment import core_count
 
 _A_PROCESS = 16  # configurations that one more process is started for
@@ -82,8 +82,8 @@ def traced(
     `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call goes on there.
     Raises `UsageError` where the environment's Python fails.
     """
-    tags = [mapping_hash({"code": stamp, "device": spec.to_mapping()}) for stamp in current_stamps()]
-    known = {key: record for key, record in _read(kept, tags) if key in configs}
+    tag = mapping_hash({"code": FEATURES_STAMP, "device": spec.to_mapping()})
+    known = {key: record for key, record in _read(kept, tag) if key in configs}
     missing = {key: config for key, config in configs.items() if key not in known}
     if not missing:
         return known
@@ -92,14 +92,14 @@ def traced(
     with open(kept, "a", encoding="utf-8") as file:
         file.write("\n")  # ends a line that a kill may have cut off
         for done, record in enumerate(_answers(environment, code, missing, spec), start=1):
-            file.write(json.dumps({"tag": tags[0], **record}) + "\n")
+            file.write(json.dumps({"tag": tag, **record}) + "\n")
             file.flush()
             known[record.pop("key")] = record
             progress(done, len(missing))
     return known
 
 
-def _read(kept: Path, tags: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read(kept: Path, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         lines = kept.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -109,7 +109,7 @@ def _read(kept: Path, tags: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]
             record = json.loads(line)
         except ValueError:  # cut off by a kill: traced again
             continue
-        if isinstance(record, dict) and record.pop("tag", None) in tags and "key" in record:
+        if isinstance(record, dict) and record.pop("tag", None) == tag and "key" in record:
             yield record.pop("key"), record
 
 

@@ -39,10 +39,11 @@ _BASES = {
     "step_time": "job_step_time_ms",
     "power": "job_roofline_power_w",
 }
-_MEMORY = Settings(rounds=80, leaves=8, least=30, l2=10.0, share=0.3)
+_MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
 _SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
 _LOG_MEMORY = "job_log_memory"
+_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # what its factor is learned from, with PyTorch's release
 _TORCH = "env_torch"  # a case's, not its record's
 # How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
 # axis: chosen. `learn.estimation.memory_causes` has measured ones, which `learn.estimate` takes for a traced step.
@@ -192,7 +193,7 @@ class HybridEstimator(Estimator):
     def _choose(self, records: Sequence[StepRecord]) -> tuple[str, ...]:
         names = sorted(records[0].values)
         if self.target.is_memory:
-            return (*(name for name in names if name.startswith(("net_", "gpu_"))), _TORCH, _LOG_MEMORY)
+            return (*(name for name in names if name.startswith(_OF_MEMORY)), _TORCH, _LOG_MEMORY)
         return (*names, _TORCH)
 
     def _table(self, cases: Sequence[Case], records: Sequence[StepRecord]) -> np.ndarray:

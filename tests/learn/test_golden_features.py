@@ -13,20 +13,18 @@ import pytest
 from golden_features import differences, golden, same_libraries, values_of
 
 from conf.errors import EnvironmentProblem
-from featurize import kernel_constants, version
+from featurize import kernel_constants
 from featurize.families import family_names
 from featurize.kernel_constants import KERNEL_GAP_US
 from featurize.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
 from learn.artifact_files import stamped
 from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
 from learn.fastpath.fast import FastPath
-from learn.legacy_records import legacy_folder_name
 from learn.step_files import record_version
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = golden()
 CASES = STORED["cases"]
-HASHES = ("40c75313b7a5", "143632fa0067", "199c62bcc1e4")  # of traced steps, of trial configs, of the fast path
 # Of the fast path's sketch over the traced step: step time, memory.
 RATIOS = {
     "cnn": (0.962, 1.0),
@@ -105,16 +103,12 @@ def test_values_that_moved_are_not_written_until_the_version_is_raised(tmp_path,
     assert golden()["version"] == FEATURES_VERSION and not list(differences("mlp", golden()["cases"]["mlp"]))
 
 
-def test_a_hash_of_source_text_counts_as_the_version_that_it_became(monkeypatch):
-    assert FEATURES_VERSION > 1 or all(map(is_current, (FEATURES_STAMP, *HASHES)))
-    assert not any(map(is_current, ("0ld", "2", "", 1, None, HASHES[0][:11])))
-    monkeypatch.setattr(version, "FEATURES_VERSION", 2)
-    monkeypatch.setattr(version, "FEATURES_STAMP", "2")
-    assert is_current("2") and not any(map(is_current, ("1", *HASHES)))
+def test_only_todays_version_is_current():
+    assert is_current(FEATURES_STAMP)
+    assert not any(map(is_current, ("0ld", "1", "", FEATURES_VERSION, None)))
 
 
-@pytest.mark.skipif(FEATURES_VERSION > 1, reason="the artifacts of hashes are stale")
-def test_artifacts_that_carry_a_hash_open_and_those_of_other_hashes_do_not(tmp_path):
+def test_artifacts_of_an_older_version_are_refused(tmp_path):
     models = tmp_path / "a'; echo foo"
     shutil.copytree(DEFAULT_MODELS, models)
 
@@ -122,23 +116,14 @@ def test_artifacts_that_carry_a_hash_open_and_those_of_other_hashes_do_not(tmp_p
         path = models / folder / name
         path.write_text(json.dumps(stamped(models / folder, {**json.loads(path.read_text()), **stamps}, name)))
 
-    carry("memory", "meta.json", feature_version=HASHES[0])
-    carry("fast", "fast.json", features=HASHES[2], teacher=HASHES[0])
-    assert require_current(open_artifact(models / "memory")).estimator.name == "hybrid"
-    assert FastPath.load(models / "fast").families
-    carry("memory", "meta.json", feature_version="0123456789ab")
-    carry("fast", "fast.json", features="0123456789ab")
-    with pytest.raises(StaleArtifact, match="features 0123456789ab, and this code computes features 1; fit it again"):
+    carry("memory", "meta.json", feature_version="1")
+    carry("fast", "fast.json", features="1")
+    with pytest.raises(
+        StaleArtifact, match=f"features 1, and this code computes features {FEATURES_STAMP}; fit it again"
+    ):
         require_current(open_artifact(models / "memory"))
     with pytest.raises(EnvironmentProblem, match="distil it again"):
         FastPath.load(models / "fast")
-
-
-def test_the_folder_of_stored_features_that_a_hash_named_is_known_by_the_libraries():
-    """As the code wrote that named it so, in an environment of these releases."""
-    here = "torch 2.13.0+cpu timm 1.0.15 torchvision 0.28.0 transformers 5.23.0"
-    assert legacy_folder_name(here) == "7935048a9f7e"
-    assert len({legacy_folder_name(f"torch {release} {'x' * release}") for release in range(1, 140)}) == 139
 
 
 def test_a_space_in_every_docstring_of_featurize_changes_no_version(tmp_path):

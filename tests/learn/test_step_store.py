@@ -18,8 +18,7 @@ import pytest
 from featurize.families import cnn, mlp, timm
 from learn import step_files, step_store
 from learn.cases import Case, of_configs
-from learn.legacy_records import legacy_folder_name
-from learn.step_files import libraries, record_version
+from learn.step_files import record_version
 from learn.step_store import StepStore
 from learn.traced import step_of
 from learn.workload import of_module
@@ -242,16 +241,6 @@ def test_features_of_another_version_are_kept_in_another_folder(data, steps, tra
     assert steps.prepare(CASES[:2], workers=0) == 2 and len(traced) == 4
     assert {path.name for path in (data / "features").iterdir()} == {version, "0123456789ab"}
     assert parts(data) == before, "what the other code reads is as it was"
-
-
-def test_features_whose_folder_a_hash_of_sources_named_are_read_and_not_computed_again(data, steps, traced):
-    steps.prepare(CASES[:2], workers=0)
-    (data / "features" / record_version()).rename(data / "features" / legacy_folder_name(libraries()))
-    steps = StepStore(data)
-    assert steps.prepare(CASES[:3], workers=0) == 1 and len(traced) == 3
-    assert kept_keys(data) == [CASES[2].key], "what is new goes where today's version is"
-    steps = StepStore(data)
-    assert steps.prepare(CASES[:3], workers=0) == 0
 
 
 def test_the_version_is_the_same_in_every_process():

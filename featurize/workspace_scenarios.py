@@ -1,0 +1,161 @@
+"""What a step would reserve under other assumptions about cuDNN's workspaces, and over more steps than the replay's.
+
+Start reading at `scenario_features`. Nobody knows without a GPU, or without asking cuDNN, which workspaces its
+convolutions take. How the peak answers to several assumptions is known, and a learner weighs them by what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from conf.units import MIB
+from featurize.allocator import CachingAllocator
+from featurize.device_spec import DeviceSpec
+from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.step_trace import StepTrace
+
+# Scenario -> elements of the workspace, by operation, by whether the kernel is pointwise (of one element), and by the
+# elements of image, kernel and response. Engines for the tensor cores work on copies in channels-last layout; in
+# `copies` each operation takes those that cuDNN 9.8 takes most often on compute capability 8.0.
+Sizes: TypeAlias = Callable[[str, bool, int, int, int], int]
+_FEW_CHANNELS = 4  # of the image: there cuDNN has forward kernels that take no copy
+
+
+def _none(operation: str, pointwise: bool, image: int, kernel: int, response: int) -> int:
+    return 0
+
+
+def _only(wanted: str, of_pointwise: bool = False) -> Sizes:
+    def sizes(operation: str, pointwise: bool, image: int, kernel: int, response: int) -> int:
+        return image + kernel + response if operation == wanted and pointwise == of_pointwise else 0
+
+    return sizes
+
+
+def _usual_copies(operation: str, pointwise: bool, image: int, kernel: int, response: int) -> int:
+    if operation == "forward":
+        return image + kernel
+    return 0 if operation == "data_gradient" and pointwise else image + kernel + response
+
+
+SCENARIOS: Mapping[str, Sizes] = {
+    "none": _none,
+    "forward": _only("forward"),
+    "data_gradient": _only("data_gradient"),
+    "weight_gradient": _only("weight_gradient"),
+    "pointwise": _only("weight_gradient", of_pointwise=True),
+    "copies": _usual_copies,
+}
+SETTLED = "settled"
+_MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
+
+_last: tuple[weakref.ref[StepTrace], DeviceSpec, dict[str, int]] | None = None  # an estimate asks twice
+
+
+def scenario_features(trace: StepTrace, spec: DeviceSpec, outside_mib: float, memory_mib: float) -> dict[str, float]:
+    """Return scenario -> logarithm (base 2) of the job's memory under it, over its memory as replayed.
+
+    Args:
+        trace: The step.
+        spec: The GPU model. Its capacity plays no part.
+        outside_mib: What lies outside the allocator.
+        memory_mib: The job's memory as replayed, `outside_mib` included.
+    """
+    reserved = reserved_by_scenario(trace, spec)
+    return {name: math.log2((nbytes / MIB + outside_mib) / memory_mib) for name, nbytes in reserved.items()}
+
+
+def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
+    """Return scenario -> the most bytes that are reserved.
+
+    `settled` takes the guessed workspaces, as the replay does, and repeats the last step until reserved memory stays.
+    The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
+    """
+    global _last
+    if _last is not None and _last[0]() is trace and _last[1] == spec:
+        return _last[2]
+    events = _Events(trace)
+    calls = {block.call for block in trace.blocks if block.call is not None}
+    guessed = {call: workspace_bytes(call, spec) for call in calls}
+    reserved = {SETTLED: events.reserved_bytes(guessed, most_steps=_MOST_STEPS)}
+    convolutions = [call for call in calls if call.spare]
+    for name, sizes_of in SCENARIOS.items():
+        if convolutions or len(reserved) == 1:
+            plain = events.reserved_bytes(guessed | {call: _workspace(call, sizes_of) for call in convolutions})
+        reserved[name] = plain
+    _last = weakref.ref(trace), spec, reserved
+    return reserved
+
+
+def _workspace(call: LibraryCall, sizes: Sizes) -> int:
+    signature = call.convolution
+    if signature is None or (signature.operation == "forward" and signature.image[1] <= _FEW_CHANNELS):
+        return 0
+    pointwise = all(size == 1 for size in signature.kernel[2:])
+    elements = map(math.prod, (signature.image, signature.kernel, signature.response))
+    return call.element_bytes * sizes(signature.operation, pointwise, *elements)
+
+
+class _Events:
+    """A trace's events, split before its last step, which can be repeated."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._calls = [block.call for block in trace.blocks]
+        last = max((event.step for event in trace.events), default=0)
+        self._first = [(event.block, event.nbytes) for event in trace.events if event.step < last]
+        self._last = [(event.block, event.nbytes) for event in trace.events if event.step == last]
+        self._successors = self._paired({event.block: event.nbytes for event in trace.events if event.nbytes > 0})
+
+    def _paired(self, sizes: Mapping[int, int]) -> dict[int, int] | None:
+        """Block that the last step inherits and frees -> the equally large one that it leaves to the next step.
+
+        None where the two do not match: such a step cannot be repeated."""
+        taken = [block for block, nbytes in self._last if nbytes > 0]
+        freed = {block for block, nbytes in self._last if nbytes < 0}
+        left: dict[int, list[int]] = defaultdict(list)
+        for block in reversed(taken):
+            if block not in freed:
+                left[sizes[block]].append(block)
+        pairs = {}
+        for block in freed.difference(taken):
+            if not left[sizes[block]]:
+                return None
+            pairs[block] = left[sizes[block]].pop()
+        return None if any(left.values()) else pairs
+
+    def reserved_bytes(self, sizes: Mapping[LibraryCall, int], most_steps: int = 0) -> int:
+        """Return the most bytes that are reserved, with so many steps more at most."""
+        allocator = CachingAllocator()
+        handles: dict[int, int | None] = {}
+        for events in (self._first, self._last):
+            self._play(events, allocator, handles, sizes)
+        for _ in range(most_steps if self._successors is not None else 0):
+            reserved = allocator.peak_reserved_bytes
+            for inherited, successor in (self._successors or {}).items():
+                handles[inherited] = handles.pop(successor)
+            self._play(self._last, allocator, handles, sizes)
+            if allocator.peak_reserved_bytes == reserved:
+                break
+        return allocator.peak_reserved_bytes
+
+    def _play(
+        self,
+        events: list[tuple[int, int]],
+        allocator: CachingAllocator,
+        handles: dict[int, int | None],
+        sizes: Mapping[LibraryCall, int],
+    ) -> None:
+        allocate, free, calls = allocator.allocate, allocator.free, self._calls
+        for block, nbytes in events:
+            if nbytes > 0:
+                handles[block] = allocate(nbytes)
+            elif nbytes < 0:
+                free(handles.pop(block))
+            elif (call := calls[block]) is not None and (taken := sizes[call]):
+                handle = allocate(taken)
+                if call.kind != CUBLAS:
+                    free(handle)
