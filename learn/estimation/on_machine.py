@@ -127,6 +127,9 @@ def prepare_workspaces(workspaces: str | None, device: DeviceSpec, *, cudnn_benc
 def _asked(traced: TracedStep, device: DeviceSpec, benchmark: bool) -> Mapping[LibraryCall, ConvolutionWorkspace]:
     """The oracle's answers about the trace's convolutions."""
     from featurize.cudnn.oracle import oracle_for
+    from featurize.cudnn.releases import for_release
     from featurize.cudnn.workspaces import convolution_workspaces, search_settings
 
-    return convolution_workspaces(traced.trace, device, oracle_for(device), search_settings(benchmark=benchmark))
+    search = search_settings(benchmark=benchmark)
+    answered = convolution_workspaces(traced.trace, device, oracle_for(device), search)
+    return for_release(answered, device, benchmark=benchmark)
