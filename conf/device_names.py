@@ -13,7 +13,11 @@ from conf.errors import UsageError, shown, unknown_name
 _DRIVER_NAMES = {
     "h100 80gb hbm3": "h100-sxm5-80gb",
     "h200": "h200-sxm-141gb",
+    "b200": "b200-sxm-180gb",
+    "geforce rtx 3090": "rtx-3090",
     "geforce rtx 4090": "rtx-4090",
+    "geforce rtx 5090": "rtx-5090",
+    "tesla t4": "t4",
     "tesla v100-sxm2-32gb": "v100-sxm2-32gb",
 }
 

@@ -289,9 +289,12 @@ def _assembled(
         if (mix := traced.trace.mix) is not None:
             notes.append(_of_mix(mix, job.shape_text(), traced))
         if memory.workspaces:
+            from featurize.cudnn.releases import release_note
             from featurize.cudnn.workspaces import workspaces_note
 
             notes.append(workspaces_note(memory.workspaces))
+            if (other_release := release_note(memory.workspaces)) is not None:
+                notes.append(other_release)
             if by["memory"] != "trace" and not gathered.beyond_fit:
                 notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
     else:

@@ -142,7 +142,9 @@ def _asked(
 ) -> Mapping[LibraryCall, ConvolutionWorkspace]:
     """The oracle's answers about the trace's convolutions."""
     from featurize.cudnn.oracle import oracle_for
+    from featurize.cudnn.releases import for_release
     from featurize.cudnn.workspaces import convolution_workspaces, search_settings
 
     search = search or search_settings(benchmark=benchmark)
-    return convolution_workspaces(traced.trace, device, oracle_for(device), search)
+    answered = convolution_workspaces(traced.trace, device, oracle_for(device), search)
+    return for_release(answered, device, benchmark=search.benchmark)
