@@ -18,6 +18,7 @@ from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, MACHINES, MachineProfile, machine, read_machine
 
 if TYPE_CHECKING:
+    from featurize.cudnn.signature import SearchSettings
     from featurize.cudnn.workspaces import ConvolutionWorkspace
     from featurize.library_calls import LibraryCall
     from learn.traced import TracedStep
@@ -121,7 +122,7 @@ def prepare_workspaces(workspaces: str | None, device: DeviceSpec, *, cudnn_benc
         from featurize.cudnn.oracle import oracle_for
         from featurize.cudnn.workspaces import search_settings
 
-        oracle_for(device).prepare(search_settings(benchmark=cudnn_benchmark))
+        oracle_for(device).prepare(_search_of_job(search_settings(benchmark=cudnn_benchmark)))
 
 
 def _asked(traced: TracedStep, device: DeviceSpec, benchmark: bool) -> Mapping[LibraryCall, ConvolutionWorkspace]:
@@ -129,4 +130,10 @@ def _asked(traced: TracedStep, device: DeviceSpec, benchmark: bool) -> Mapping[L
     from featurize.cudnn.oracle import oracle_for
     from featurize.cudnn.workspaces import convolution_workspaces, search_settings
 
-    return convolution_workspaces(traced.trace, device, oracle_for(device), search_settings(benchmark=benchmark))
+    search = _search_of_job(search_settings(benchmark=benchmark))
+    return convolution_workspaces(traced.trace, device, oracle_for(device), search)
+
+
+def _search_of_job(search: SearchSettings) -> SearchSettings:
+    """Return how the job searches: with `allow_tf32`, PyTorch's default, whatever the estimating process has set."""
+    return replace(search, allow_tf32=True)
