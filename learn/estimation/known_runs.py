@@ -142,18 +142,18 @@ def runs_in_folder(data: Any, config: TrialConfig, device: DeviceSpec) -> tuple[
 
     connection = warehouse.connect(data)
     try:
+        names = connection.execute("SELECT DISTINCT device_name FROM runs WHERE family = ?", [config.family]).fetchall()
+        of_device = [name for (name,) in names if name is not None and plain_device(name) == plain_device(device.name)]
         rows = connection.execute(
-            "SELECT config, device_name, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
+            "SELECT config, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
             "AND source = 'measured' AND device_uuid IS NOT NULL AND coalesce(quality, 'trusted') = 'trusted' "
-            "AND peak_memory_mib > 0",
-            [config.family],
+            "AND peak_memory_mib > 0 AND list_contains(?, device_name)",
+            [config.family, of_device],
         ).fetchall()
     finally:
         connection.close()
     measured: dict[int, list[float]] = {}
-    for text, device_name, mib in rows:
-        if plain_device(device_name) != plain_device(device.name):
-            continue
+    for text, mib in rows:
         try:
             of_run = config_of_row(text)
         except UnreadableConfig:
