@@ -47,7 +47,7 @@ class AllocatorSettings:
     garbage_collection_threshold  share of the allowed memory above which old cached blocks are given back, in (0, 1).
                                   As in PyTorch it has an effect only beside a memory fraction below 1
     expandable_segments           segments that grow, instead of one segment per cudaMalloc
-    per_process_memory_fraction   share of the device that this process may reserve, in [0, 1]; None or 1: no limit
+    per_process_memory_fraction   share of the device that this process may reserve, in (0, 1]; None or 1: no limit
 
     Raises `UsageError` that names every bad key.
     """
@@ -75,8 +75,8 @@ class AllocatorSettings:
         threshold, fraction = self.garbage_collection_threshold, self.per_process_memory_fraction
         if threshold is not None and not 0 < threshold < 1:
             wrong.append(f"garbage_collection_threshold must lie in (0, 1), got {threshold}")
-        if fraction is not None and not 0 <= fraction <= 1:
-            wrong.append(f"per_process_memory_fraction must lie in [0, 1], got {fraction}")
+        if fraction is not None and not 0 < fraction <= 1:
+            wrong.append(f"per_process_memory_fraction must lie in (0, 1], got {fraction}")
         if wrong:
             raise UsageError("allocator settings: " + "; ".join(wrong))
 
@@ -203,12 +203,19 @@ def _divisions(text: str) -> tuple[int, ...]:
     return tuple(divisions)
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError("expected a number" if text else "needs a value, a number") from error
+
+
 _READERS: dict[str, Callable[[str], object]] = {
     "max_split_size_mb": _integer,
     "max_non_split_rounding_mb": _integer,
     "large_segment_size_mb": _integer,
     "roundup_power2_divisions": _divisions,
-    "garbage_collection_threshold": float,
+    "garbage_collection_threshold": _share,
     "expandable_segments": _boolean,
-    "per_process_memory_fraction": float,
+    "per_process_memory_fraction": _share,
 }

@@ -128,14 +128,16 @@ class EstimateSettings(TrainingKeys):
         "of convolutions, in the trace: guessed, or cudnn: asks cuDNN, without a GPU (extra cudnn); default guessed",
     )
     coverage: float = key(
-        LEVEL, "share of jobs that stay below the bound, up to 0.99; method=fast has 0.99 only", "number > 0.5"
+        LEVEL,
+        "share of jobs that stay below the bound, above 0.5 and at most 0.99; method=fast has 0.99 only",
+        "number",
     )
-    known: list[Any] | str | None = key(
+    known: list[Any] | Mapping[str, Any] | str | None = key(
         None,
         "measured runs of this job, which move the estimate and narrow its bound: "
         "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (the default), card, reserved or "
-        "allocated; runs, for config: those of the data folder",
-        "list | text | null",
+        "allocated; device is its GPU model, by default the one asked for; runs, for config: those of the data folder",
+        "list | mapping | text | null",
     )
     find: str | None = key(
         None,
@@ -263,7 +265,7 @@ def entry(settings: EstimateSettings) -> int:
 
 def _print_many(path: str, settings: EstimateSettings) -> int:
     """Estimates of a file's configs, one JSON object a line, in the lines' order."""
-    single = ("allocator", "workspaces", "report", "known")
+    single = ("allocator", "report")
     if given := [name for name in (*SETTINGS, *single) if getattr(settings, name) is not None]:
         raise UsageError(f"configs= has one job a line, each with its own settings; leave {', '.join(given)} out")
     if settings.format != "json":
@@ -277,7 +279,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
     for done in estimate_many(
         configs, device=settings.device or DEFAULT_DEVICE, method=settings.method, estimator=settings.estimator,
         data=settings.data, trust=settings.trust, loop=settings.loop, machine=settings.machine,
-        coverage=settings.coverage,
+        coverage=settings.coverage, workspaces=settings.workspaces, known=settings.known,
     ):  # fmt: skip
         print(json.dumps(done.to_mapping()))
     return 0

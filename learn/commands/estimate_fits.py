@@ -94,10 +94,10 @@ def _table_of_batches(largest: LargestBatch) -> Table:
 
 
 def _table_of_devices(fits: tuple[DeviceFit, ...]) -> Table:
-    table = _table("device", "peak memory", bound_name(fits[0].estimate), "the card", "room", "fits")
+    table = _table("device", "peak memory", bound_name(fits[0].estimate), "it may take", "room", "fits")
     for one in fits:
         done = one.estimate
-        memory = _memory(done.peak_memory_mib, done.upper_mib, done.device_memory_mib, one.room_mib)
+        memory = _memory(done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
         table.add_row(one.device, *memory, "yes" if one.fits else "no")
     return table
 

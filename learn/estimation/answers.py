@@ -65,6 +65,7 @@ class Question:
 
     known_in_folder   the measured runs are those of the data folder
     known_jobs        a module's job at the batch size of each run of `known`
+    known_traces      batch size of a run of `known` -> its traces, from one answer to the next
     """
 
     job: Workload
@@ -78,6 +79,7 @@ class Question:
     known: tuple[KnownRun, ...] = ()
     known_in_folder: bool = False
     known_jobs: Mapping[int, Workload] = field(default_factory=dict)
+    known_traces: dict[int, Traces] = field(default_factory=dict)
 
     @naming_the_extra()
     @_as_a_training_script()
@@ -154,7 +156,7 @@ class Question:
                 limit_mib = _limit_mib(device, self.allocator, traced)
                 _bound_by_causes(gathered, traced, device, on, self.coverage, limit_mib)
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on)
-        done = self._moved(done, traced, device, on)
+        done = self._moved(done, traced, device, on, traces)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
     def _placed(
@@ -172,18 +174,21 @@ class Question:
             timeline=timeline, workspaces=workspaces, search=job.search,
         )  # fmt: skip
 
-    def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:
+    def _moved(
+        self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile, traces: Traces | None
+    ) -> Estimate:
         """Return the estimate moved by the measured runs. Raises `UsageError` for a job that is not traced."""
         from learn.estimation.known_runs import moved, runs_in_folder
         from learn.traced import step_of
         from learn.workload import of_config
 
-        known, config = self.known, self.job.config
+        known, config = tuple(run for run in self.known if run.is_of(device)), self.job.config
         if self.known_in_folder and config is not None:
             known = runs_in_folder(self.data, config, device)
         if not known:
             if not self.known_in_folder:
-                return done
+                none_here = (f"known: no run was measured on {device.name}",) if self.known else ()
+                return replace(done, warnings=(*done.warnings, *none_here))
             return replace(done, warnings=(*done.warnings, "known=runs: the data folder has no run of this job"))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
@@ -193,10 +198,12 @@ class Question:
             if batch_size == self.job.batch_size:
                 return at_hand
             job = self.known_jobs[batch_size] if config is None else of_config(replace(config, batch_size=batch_size))
-            step = step_of(job, device, allocator=self.allocator)
+            if self.loop is not None:
+                job = replace(job, training_loop=self.loop == PIPELINE)
+            step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
             return self._placed(step, job, device, on, workspaces=self.workspaces)
 
-        return moved(done, known, trace_of, self.coverage)
+        return moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
 
     def _case(self, job: Workload, device: DeviceSpec) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
@@ -315,7 +322,8 @@ def _assembled(
     if (note := widest(values.get("uncertain", {}))) is not None:
         notes.append(note)
     if allocator is not None and not by_trace:
-        notes.append(f"allocator= changes the trace's figures only; memory is answered by {by['memory']}")
+        limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
+        notes.append(f"allocator= changes the trace's figures{limits} only; memory is answered by {by['memory']}")
     if gathered.absent:
         instead = ": answered by the trace" if traced is not None else ""
         family = "modules" if job.config is None else job.config.family

@@ -44,6 +44,9 @@ def print_table(title: str, done: Estimate, past: PastRun | None) -> None:
     if done.fits_device is not None:
         rest = [""] * (1 if past is None else 3)
         table.add_row("memory of the card", f"{done.device_memory_mib:,.0f} MiB", *rest, "")
+        card_mib, limit_mib = done.device_memory_mib, done.limit_mib
+        if card_mib is not None and limit_mib is not None and limit_mib < card_mib:
+            table.add_row("the job's share of it", f"{limit_mib:,.0f} MiB", *rest, "per_process_memory_fraction")
         table.add_row(
             "fits", "yes" if done.fits_device else "no", *rest, "by the bound" if done.upper_mib else "by the point"
         )

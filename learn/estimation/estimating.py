@@ -5,6 +5,7 @@ Start reading at `estimate`; `learn.estimation.answers` asks the estimators.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,12 +119,14 @@ def estimate(
             loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
             file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
         workspaces: What convolutions take while they run: `guessed` (the default), or `cudnn`: cuDNN itself is asked,
-            without a GPU (extra `cudnn`). It changes the trace's figures; models were fitted on guessed ones.
+            without a GPU (extra `cudnn`). It changes the trace's figures; models were fitted on guessed ones. The job
+            is taken to allow TF32 in convolutions, PyTorch's default, whatever this process has set.
         coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
-            torch.cuda. The estimate is moved by what they show beyond their traces, and its bound is much narrower.
-            `"runs"`, for a trial config: the runs that the data folder measured on this GPU model.
+            torch.cuda. A run on another GPU model names it by `device`, and moves that one's estimate only. The
+            estimate is moved by what the runs show beyond their traces, and its bound is much narrower. `"runs"`, for a
+            trial config: the runs that the data folder measured on this GPU model.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -193,6 +196,8 @@ def estimate_many(
     machine: str | MachineProfile | None = None,
     batches: Batches | None = None,
     coverage: float = LEVEL,
+    workspaces: str | None = None,
+    known: Sequence[Any] | Mapping[str, Any] | str | None = None,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> list[Estimate]:
     """Estimate many trial configs, in their order.
@@ -201,7 +206,8 @@ def estimate_many(
 
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
-        device, method, estimator, data, trust, loop, machine, coverage: As in `estimate`.
+        device, method, estimator, data, trust, loop, machine, coverage, workspaces: As in `estimate`.
+        known: `"runs"`: each config's own runs in the data folder. A list of runs would be of one job.
         batches: None; a trial config has its own inputs. `estimate` takes batches of several shapes for modules.
         progress: Is called with the number of configs done and their total, before each config that is traced.
 
@@ -213,6 +219,8 @@ def estimate_many(
     """
     if batches is not None:
         raise UsageError("a trial config has its own inputs; leave batches out")
+    if known not in (None, RUNS):
+        raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
     described = checked(estimator, method, device)
     jobs = _configs(configs)
     if method == "fast":
@@ -224,13 +232,15 @@ def estimate_many(
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
         if require_coverage(coverage) != LEVEL:
             raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        if given_too := [key for key, value in (("workspaces", workspaces), ("known", known)) if value is not None]:
+            raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
         return fast_estimates(jobs, described, machine_for(machine, described, data))
     estimates = []
     for done, config in enumerate(jobs):
         progress(done, len(jobs))
         one = estimate(
             config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
-            coverage=coverage,
+            coverage=coverage, workspaces=workspaces, known=None if known is None else RUNS,
         )  # fmt: skip
         estimates.append(one)
     return estimates
@@ -282,7 +292,8 @@ def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, A
     names = [one.name for one in fields(Training)]
     for name in given:
         if name not in names:
-            raise unknown_name("training setting", name, names)
+            keywords = [key for key in inspect.signature(estimate).parameters if key not in ("model", "training")]
+            raise unknown_name("keyword", name, sorted({*keywords, *names}))
     single = {name: value for name, value in given.items() if value is not None}
     if settings is None:
         return single
@@ -363,7 +374,7 @@ def question_of(
 
 def _require_job_of_known(known: object, model: object, estimator: str | None, batches: object) -> None:
     """Raise `UsageError` where measured runs cannot move the estimate."""
-    if not known:
+    if known is None:
         return
     if known == RUNS and not isinstance(model, TrialConfig):
         raise UsageError("known=runs is for trial configs; for a module give its measured runs")

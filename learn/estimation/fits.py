@@ -132,6 +132,7 @@ def largest_batch(
     of_steps = None if batches is None or is_of_lengths(batches) else batches
     given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
     estimates: dict[int, Estimate] = {}
+    known_traces: dict[int, Traces] = {}
 
     def needed_mib(batch: int) -> float:
         if isinstance(model, TrialConfig):
@@ -145,7 +146,7 @@ def largest_batch(
                 at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
             question = _question(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
-            estimates[batch], _ = question.answered(spec)
+            estimates[batch], _ = replace(question, known_traces=known_traces).answered(spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         done = estimates[batch]
@@ -192,6 +193,11 @@ def devices_that_fit(
     _require_by(by)
     specs = [checked(options.get("estimator"), "full", one) for one in (device_names() if devices is None else devices)]
     question = _question(_with_config(model), inputs, target, options)
+    if any(run.device is None for run in question.known):
+        raise UsageError(
+            "known: a run without a device would speak for every GPU model; name its own, as in "
+            "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
+        )
     traces: Traces = {}
     fits = []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):

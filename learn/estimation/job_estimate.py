@@ -5,6 +5,7 @@ Start reading at `Estimate`; `learn.estimation.answers` makes one.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -78,13 +79,16 @@ class Estimate:
     def quantile_mib(self, p: float) -> float | None:
         """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.
 
+        At 0.5 it is the median of the held-out errors, which need not be `peak_memory_mib`.
+
         Args:
             p: From 0.01 to 0.99; between the probabilities of `distribution`, a straight line.
 
         Raises:
-            UsageError: Another p.
+            UsageError: Another p, or what is no number.
         """
-        if not COVERAGES[0] <= p <= COVERAGES[-1]:
+        number = isinstance(p, numbers.Real) and not isinstance(p, bool)
+        if not number or not COVERAGES[0] <= p <= COVERAGES[-1]:
             raise UsageError(f"a probability from {COVERAGES[0]} to {COVERAGES[-1]} is wanted, got {p!r}")
         if not self.distribution:
             return None

@@ -9,16 +9,17 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from conf.errors import UsageError, unknown_name
-from featurize.device_spec import DeviceSpec, plain_device
+from featurize.device_spec import DeviceSpec, device_names, plain_device
 from featurize.trial_config import TrialConfig
 from learn.estimation.job_estimate import Estimate, estimators_named
-from learn.estimation.memory_causes import COVERAGES, NEIGHBOUR, score_at, widest
+from learn.estimation.memory_causes import COVERAGES, NEIGHBOUR, Uncertainty, widest
 
 if TYPE_CHECKING:
     from learn.traced import TracedStep
@@ -39,7 +40,12 @@ _GROWTH = 0.5
 _OF_OTHERS = ("memory: ", "out of memory", "it may run out of memory")  # notes on the figure that the runs replace
 RUNS = "runs"  # in place of a list: the data folder's own
 _MOST_BATCHES = 4  # of them, the nearest: each is traced
-_FAR = 0.5  # a measurement that differs by more from the trace is hardly of the same job
+# Chosen: a run that is further from its trace than this factor, or runs of one batch that are this far apart,
+# contradict each other. They move the estimate but narrow nothing.
+_CONTRADICTS = 1.5
+_RUNS_DIFFER = 1.1
+_LIVE = 0.85  # of what the trace counts as alive, which includes assumed workspaces and a typical context
+_EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,7 @@ class KnownRun:
         batch_size: Its batch.
         memory_mib: Its peak, in MiB.
         kind: What `memory_mib` is: one of `KINDS`.
+        device: The GPU model that it ran on, a name of `conf/device`; None: the one that the estimate is for.
 
     Raises:
         UsageError: A value that cannot be.
@@ -58,6 +65,7 @@ class KnownRun:
     batch_size: int
     memory_mib: float
     kind: str = "process"
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -67,13 +75,29 @@ class KnownRun:
             raise UsageError(f"batch_size is a whole number of at least 1, got {size!r}")
         if isinstance(mib, bool) or not isinstance(mib, numbers.Real) or not (math.isfinite(mib) and mib > 0):
             raise UsageError(f"memory_mib is a number above 0, got {mib!r}")
+        if self.device is not None and (
+            not isinstance(self.device, str) or plain_device(self.device) not in map(plain_device, device_names())
+        ):
+            raise unknown_name("device", self.device, device_names())
+
+    def is_of(self, device: DeviceSpec) -> bool:
+        """Whether the run was measured on this GPU model."""
+        return self.device is None or plain_device(self.device) == plain_device(device.name)
 
 
 class OnTrace(NamedTuple):
-    """A measured run beside its trace: what the trace reserves, and what was measured less what the trace says, MiB."""
+    """A measured run beside its trace, in MiB.
+
+    reserved_mib     what the trace reserves
+    card_mib         what the trace says of the whole card
+    live_mib         the least that the instrument can show: the tensors that are alive at once, and what lies outside
+    difference_mib   what was measured less what the trace says
+    """
 
     run: KnownRun
     reserved_mib: float
+    card_mib: float
+    live_mib: float
     difference_mib: float
 
 
@@ -86,9 +110,10 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
     if given is None or given == RUNS:
         return ()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise UsageError(
-            "known is a list of measured runs, as in [{batch_size: 32, memory_mib: 10240, kind: process}], or runs"
-        )
+        advice = "; one run is a list, too: put it in brackets" if isinstance(given, Mapping | KnownRun) else ""
+        raise UsageError(f"known is a list of measured runs, as in {_EXAMPLE}, or runs; got {given!r}{advice}")
+    if not given:
+        raise UsageError(f"known is an empty list; give measured runs, as in {_EXAMPLE}, or leave it out")
     runs = []
     names = [field.name for field in fields(KnownRun)]
     for at, one in enumerate(given):
@@ -117,18 +142,18 @@ def runs_in_folder(data: Any, config: TrialConfig, device: DeviceSpec) -> tuple[
 
     connection = warehouse.connect(data)
     try:
+        names = connection.execute("SELECT DISTINCT device_name FROM runs WHERE family = ?", [config.family]).fetchall()
+        of_device = [name for (name,) in names if name is not None and plain_device(name) == plain_device(device.name)]
         rows = connection.execute(
-            "SELECT config, device_name, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
+            "SELECT config, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
             "AND source = 'measured' AND device_uuid IS NOT NULL AND coalesce(quality, 'trusted') = 'trusted' "
-            "AND peak_memory_mib > 0",
-            [config.family],
+            "AND peak_memory_mib > 0 AND list_contains(?, device_name)",
+            [config.family, of_device],
         ).fetchall()
     finally:
         connection.close()
     measured: dict[int, list[float]] = {}
-    for text, device_name, mib in rows:
-        if plain_device(device_name) != plain_device(device.name):
-            continue
+    for text, mib in rows:
         try:
             of_run = config_of_row(text)
         except UnreadableConfig:
@@ -139,53 +164,112 @@ def runs_in_folder(data: Any, config: TrialConfig, device: DeviceSpec) -> tuple[
     return tuple(KnownRun(batch_size=size, memory_mib=median(measured[size])) for size in sorted(nearest))
 
 
-def moved(done: Estimate, runs: Sequence[KnownRun], trace_of: Callable[[int], TracedStep], coverage: float) -> Estimate:
+def moved(
+    done: Estimate,
+    runs: Sequence[KnownRun],
+    trace_of: Callable[[int], TracedStep],
+    coverage: float,
+    without: Uncertainty,
+) -> Estimate:
     """Return the estimate moved by what was measured, with the bound of so near a neighbour.
 
     Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
-    runs in proportion, beyond them with the square root of the reserved memory.
+    runs in proportion, beyond them with the square root of the reserved memory. The bound's width is never above the
+    one without the runs, and a job that surely fits the card is bounded by the card, as without them. Runs that
+    contradict the trace or each other move the estimate and narrow nothing; a note says so.
 
     Args:
         done: The estimate, traced on its machine.
         runs: At least one.
         trace_of: The job's traced step at a batch size, on the same machine.
         coverage: Of the bound.
+        without: What is uncertain of the traced step without the runs.
+
+    Raises:
+        UsageError: A run that holds more than the card has.
     """
+    _require_on_card(runs, done)
     measured = sorted(
         (_on_trace(run, trace_of(run.batch_size), done) for run in runs), key=lambda one: one.reserved_mib
     )
     assert done.card_mib is not None and done.reserved_mib is not None, "the job is traced"
-    reserved_mib = done.reserved_mib
-    peak_mib = max(done.card_mib + _difference_at(reserved_mib, measured), done.allocated_mib or 0.0)
-    doublings = min(abs(math.log2(reserved_mib / one.reserved_mib)) for one in measured)
-    further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
-    margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib + _spread(measured)
-    levels = sorted({*COVERAGES, coverage})
-    causes = {NEIGHBOUR: score_at(coverage) * margin_mib}
+    difference_mib = _difference_at(done.reserved_mib, measured)
+    peak_mib = max(done.card_mib + difference_mib, done.allocated_mib or 0.0)
+    contradictions = _contradictions(measured)
+    uncertain = _uncertainty(measured, done.reserved_mib, peak_mib, without, narrows=not contradictions)
+    needed_mib = without.needed_mib + max(difference_mib, 0.0)
+    uncertain = replace(uncertain, needed_mib=needed_mib)
     by = {**done.answered_by, "memory": f"trace with {len(runs)} measured run{'s' if len(runs) > 1 else ''}"}
     notes = [note for note in done.warnings if note != widest(done.uncertain) and not note.startswith(_OF_OTHERS)]
     limit_mib = done.device_memory_mib if done.limit_mib is None else done.limit_mib
     if limit_mib is not None and peak_mib > limit_mib:
         notes.insert(0, f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}")
-    for one in measured:
-        traced_mib = one.run.memory_mib - one.difference_mib
-        if abs(one.difference_mib) > _FAR * traced_mib:
-            notes.insert(
-                0,
-                f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,}, where the trace says "
-                f"{traced_mib:,.0f} MiB ({one.run.kind}): the measurement may be of a different job",
-            )
+    card_mib = math.inf if limit_mib is None else limit_mib
+    bounds = {level: uncertain.bound_mib(peak_mib, level, card_mib) for level in sorted({*COVERAGES, coverage})}
+    causes = uncertain.at(coverage)
     return replace(
         done,
         peak_memory_mib=peak_mib,
-        upper_mib=peak_mib + score_at(coverage) * margin_mib,
+        upper_mib=bounds[coverage],
         coverage=coverage,
         uncertain=causes,
-        distribution=tuple((level, peak_mib + score_at(level) * margin_mib) for level in levels),
+        distribution=tuple(bounds.items()),
         answered_by=by,
         estimator=estimators_named(by),
-        warnings=(*notes, *filter(None, [widest(causes)])),
+        warnings=(*contradictions, *notes, *filter(None, [widest(causes)])),
     )
+
+
+def _require_on_card(runs: Sequence[KnownRun], done: Estimate) -> None:
+    for run in runs:
+        if done.device_memory_mib is not None and run.memory_mib > done.device_memory_mib:
+            raise UsageError(
+                f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {done.device} has "
+                f"{done.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
+            )
+
+
+def _uncertainty(
+    measured: Sequence[OnTrace], reserved_mib: float, peak_mib: float, without: Uncertainty, *, narrows: bool
+) -> Uncertainty:
+    """Return what is uncertain beside the runs: by their distance, but never more than without them."""
+    doublings = min(abs(math.log2(reserved_mib / one.reserved_mib)) for one in measured)
+    further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
+    margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
+    spread_mib = _spread(measured)
+    if narrows and margin_mib <= sum(without.causes_mib.values()):
+        return replace(without, causes_mib={NEIGHBOUR: margin_mib + spread_mib})
+    return replace(without, causes_mib={**without.causes_mib, NEIGHBOUR: spread_mib})
+
+
+def _contradictions(measured: Sequence[OnTrace]) -> list[str]:
+    """Return a note for each run that contradicts its trace, and for runs of one batch that contradict each other."""
+    notes = []
+    for one in measured:
+        ratio = (one.card_mib + one.difference_mib) / one.card_mib
+        below_live = one.run.memory_mib < one.live_mib
+        if below_live or not 1 / _CONTRADICTS <= ratio <= _CONTRADICTS:
+            less = f", {one.live_mib:,.0f} MiB of it without any cache" if below_live else ""
+            notes.append(
+                f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,}, where the trace says "
+                f"{one.run.memory_mib - one.difference_mib:,.0f} MiB ({one.run.kind}){less}: the measurement may be "
+                "of a different job, and it narrows no bound"
+            )
+    of_size: dict[int, list[float]] = {}
+    for one in measured:
+        of_size.setdefault(one.run.batch_size, []).append(one.card_mib + one.difference_mib)
+    notes += [
+        f"known: the runs at a batch of {size:,} differ by {max(cards) - min(cards):,.0f} MiB, and narrow no bound"
+        for size, cards in sorted(of_size.items())
+        if max(cards) > _RUNS_DIFFER * min(cards)
+    ]
+    peaks = [(size, min(cards)) for size, cards in sorted(of_size.items())]
+    notes += [
+        f"known: the run at a batch of {large:,} takes less than the one at {small:,}, and they narrow no bound"
+        for (small, of_small), (large, of_large) in pairwise(peaks)
+        if of_large * _RUNS_DIFFER < of_small
+    ]
+    return notes
 
 
 def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:
@@ -197,7 +281,14 @@ def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:
         "reserved": step.peak_reserved_mib,
         "allocated": step.peak_allocated_mib,
     }
-    return OnTrace(run, max(step.peak_reserved_mib, 1.0), run.memory_mib - by_kind[run.kind])
+    cached_mib = 0.0 if run.kind == "allocated" else step.peak_reserved_mib - step.peak_allocated_mib
+    return OnTrace(
+        run=run,
+        reserved_mib=max(step.peak_reserved_mib, 1.0),
+        card_mib=step.peak_memory_mib,
+        live_mib=_LIVE * (by_kind[run.kind] - cached_mib),
+        difference_mib=run.memory_mib - by_kind[run.kind],
+    )
 
 
 def _spread(measured: Sequence[OnTrace]) -> float:

@@ -125,16 +125,15 @@ def prepare_workspaces(
         workspaces: As `require_workspaces` returns it.
         device: The GPU model.
         cudnn_benchmark: Whether cuDNN searches for its fastest algorithms.
-        search: How the job searches; None: as this process does.
+        search: How the job searches; None: as this process does, with TF32 allowed.
 
     Raises:
         UsageError: A GPU model that cuDNN cannot be asked about.
     """
     if workspaces == CUDNN:
         from featurize.cudnn.oracle import oracle_for
-        from featurize.cudnn.workspaces import search_settings
 
-        oracle_for(device).prepare(search or search_settings(benchmark=cudnn_benchmark))
+        oracle_for(device).prepare(search or _search_of_job(cudnn_benchmark))
 
 
 def _asked(
@@ -143,8 +142,15 @@ def _asked(
     """The oracle's answers about the trace's convolutions."""
     from featurize.cudnn.oracle import oracle_for
     from featurize.cudnn.releases import for_release
-    from featurize.cudnn.workspaces import convolution_workspaces, search_settings
+    from featurize.cudnn.workspaces import convolution_workspaces
 
-    search = search or search_settings(benchmark=benchmark)
+    search = search or _search_of_job(benchmark)
     answered = convolution_workspaces(traced.trace, device, oracle_for(device), search)
     return for_release(answered, device, benchmark=search.benchmark)
+
+
+def _search_of_job(benchmark: bool) -> SearchSettings:
+    """Return how a job searches: with `allow_tf32`, PyTorch's default, whatever the estimating process has set."""
+    from featurize.cudnn.workspaces import search_settings
+
+    return replace(search_settings(benchmark=benchmark), allow_tf32=True)

@@ -11,7 +11,7 @@ from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.families import cnn, mlp
 from featurize.machine import MachineProfile
-from learn import estimate, estimate_many, largest_batch
+from learn import devices_that_fit, estimate, estimate_many, largest_batch
 from learn.estimation.known_runs import KINDS
 from tests.learn.learn_rows import write_runs
 
@@ -178,6 +178,7 @@ def test_a_measurement_far_from_the_trace_has_a_warning():
         ([{"batch_size": 8, "memory_mib": 5, "kind": "peak"}], "allocated, card, process, reserved"),
         ([{"batch_size": 8, "memory_mib": 5, "mib": 5}], "unknown mib"),
         ([8], "a mapping is wanted"),
+        ([], "an empty list"),
     ],
 )
 def test_a_measured_run_that_cannot_be_is_one_message(known, message):
@@ -200,3 +201,88 @@ def test_the_command_takes_both(capsys):
     assert answer["coverage"] == 0.95 and answer["answered_by"]["memory"] == "trace with 1 measured run"
     assert run(config, "coverage=0.95") == 0 and "95 % bound" in capsys.readouterr().out
     assert run(config, "coverage=0.999") == 2 and "at most 0.99" in capsys.readouterr().err
+
+
+def test_a_run_that_equals_its_trace_widens_no_bound_and_keeps_the_cap_at_the_card():
+    without = estimate(net, images(4096), precision="fp16")
+    small = estimate(net, images(8), precision="fp16")
+    known = [{"batch_size": 8, "memory_mib": small.card_mib, "kind": "card"}]
+    done = estimate(net, images(4096), precision="fp16", known=known)
+    assert done.upper_mib <= without.upper_mib
+    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=done.upper_mib - 10)
+    capped = estimate(net, images(4096), precision="fp16", device=card)
+    narrowed = estimate(net, images(4096), precision="fp16", device=card, known=known)
+    assert capped.upper_mib == narrowed.upper_mib == card.memory_mib
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 2.5])
+def test_a_run_that_contradicts_its_trace_narrows_nothing_either_way(share):
+    without = estimate(net, images(256), precision="fp16")
+    known = [{"batch_size": 256, "memory_mib": share * without.card_mib, "kind": "card"}]
+    done = estimate(net, images(256), precision="fp16", known=known)
+    assert "narrows no bound" in done.warnings[0]
+    assert done.upper_mib - done.peak_memory_mib >= without.upper_mib - without.peak_memory_mib - 1e-6
+
+
+def test_a_run_with_more_than_the_card_has_is_refused_and_one_of_another_gpu_moves_that_one_alone():
+    with pytest.raises(UsageError, match="A100-SXM4-40GB has"):
+        estimate(net, images(8), known=[{"batch_size": 8, "memory_mib": 90_000}])
+    known = [{"batch_size": 8, "memory_mib": 900, "device": "RTX-4090"}]
+    assert "no run was measured on A100" in estimate(net, images(8), known=known).warnings[-1]
+    devices = ["A100-SXM4-40GB", "RTX-4090"]
+    by = {
+        one.device: one.estimate.answered_by["memory"]
+        for one in devices_that_fit(net, images(8), devices=devices, known=known)
+    }
+    assert by["RTX-4090"] == "trace with 1 measured run" and "measured" not in by["A100-SXM4-40GB"]
+    with pytest.raises(UsageError, match="without a device"):
+        devices_that_fit(net, images(8), devices=devices, known=[{"batch_size": 8, "memory_mib": 900}])
+    with pytest.raises(UsageError, match="RTX-4090"):
+        estimate(net, images(8), known=[{"batch_size": 8, "memory_mib": 900, "device": "abacus"}])
+
+
+@pytest.mark.parametrize("p", ["0.9", None, True])
+def test_what_is_no_number_has_no_quantile(p):
+    with pytest.raises(UsageError, match="a probability from"):
+        estimate(MLP).quantile_mib(p)
+
+
+def test_many_configs_take_the_folders_runs_and_no_list_of_one_job(tmp_path):
+    with pytest.raises(UsageError, match="a list is of one job"):
+        estimate_many([MLP], known=[{"batch_size": 8, "memory_mib": 900}])
+    with pytest.raises(UsageError, match="leave workspaces, known out"):
+        estimate_many([MLP], method="fast", workspaces="cudnn", known="runs")
+    write_runs(tmp_path / "d", [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
+    (done,) = estimate_many([MLP], known="runs", workspaces="guessed", data=tmp_path / "d")
+    assert "the data folder has no run of this job" in done.warnings[-1]
+
+
+def test_a_wrong_keyword_and_an_allocator_setting_without_a_number_are_one_message(capsys):
+    with pytest.raises(UsageError, match="unknown keyword 'knwon'"):
+        estimate(MLP, knwon=[])
+    for value, message in (("abc", "expected a number"), ("", "needs a value"), ("0", r"in \(0, 1\]")):
+        with pytest.raises(UsageError, match=message):
+            estimate(MLP, allocator=f"per_process_memory_fraction:{value}")
+    config = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
+    assert run(config, "allocator='per_process_memory_fraction:0.3'") == 0
+    assert "the job's share of it" in capsys.readouterr().out
+    assert run(config, "known={batch_size: 8, memory_mib: 900}") == 2 and "brackets" in capsys.readouterr().err
+    assert run(config, "coverage=0.4") == 2 and "at most 0.99" in capsys.readouterr().err
+
+
+def test_the_jobs_convolutions_allow_tf32_whatever_the_estimating_process_has_set(monkeypatch):
+    import torch
+
+    from featurize.cudnn import oracle
+    from learn.estimation.on_machine import prepare_workspaces
+
+    searches = []
+
+    class Asked:
+        def prepare(self, search):
+            searches.append(search)
+
+    monkeypatch.setattr(oracle, "oracle_for", lambda device: Asked())
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    prepare_workspaces("cudnn", load_device("A100-SXM4-40GB"), cudnn_benchmark=False)
+    assert searches[0].allow_tf32

@@ -63,7 +63,7 @@ def test_other_methods_refuse_settings_that_they_do_not_know():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"accumulate": 2}, "unknown training setting 'accumulate'; known: .*accumulation"),
+        ({"accumulate": 2}, "unknown keyword 'accumulate'; known: .*accumulation"),
         ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
         ({"settings": Training(), "accumulation": 2}, "accumulation and settings= exclude each other"),
         ({"settings": {"accumulation": 2}}, "settings is a featurize.training.Training, got dict"),

@@ -189,7 +189,7 @@ def test_wrong_arguments_are_named():
         largest_batch(net, [16, 256], by="median")
     with pytest.raises(UsageError, match="report: of one estimate only"):
         devices_that_fit(net, [16, 256], report="page.html")
-    with pytest.raises(UsageError, match="unknown training setting 'machin'"):
+    with pytest.raises(UsageError, match="unknown keyword 'machin'"):
         largest_batch(net, [16, 256], machin="eager")
     with pytest.raises(UsageError, match="a module needs inputs"):
         largest_batch(net)
