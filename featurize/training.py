@@ -92,7 +92,9 @@ class TrainingStep:
         if self.settings.scales_loss and self.device.type == "cuda":
             self._scaler = torch.amp.GradScaler("cuda")
         if self.device.type != "meta":
-            allow_tf32(matmul=settings.precision == "tf32", cudnn=settings.precision in ("fp32", "tf32"))
+            # Convolutions may, as by PyTorch's default. Refusing it would take the tensor-core engines away from half
+            # precision, too (ATen/native/cudnn/Conv_v8.cpp, filterEngineConfigs).
+            allow_tf32(matmul=settings.precision == "tf32", cudnn=True)
             torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
     def __call__(self, inputs: Inputs, targets: Tensor | None) -> Tensor:

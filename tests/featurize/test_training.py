@@ -39,7 +39,7 @@ def test_half_precisions_are_autocast_over_fp32_weights(precision):
 
 
 @pytest.mark.parametrize(
-    "precision, matmul, convolution", [("fp32", False, True), ("tf32", True, True), ("bf16", False, False)]
+    "precision, matmul, convolution", [("fp32", False, True), ("tf32", True, True), ("bf16", False, True)]
 )
 def test_precision_sets_the_tf32_flags(precision, matmul, convolution):
     make_step(precision=precision)
