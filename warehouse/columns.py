@@ -77,6 +77,7 @@ RUNS = {
     "mps": "whether CUDA's multi-process service stood between the run and the GPU",
     "startup_s": "time from the task's start to its first step",
     "prepared": "whether the process was made ready while the run before it went on",
+    "convolutions": "JSON: engine and workspace that cuDNN names for each convolution of the step; NULL: not asked",
 }
 
 TELEMETRY = {

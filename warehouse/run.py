@@ -15,7 +15,7 @@ from typing import Any
 from conf.identity import canonical_json
 
 # Columns that hold a JSON object; `config` is written in the canonical form by which a trial config is identified.
-JSON_COLUMNS = ("config", "telemetry_missing", "quality_reasons", "quality_summary", "half_widths")
+JSON_COLUMNS = ("config", "telemetry_missing", "quality_reasons", "quality_summary", "half_widths", "convolutions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,7 @@ class Run:
     mps: bool | None = None
     startup_s: float | None = None
     prepared: bool | None = None
+    convolutions: Mapping[str, Any] | None = None
 
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.

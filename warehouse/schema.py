@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
@@ -100,6 +100,8 @@ RUN_SCHEMA = pa.schema(
         ("mps", pa.bool_()),  # whether CUDA's multi-process service stood between the trial and the GPU
         ("startup_s", pa.float64()),  # from the task's start to its first step
         ("prepared", pa.bool_()),  # whether its process was made ready while the trial before it ran
+        # added in version 3
+        ("convolutions", pa.string()),  # JSON: cuDNN's answers; see featurize.cudnn.recorded. NULL: it was not asked
     ]
 )
 

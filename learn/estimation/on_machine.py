@@ -5,13 +5,14 @@ Start reading at `placed`; `featurize.machine` describes machines, `learn.calibr
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import unknown_name
+from conf.errors import CommandError, unknown_name
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
     from warehouse.folder import DataFolder
 
-GUESSED, CUDNN = WORKSPACES = ("guessed", "cudnn")  # who says what convolutions take
+GUESSED, CUDNN, DISTILLED, AUTO = WORKSPACES = (
+    "guessed",
+    "cudnn",
+    "distilled",
+    "auto",
+)  # who says what convolutions take
 
 
 def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
@@ -68,8 +74,9 @@ def placed(
 ) -> TracedStep:
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
-    The step is replayed anew only where the capacity that differs can matter, and with `workspaces="cudnn"`: cuDNN is
-    asked here about its convolutions. Raises `EnvironmentProblem` where that cannot be done.
+    The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN, or what was
+    distilled from it, is asked here about its convolutions. Raises `EnvironmentProblem` where that cannot be done, and
+    `UsageError` for a GPU model that the source does not know.
     """
     from featurize.replay import loads_cudnn, replay
     from learn.traced import breakdown
@@ -78,7 +85,7 @@ def placed(
     memory = traced.memory
     taken_mib = process_mib + on.other_mib
     near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
-    asked = _asked(traced, device, cudnn_benchmark) if workspaces == CUDNN else None
+    asked = _answers(traced, device, cudnn_benchmark, workspaces) if workspaces is not None else None
     if near_limit or asked is not None:
         memory = replay(
             traced.trace, device, cudnn_benchmark=cudnn_benchmark, allocator=allocator, timeline=timeline,
@@ -103,30 +110,50 @@ def require_workspaces(given: object) -> str | None:
     """
     if given is None or given == GUESSED:
         return None
-    if given != CUDNN:
+    if given not in WORKSPACES:
         raise unknown_name("workspaces", given, WORKSPACES)
-    from featurize.cudnn.libraries import installed_libraries
+    if given == CUDNN:
+        from featurize.cudnn.libraries import installed_libraries
 
-    installed_libraries()
-    return CUDNN
+        installed_libraries()
+    return str(given)
 
 
 def prepare_workspaces(workspaces: str | None, device: DeviceSpec, *, cudnn_benchmark: bool) -> None:
     """Let cuDNN load while the step is traced, where it will be asked and nothing of the device is known yet.
 
     Raises:
-        UsageError: A GPU model that cuDNN cannot be asked about.
+        UsageError: A GPU model that cuDNN cannot be asked about, with `cudnn`.
     """
-    if workspaces == CUDNN:
-        from featurize.cudnn.oracle import oracle_for
-        from featurize.cudnn.workspaces import search_settings
+    if workspaces not in (CUDNN, AUTO):
+        return
+    from featurize.cudnn.oracle import oracle_for
+    from featurize.cudnn.workspaces import search_settings
 
+    try:
         oracle_for(device).prepare(search_settings(benchmark=cudnn_benchmark))
+    except CommandError:
+        if workspaces == CUDNN:
+            raise
 
 
-def _asked(traced: TracedStep, device: DeviceSpec, benchmark: bool) -> Mapping[LibraryCall, ConvolutionWorkspace]:
-    """The oracle's answers about the trace's convolutions."""
+def _answers(
+    traced: TracedStep, device: DeviceSpec, benchmark: bool, workspaces: str
+) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
+    """The answers about the trace's convolutions; None, with `auto`, where neither source knows the GPU model."""
+    from featurize.cudnn.distilled import distilled_for
+    from featurize.cudnn.distilled_step import distilled_workspaces
     from featurize.cudnn.oracle import oracle_for
     from featurize.cudnn.workspaces import convolution_workspaces, search_settings
 
-    return convolution_workspaces(traced.trace, device, oracle_for(device), search_settings(benchmark=benchmark))
+    search = search_settings(benchmark=benchmark)
+    sources: dict[str, Callable[[], Mapping[LibraryCall, ConvolutionWorkspace]]] = {
+        CUDNN: lambda: convolution_workspaces(traced.trace, device, oracle_for(device), search),
+        DISTILLED: lambda: distilled_workspaces(traced.trace, device, distilled_for(device), search),
+    }
+    if workspaces != AUTO:
+        return sources[workspaces]()
+    for answers in sources.values():
+        with contextlib.suppress(CommandError):
+            return answers()
+    return None

@@ -1,0 +1,149 @@
+"""`python -m learn.distil_cudnn`: fit the workspaces for machines without cuDNN, on cuDNN's own answers.
+
+Start reading at `distil`. It writes the file that `featurize.cudnn.distilled` reads.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conf.cli import command
+from conf.errors import UsageError
+from conf.settings import data_key, key
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from learn.workspaces.judging import WorkspaceScore
+    from learn.workspaces.labels import Progress
+
+# Held out: nothing is fitted on them.
+NETWORKS = (
+    "resnet50", "regnety_032", "convnext_tiny", "efficientnet_b0", "densenet121", "resnext50_32x4d", "hrnet_w18",
+    "inception_v3", "xception41", "vgg16", "res2net50_26w_4s", "darknet53",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilSettings:
+    """What to fit on, and what to judge by. Raises `UsageError` that names every bad key together.
+
+      python -m farm.submit +arch=cudnn n=2000 device=simulated data=cudnn
+      python -m learn.distil_cudnn data=cudnn out=distilled_workspaces.npz
+
+    The runs of the family cudnn give the convolutions. cuDNN (extra cudnn) is asked about each, its neighbours and all
+    gradients, on every GPU model of conf/device whose compute capability it knows; its answers are kept in the user's
+    cache. The table says how often the class of a workspace is named (0, below 1 MiB, then by powers of two), on the
+    convolutions of networks that nothing is fitted on. It takes some fifteen minutes on two cores.
+    """
+
+    data: str | None = data_key()
+    out: str | None = key(
+        None, "file to write; default featurize/cudnn/distilled_workspaces.npz of this checkout", "new path"
+    )
+    variants: int = key(5, "neighbours of each run's convolution that are asked about, too", "int 0 to 100")
+    rounds: int = key(60, "trees of each kind of workspace", "int 1 to 1000")
+    judged: int = key(4000, "convolutions of networks that are judged on, drawn at random", "int 1 to 1000000")
+    seed: int = key(0, "of the neighbours and the fits", "int 0 to 2147483647")
+    workers: int = key(2, "processes of cuDNN at a time, and threads of a fit", "int 1 to 256")
+
+    def __post_init__(self) -> None:
+        if self.out is not None and not self.path.parent.is_dir():
+            raise UsageError(f"out={self.out}: there is no folder {self.path.parent}")
+        if self.path.is_dir():
+            raise UsageError(f"out={self.out} is a folder; name a file")
+
+    @property
+    def path(self) -> Path:
+        """The file that is written."""
+        from featurize.cudnn.distilled import FILE
+
+        return FILE if self.out is None else Path(self.out)
+
+
+def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ...] = NETWORKS) -> list[WorkspaceScore]:
+    """Ask, fit, write the file and judge it.
+
+    Raises:
+        UsageError: The data folder holds too few runs of the family.
+        EnvironmentProblem: cuDNN is not installed.
+    """
+    from featurize.cudnn.distilled import distilled_for
+    from featurize.cudnn.signature import OPERATIONS
+    from learn.workspaces.fitting import fitted_operation, save
+    from learn.workspaces.judging import judged
+    from learn.workspaces.labels import (
+        answered,
+        convolutions_of_networks,
+        convolutions_of_runs,
+        every_operation,
+        joined,
+        neighbours,
+        require_cudnn,
+    )
+    from warehouse.folder import DataFolder
+
+    version = require_cudnn()
+    devices = _devices()
+    convolutions = convolutions_of_runs(DataFolder.resolve(settings.data))
+    progress("tracing networks", 0, 0)
+    held_out = convolutions_of_networks(networks)
+    held_out = random.Random(settings.seed).sample(held_out, min(settings.judged, len(held_out)))
+    unseen = set(held_out)
+    asked = [
+        signature
+        for signature in every_operation(neighbours(convolutions, settings.variants, settings.seed))
+        if signature not in unseen
+    ]
+    labels = answered(asked, devices, settings.workers, progress)
+    capabilities = sorted({device.compute_capability for device in devices})
+    models = {}
+    for done, capability in enumerate(capabilities):
+        alike = [labels[device.name] for device in devices if device.compute_capability == capability]
+        rows = joined(alike)
+        models[capability] = {}
+        for place, operation in enumerate(OPERATIONS):
+            progress("fitting", len(OPERATIONS) * done + place, len(OPERATIONS) * len(capabilities))
+            models[capability][operation] = fitted_operation(
+                rows.of_operation(operation), rounds=settings.rounds, seed=settings.seed, threads=settings.workers
+            )
+    answers = answered(held_out, devices, settings.workers, progress)
+    save(models, settings.path, {"cudnn": version})
+    distilled_for.cache_clear()
+    return [
+        score
+        for device in devices
+        for score in judged(device, answers[device.name], distilled_for(device, settings.path))
+    ]
+
+
+def _devices() -> list[DeviceSpec]:
+    """Return the described GPU models that cuDNN can be asked about."""
+    from featurize.cudnn.device_properties import device_properties
+    from featurize.device_spec import device_names, load_device
+
+    devices = []
+    for device in map(load_device, device_names()):
+        try:
+            device_properties(device)
+        except UsageError:
+            continue  # not a GPU that cuDNN runs on
+        devices.append(device)
+    return devices
+
+
+def entry(settings: DistilSettings) -> None:
+    """Distil, show a bar, print the table."""
+    from conf.bars import StepBar
+    from learn.workspaces.judging import table_of
+
+    with StepBar("distilling") as bar:
+        scores = distil(settings, bar.update)
+    print(table_of(scores))
+    print(f"{settings.path}: {settings.path.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    command("distil_cudnn", entry)
