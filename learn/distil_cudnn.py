@@ -25,6 +25,9 @@ NETWORKS = (
     "inception_v3", "xception41", "vgg16", "res2net50_26w_4s", "darknet53",
 )  # fmt: skip
 
+# cuDNN 9.28's first choice depends on the number of multiprocessors on Turing alone, and hardly on Blackwell.
+SMALLER_SHARE = 4  # one of so many convolutions is asked about on a second GPU model of a compute capability
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistilSettings:
@@ -34,15 +37,16 @@ class DistilSettings:
       python -m learn.distil_cudnn data=cudnn out=distilled_workspaces.npz
 
     The runs of the family cudnn give the convolutions. cuDNN (extra cudnn) is asked about each, its neighbours and all
-    gradients, on every GPU model of conf/device whose compute capability it knows; its answers are kept in the user's
-    cache. The table says how often the class of a workspace is named (0, below 1 MiB, then by powers of two), on the
-    convolutions of networks that nothing is fitted on. It takes some fifteen minutes on two cores.
+    gradients, on a GPU model of conf/device for each compute capability. The table says how often the class of a
+    workspace is named (0, below 1 MiB, then by powers of two), on the convolutions of networks that nothing is fitted
+    on. It takes some fifteen minutes on two cores.
     """
 
     data: str | None = data_key()
     out: str | None = key(
         None, "file to write; default featurize/cudnn/distilled_workspaces.npz of this checkout", "new path"
     )
+    answers: str | None = key(None, "file that keeps cuDNN's answers for a repeat; default none", "new path")
     variants: int = key(5, "neighbours of each run's convolution that are asked about, too", "int 0 to 100")
     rounds: int = key(60, "trees of each kind of workspace", "int 1 to 1000")
     judged: int = key(4000, "convolutions of networks that are judged on, drawn at random", "int 1 to 1000000")
@@ -50,10 +54,14 @@ class DistilSettings:
     workers: int = key(2, "processes of cuDNN at a time, and threads of a fit", "int 1 to 256")
 
     def __post_init__(self) -> None:
-        if self.out is not None and not self.path.parent.is_dir():
-            raise UsageError(f"out={self.out}: there is no folder {self.path.parent}")
-        if self.path.is_dir():
-            raise UsageError(f"out={self.out} is a folder; name a file")
+        problems = []
+        for name, path in (("out", self.path), ("answers", None if self.answers is None else Path(self.answers))):
+            if path is not None and path.is_dir():
+                problems.append(f"{name}={path} is a folder; name a file")
+            elif path is not None and not path.parent.is_dir():
+                problems.append(f"{name}={path}: there is no folder {path.parent}")
+        if problems:
+            raise UsageError("; ".join(problems))
 
     @property
     def path(self) -> Path:
@@ -86,7 +94,8 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
     from warehouse.folder import DataFolder
 
     version = require_cudnn()
-    devices = _devices()
+    devices, smaller = _devices()
+    kept = None if settings.answers is None else Path(settings.answers)
     convolutions = convolutions_of_runs(DataFolder.resolve(settings.data))
     progress("tracing networks", 0, 0)
     held_out = convolutions_of_networks(networks)
@@ -97,11 +106,14 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
         for signature in every_operation(neighbours(convolutions, settings.variants, settings.seed))
         if signature not in unseen
     ]
-    labels = answered(asked, devices, settings.workers, progress)
+    labels = {
+        **answered(asked, devices, settings.workers, progress, kept),
+        **answered(asked[::SMALLER_SHARE], smaller, settings.workers, progress, kept),
+    }
     capabilities = sorted({device.compute_capability for device in devices})
     models = {}
     for done, capability in enumerate(capabilities):
-        alike = [labels[device.name] for device in devices if device.compute_capability == capability]
+        alike = [labels[device.name] for device in (*devices, *smaller) if device.compute_capability == capability]
         rows = joined(alike)
         models[capability] = {}
         for place, operation in enumerate(OPERATIONS):
@@ -109,7 +121,7 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
             models[capability][operation] = fitted_operation(
                 rows.of_operation(operation), rounds=settings.rounds, seed=settings.seed, threads=settings.workers
             )
-    answers = answered(held_out, devices, settings.workers, progress)
+    answers = answered(held_out, devices, settings.workers, progress, kept)
     save(models, settings.path, {"cudnn": version})
     distilled_for.cache_clear()
     return [
@@ -119,19 +131,22 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
     ]
 
 
-def _devices() -> list[DeviceSpec]:
-    """Return the described GPU models that cuDNN can be asked about."""
+def _devices() -> tuple[list[DeviceSpec], list[DeviceSpec]]:
+    """Return, of each compute capability that cuDNN knows, the described GPU model with the most multiprocessors; and
+    the one with the fewest, where that is another number."""
     from featurize.cudnn.device_properties import device_properties
     from featurize.device_spec import device_names, load_device
 
-    devices = []
+    by_capability: dict[tuple[int, int], list[DeviceSpec]] = {}
     for device in map(load_device, device_names()):
         try:
             device_properties(device)
         except UsageError:
             continue  # not a GPU that cuDNN runs on
-        devices.append(device)
-    return devices
+        by_capability.setdefault(device.compute_capability, []).append(device)
+    ascending = [sorted(by_capability[key], key=lambda device: device.sm_count) for key in sorted(by_capability)]
+    smaller = [alike[0] for alike in ascending if alike[0].sm_count < alike[-1].sm_count]
+    return [alike[-1] for alike in ascending], smaller
 
 
 def entry(settings: DistilSettings) -> None:

@@ -21,7 +21,12 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "activation": (*ACTIVATIONS, "gelu_new", "softmax"),
     "dropout": ("dropout",),
     "pooling": (
-        "max_pool2d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "mean_pool",
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d",
+        "adaptive_avg_pool3d",
+        "mean_pool",
     ),
     "embedding": ("embedding", "position"),
     "recurrent": ("lstm", "gru"),

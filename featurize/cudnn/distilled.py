@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def distilled_for(device: DeviceSpec, path: Path = FILE) -> DistilledWorkspaces:
                 for operation in OPERATIONS
             }
         return DistilledWorkspaces(about["cudnn"], capability, device.sm_count, operations)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise EnvironmentProblem(
             f"{path} holds no distilled workspaces ({type(error).__name__}: {error}); "
             "reinstall gpufarm, or build it: python -m learn.distil_cudnn"

@@ -13,12 +13,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 import warehouse
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.cudnn.answer_cache import AnswerCache, cache_path
+from featurize.cudnn.answer_cache import AnswerCache
 from featurize.cudnn.libraries import installed_libraries
 from featurize.cudnn.oracle import CudnnOracle
 from featurize.cudnn.recorded import read_answers
@@ -172,7 +173,11 @@ def _at_batches(convolution: ConvolutionSignature) -> Iterator[ConvolutionSignat
 
 
 def answered(
-    convolutions: Sequence[ConvolutionSignature], devices: Sequence[DeviceSpec], workers: int, progress: Progress
+    convolutions: Sequence[ConvolutionSignature],
+    devices: Sequence[DeviceSpec],
+    workers: int,
+    progress: Progress,
+    kept: Path | None = None,
 ) -> dict[str, LabelledWorkspaces]:
     """Ask cuDNN about every convolution on every GPU model, in fp32 with and without TF32.
 
@@ -181,6 +186,7 @@ def answered(
         devices: The GPU models.
         workers: Processes of cuDNN at a time.
         progress: Called with what is under way, and how far it is.
+        kept: File that keeps the answers; None keeps none.
 
     Returns:
         The answers by the GPU model's name.
@@ -208,7 +214,7 @@ def answered(
                 if oracle is None or device is not of_device:
                     if oracle is not None:
                         oracle.close()
-                    oracle, of_device = CudnnOracle(libraries, device, AnswerCache(cache_path())), device
+                    oracle, of_device = CudnnOracle(libraries, device, AnswerCache(kept) if kept else None), device
                 answers.append((device, search, oracle.answers(asked, search)))
                 done += 1
                 progress("asking cuDNN", done, len(chunks))
