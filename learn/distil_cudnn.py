@@ -5,7 +5,9 @@ Start reading at `distil`. It writes the file that `featurize.cudnn.distilled` r
 
 from __future__ import annotations
 
+import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from conf.errors import UsageError
 from conf.settings import data_key, key
 
 if TYPE_CHECKING:
+    from featurize.cudnn.distilled import OperationModel
     from featurize.device_spec import DeviceSpec
     from learn.workspaces.judging import WorkspaceScore
     from learn.workspaces.labels import Progress
@@ -36,10 +39,10 @@ class DistilSettings:
       python -m farm.submit +arch=cudnn n=2000 device=simulated data=cudnn
       python -m learn.distil_cudnn data=cudnn out=distilled_workspaces.npz
 
-    The runs of the family cudnn give the convolutions. cuDNN (extra cudnn) is asked about each, its neighbours and all
-    gradients, on a GPU model of conf/device for each compute capability. The table says how often the class of a
-    workspace is named (0, below 1 MiB, then by powers of two), on the convolutions of networks that nothing is fitted
-    on. It takes some fifteen minutes on two cores.
+    The runs of the family cudnn give the convolutions. cuDNN (extra cudnn) is asked about each, neighbours and plain
+    ones, and all gradients, on a GPU model of conf/device for each compute capability. The table says how often the
+    class of a workspace is named (0, below 1 MiB, then by powers of two), on the convolutions of networks that nothing
+    is fitted on. It takes some fifteen minutes on two cores.
     """
 
     data: str | None = data_key()
@@ -48,10 +51,11 @@ class DistilSettings:
     )
     answers: str | None = key(None, "file that keeps cuDNN's answers for a repeat; default none", "new path")
     variants: int = key(5, "neighbours of each run's convolution that are asked about, too", "int 0 to 100")
-    rounds: int = key(60, "trees of each kind of workspace", "int 1 to 1000")
+    plain: int = key(4000, "further convolutions, of the shapes that most layers of networks have", "int 0 to 1000000")
+    rounds: int = key(40, "trees of each kind of workspace", "int 1 to 1000")
     judged: int = key(4000, "convolutions of networks that are judged on, drawn at random", "int 1 to 1000000")
     seed: int = key(0, "of the neighbours and the fits", "int 0 to 2147483647")
-    workers: int = key(2, "processes of cuDNN at a time, and threads of a fit", "int 1 to 256")
+    workers: int = key(2, "processes of cuDNN, or fits, at a time", "int 1 to 256")
 
     def __post_init__(self) -> None:
         problems = []
@@ -89,6 +93,7 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
         every_operation,
         joined,
         neighbours,
+        plain_convolutions,
         require_cudnn,
     )
     from warehouse.folder import DataFolder
@@ -103,7 +108,12 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
     unseen = set(held_out)
     asked = [
         signature
-        for signature in every_operation(neighbours(convolutions, settings.variants, settings.seed))
+        for signature in every_operation(
+            itertools.chain(
+                neighbours(convolutions, settings.variants, settings.seed),
+                plain_convolutions(settings.plain, settings.seed),
+            )
+        )
         if signature not in unseen
     ]
     labels = {
@@ -111,16 +121,25 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
         **answered(asked[::SMALLER_SHARE], smaller, settings.workers, progress, kept),
     }
     capabilities = sorted({device.compute_capability for device in devices})
-    models = {}
-    for done, capability in enumerate(capabilities):
-        alike = [labels[device.name] for device in (*devices, *smaller) if device.compute_capability == capability]
-        rows = joined(alike)
-        models[capability] = {}
-        for place, operation in enumerate(OPERATIONS):
-            progress("fitting", len(OPERATIONS) * done + place, len(OPERATIONS) * len(capabilities))
-            models[capability][operation] = fitted_operation(
-                rows.of_operation(operation), rounds=settings.rounds, seed=settings.seed, threads=settings.workers
-            )
+    parts = [(capability, operation) for capability in capabilities for operation in OPERATIONS]
+    rows = {
+        capability: joined([labels[one.name] for one in (*devices, *smaller) if one.compute_capability == capability])
+        for capability in capabilities
+    }
+    fitted: dict[tuple[tuple[int, int], str], OperationModel] = {}
+
+    def fit(part: tuple[tuple[int, int], str]) -> None:
+        capability, operation = part
+        of_operation = rows[capability].of_operation(operation)
+        fitted[part] = fitted_operation(of_operation, rounds=settings.rounds, seed=settings.seed)
+        progress("fitting", len(fitted), len(parts))
+
+    with ThreadPoolExecutor(settings.workers) as pool:  # LightGBM holds no lock; its own threads wait for each other
+        list(pool.map(fit, parts))
+    models = {
+        capability: {operation: fitted[capability, operation] for operation in OPERATIONS}
+        for capability in capabilities
+    }
     answers = answered(held_out, devices, settings.workers, progress, kept)
     save(models, settings.path, {"cudnn": version})
     distilled_for.cache_clear()

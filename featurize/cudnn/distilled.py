@@ -37,12 +37,14 @@ class OperationModel:
     formulas   of the kinds from `FIRST_FORMULA` on
     small      bytes of the kind `SMALL`
     logarithm  trees for the base-2 logarithm of the bytes of the kind `OTHER`
+    partials   trees for the base-2 logarithm of the number of partial sums, of formulas that have some
     """
 
     kinds: PackedTrees
     formulas: tuple[WorkspaceFormula, ...]
     small: int
     logarithm: PackedTrees
+    partials: PackedTrees
 
     def workspaces(
         self, signatures: list[ConvolutionSignature], *, allow_tf32: bool, sm_count: int
@@ -57,6 +59,9 @@ class OperationModel:
         for place, formula in enumerate(self.formulas):
             if (of_formula := kinds == FIRST_FORMULA + place).any():
                 nbytes[of_formula] = convolutions.bytes_of(formula)[of_formula]
+                if formula.partials:
+                    number = np.round(2.0 ** self.partials.scores(convolutions.features[of_formula])[:, 0])
+                    nbytes[of_formula] += number * convolutions.partial_bytes[formula.padding][of_formula]
         return [None if kind == NO_ENGINE else int(size) for kind, size in zip(kinds, nbytes, strict=True)]
 
 
@@ -138,4 +143,5 @@ def _operation_model(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any],
         formulas=tuple(WorkspaceFormula(*formula) for formula in about["formulas"]),
         small=int(about["small"]),
         logarithm=PackedTrees.from_arrays(arrays, f"{prefix}logarithm/"),
+        partials=PackedTrees.from_arrays(arrays, f"{prefix}partials/"),
     )

@@ -6,10 +6,12 @@ Start reading at `PackedTrees.scores`. `learn.workspaces.fitting` packs what Lig
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+
+_ARRAYS = ("thresholds", "counts", "feature", "rank", "left", "right", "leaves")
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,10 @@ class PackedTrees:
 
     def to_arrays(self, prefix: str) -> dict[str, np.ndarray]:
         """Return the arrays by name, as `from_arrays` reads them."""
-        return {f"{prefix}{field.name}": np.asarray(getattr(self, field.name)) for field in fields(self)}
+        return {f"{prefix}{name}": np.asarray(getattr(self, name)) for name in (*_ARRAYS, "outputs")}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], prefix: str) -> Self:
         """Return the trees that `to_arrays` wrote. Raises `KeyError` where an array is missing."""
-        values = {field.name: arrays[f"{prefix}{field.name}"] for field in fields(cls)}
-        return cls(**{**values, "outputs": int(values["outputs"])})
+        values = {name: arrays[f"{prefix}{name}"] for name in _ARRAYS}
+        return cls(**values, outputs=int(arrays[f"{prefix}outputs"]))

@@ -14,19 +14,22 @@ import numpy as np
 
 from featurize.cudnn.signature import ConvolutionSignature
 
-PADDINGS = ("exact", "padded", "by group")  # channels as they are; padded in all; padded in each group
+# Channels as they are; padded to 16 bytes, in all or in each group; those of each group padded to 32.
+PADDINGS = ("exact", "padded", "by group", "by group of 32")
 SMALL_BYTES = 2**16  # below it, a workspace holds no copy but tables and counters
 _ALIGNED_BYTES = 16  # to which kernels for the tensor cores want channels padded
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class WorkspaceFormula(NamedTuple):
-    """How often a workspace holds each tensor. A Winograd kernel holds a transformed weight, which is larger."""
+    """How often a workspace holds each tensor. A Winograd kernel holds a transformed weight, which is larger. With
+    `partials`, sums of several parts of a product come on top: a number of fp32 weights that follows from no shape."""
 
     padding: str  # one of PADDINGS
     inputs: float
     weights: float
     outputs: float
+    partials: bool = False
 
 
 _COPIES = (
@@ -34,7 +37,11 @@ _COPIES = (
     (2, 1, 0), (2, 1, 1), (1, 1, 2), (2, 0, 1), (1, 0, 2), (0, 2, 0), (2, 1, 2), (2, 2, 2), (1, 2, 1), (2, 2, 1),
     (1, 2, 2), (0, 2, 1), (2, 0, 2), (0, 25 / 9, 0), (0, 16 / 9, 0), (0, 4, 0),
 )  # fmt: skip
+_COPIES_BESIDE_PARTIALS = ((0, 0, 0), (1, 0, 1), (1, 1, 1), (1, 0, 0), (0, 0, 1), (1, 2, 1))
 FORMULAS = tuple(WorkspaceFormula(padding, *copies) for copies in _COPIES for padding in PADDINGS)
+PARTIAL_FORMULAS = tuple(
+    WorkspaceFormula(padding, *copies, partials=True) for copies in _COPIES_BESIDE_PARTIALS for padding in PADDINGS
+)
 FEATURES = (
     "element_bytes", "tf32", "channels_last", "spatial", "sms", "batch", "groups", "channels", "filters",
     "group_channels", "group_filters", "image_depth", "image_height", "image_width", "out_height", "out_width",
@@ -48,13 +55,19 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class DescribedConvolutions:
-    """`features` (n, len(FEATURES)); `tensor_bytes`: padding -> (n, 3) bytes of input, weight and output."""
+    """What decides and makes up n workspaces.
+
+    features       (n, len(FEATURES))
+    tensor_bytes   padding -> (n, 3) bytes of input, weight and output
+    partial_bytes  padding -> (n,) bytes of the weight in fp32
+    """
 
     features: np.ndarray
     tensor_bytes: dict[str, np.ndarray]
+    partial_bytes: dict[str, np.ndarray]
 
     def bytes_of(self, formula: WorkspaceFormula) -> np.ndarray:
-        """Return (n,) bytes of the copies that a formula names."""
+        """Return (n,) bytes of the copies that a formula names, without partial sums."""
         copies = np.array([formula.inputs, formula.weights, formula.outputs])
         return self.tensor_bytes[formula.padding] @ copies
 
@@ -90,6 +103,7 @@ def described(
     aligned = _ALIGNED_BYTES / element
     padded_channels, padded_filters = _up(channels, aligned), _up(filters, aligned)
     padded_group, padded_group_filters = _up(group_channels, aligned), _up(group_filters, aligned)
+    wide_group, wide_group_filters = _up(group_channels, 32), _up(group_filters, 32)
     widths = {
         "exact": (channels, filters * group_channels, filters),
         "padded": (padded_channels, padded_filters * padded_group, padded_filters),
@@ -98,13 +112,15 @@ def described(
             groups * padded_group_filters * padded_group,
             groups * padded_group_filters,
         ),
+        "by group of 32": (groups * wide_group, groups * wide_group_filters * wide_group, groups * wide_group_filters),
     }
     sizes = (batch * places, kernel_places, rows)
     tensor_bytes = {
         padding: np.stack([element * size * count for size, count in zip(sizes, counts, strict=True)], axis=1)
         for padding, counts in widths.items()
     }
-    return DescribedConvolutions(np.stack(features, axis=1), tensor_bytes)
+    partial_bytes = {padding: 4 * sizes_of[:, 1] / element for padding, sizes_of in tensor_bytes.items()}
+    return DescribedConvolutions(np.stack(features, axis=1), tensor_bytes, partial_bytes)
 
 
 def workspace_class(nbytes: np.ndarray) -> np.ndarray:
@@ -113,7 +129,7 @@ def workspace_class(nbytes: np.ndarray) -> np.ndarray:
     return np.where(mib <= 0, 0, np.where(mib < 1, 1, 2 + np.floor(np.log2(np.maximum(mib, 1))))).astype(int)
 
 
-def _up(values: np.ndarray, step: np.ndarray) -> np.ndarray:
+def _up(values: np.ndarray, step: np.ndarray | int) -> np.ndarray:
     return np.ceil(values / step) * step
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from featurize.cudnn.signature import OPERATIONS
 from featurize.cudnn.workspace_formulas import (
     FEATURES,
     FORMULAS,
+    PARTIAL_FORMULAS,
     SMALL_BYTES,
     DescribedConvolutions,
     WorkspaceFormula,
@@ -39,9 +41,13 @@ _SLACK = 0.012  # share of a workspace that may be tables and counters beside th
 _SLACK_BYTES = 70_000
 _LEAST_SHARE = 0.004  # of an operation's rows, to keep a formula
 _LEAST_ROWS = 5
+_SLACK_BESIDE_PARTIALS = 0.001  # less: most numbers are near some multiple of a small weight
+_SLACK_BYTES_BESIDE_PARTIALS = 4096
+_LEAST_SHARE_WITH_PARTIALS = 0.02
+_MOST_PARTIALS = 1024
 _LEAVES = 24
 _DEPTH = 12
-_TREES_OF_OTHERS = 100
+_TREES_OF_A_LOGARITHM = 80
 
 
 def described_rows(rows: LabelledWorkspaces) -> DescribedConvolutions:
@@ -51,68 +57,85 @@ def described_rows(rows: LabelledWorkspaces) -> DescribedConvolutions:
 
 def kinds_of(
     convolutions: DescribedConvolutions, nbytes: np.ndarray
-) -> tuple[np.ndarray, tuple[WorkspaceFormula, ...]]:
-    """Return (n,) the kind of each workspace, and the formulas that explain enough of them, the commonest first.
+) -> tuple[np.ndarray, np.ndarray, tuple[WorkspaceFormula, ...]]:
+    """Return (n,) the kind of each workspace, (n,) its number of partial sums, and the formulas that explain enough.
 
-    Where several formulas give the same bytes, the one that explains most of the rows left is taken.
+    Where several formulas give the same bytes, the one that explains most of the rows left is taken, and one without
+    partial sums before those with some.
     """
-    kinds = np.full(len(nbytes), OTHER)
+    kinds, partials = np.full(len(nbytes), OTHER), np.zeros(len(nbytes))
     kinds[nbytes == 0] = NOTHING
     kinds[np.isnan(nbytes)] = NO_ENGINE
     kinds[(nbytes > 0) & (nbytes < SMALL_BYTES)] = SMALL
-    left = kinds == OTHER
-    slack = np.maximum(_SLACK * nbytes, _SLACK_BYTES)
-    explains = {}
-    for formula in FORMULAS:
-        beyond = nbytes - convolutions.bytes_of(formula)
-        explains[formula] = left & (beyond >= -1) & (beyond <= slack)
     chosen: list[WorkspaceFormula] = []
-    while True:
-        best = max(FORMULAS, key=lambda formula: int((explains[formula] & left).sum()))
-        explained = explains[best] & left
-        if explained.sum() < max(_LEAST_ROWS, _LEAST_SHARE * len(nbytes)):
-            return kinds, tuple(chosen)
-        kinds[explained] = FIRST_FORMULA + len(chosen)
-        chosen.append(best)
-        left &= ~explained
+    for formulas, least_share in ((FORMULAS, _LEAST_SHARE), (PARTIAL_FORMULAS, _LEAST_SHARE_WITH_PARTIALS)):
+        explained_by = {formula: _explained(convolutions, nbytes, formula) for formula in formulas}
+        while True:
+            left = kinds == OTHER
+            best = max(formulas, key=lambda formula: int((explained_by[formula][0] & left).sum()))
+            explained = explained_by[best][0] & left
+            if explained.sum() < max(_LEAST_ROWS, least_share * len(nbytes)):
+                break
+            kinds[explained] = FIRST_FORMULA + len(chosen)
+            partials[explained] = explained_by[best][1][explained]
+            chosen.append(best)
+    return kinds, partials, tuple(chosen)
 
 
-def fitted_operation(rows: LabelledWorkspaces, *, rounds: int, seed: int, threads: int) -> OperationModel:
-    """Fit one operation on one compute capability.
+def _explained(
+    convolutions: DescribedConvolutions, nbytes: np.ndarray, formula: WorkspaceFormula
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (n,) whether a formula gives the bytes, and (n,) with how many partial sums."""
+    beyond = nbytes - convolutions.bytes_of(formula)
+    if not formula.partials:
+        return (beyond >= -1) & (beyond <= np.maximum(_SLACK * nbytes, _SLACK_BYTES)), np.zeros(len(nbytes))
+    each = convolutions.partial_bytes[formula.padding]
+    number = np.floor((beyond + 1) / each)
+    rest = beyond - number * each
+    whole = rest <= np.minimum(_SLACK_BESIDE_PARTIALS * nbytes + _SLACK_BYTES_BESIDE_PARTIALS, each / 4)
+    return (number >= 1) & (number <= _MOST_PARTIALS) & whole, number
+
+
+def fitted_operation(rows: LabelledWorkspaces, *, rounds: int, seed: int) -> OperationModel:
+    """Fit one operation on one compute capability, in one thread.
 
     Args:
         rows: Its labels.
         rounds: Trees of each kind.
         seed: Of LightGBM.
-        threads: Of LightGBM.
     """
     import lightgbm
 
     convolutions = described_rows(rows)
-    kinds, formulas = kinds_of(convolutions, rows.nbytes)
+    kinds, partials, formulas = kinds_of(convolutions, rows.nbytes)
     common: dict[str, Any] = {
-        "num_leaves": _LEAVES, "max_depth": _DEPTH, "learning_rate": 0.1, "min_data_in_leaf": _LEAST_ROWS,
-        "verbose": -1, "num_threads": threads, "seed": seed, "deterministic": True, "force_row_wise": True,
+        "num_leaves": _LEAVES, "max_depth": _DEPTH, "learning_rate": 0.12, "min_data_in_leaf": _LEAST_ROWS,
+        "verbose": -1, "num_threads": 1, "seed": seed, "deterministic": True, "force_row_wise": True,
     }  # fmt: skip
+
+    def logarithm_trees(chosen: np.ndarray, values: np.ndarray) -> PackedTrees:
+        """Return trees for the logarithm of positive values; of no row, trees that are never asked."""
+        table, target = convolutions.features[chosen], np.log2(values[chosen])
+        if not chosen.any():
+            table, target = convolutions.features[:1], np.zeros(1)
+        booster = lightgbm.train(
+            {**common, "objective": "l1"}, lightgbm.Dataset(table, target), num_boost_round=_TREES_OF_A_LOGARITHM
+        )
+        return packed(booster, 1, np.float32)
+
     outputs = FIRST_FORMULA + len(formulas)
     by_kind = lightgbm.train(
         {**common, "objective": "multiclass", "num_class": outputs},
         lightgbm.Dataset(convolutions.features, kinds),
         num_boost_round=rounds,
     )
-    others = kinds == OTHER
-    table, logarithm = convolutions.features[others], np.log2(rows.nbytes[others])
-    if not others.any():  # trees of nothing: they are never asked
-        table, logarithm = convolutions.features[:1], np.zeros(1)
-    of_others = lightgbm.train(
-        {**common, "objective": "l1"}, lightgbm.Dataset(table, logarithm), num_boost_round=_TREES_OF_OTHERS
-    )
     small = rows.nbytes[kinds == SMALL]
     return OperationModel(
         kinds=packed(by_kind, outputs, np.float16),
         formulas=formulas,
         small=int(np.median(small)) if len(small) else 0,
-        logarithm=packed(of_others, 1, np.float32),
+        logarithm=logarithm_trees(kinds == OTHER, rows.nbytes),
+        partials=logarithm_trees(partials > 0, partials),
     )
 
 
@@ -194,7 +217,19 @@ def save(models: Mapping[tuple[int, int], Mapping[str, OperationModel]], path: P
         for operation in OPERATIONS:
             arrays |= operations[operation].kinds.to_arrays(f"{name}/{operation}/kinds/")
             arrays |= operations[operation].logarithm.to_arrays(f"{name}/{operation}/logarithm/")
+            arrays |= operations[operation].partials.to_arrays(f"{name}/{operation}/partials/")
     content = {**about, "format": FORMAT, "features": FEATURES, "models": described_models}
+    write_bytes(path, _compressed({"about": np.array(json.dumps(content)), **arrays}))
+
+
+def _compressed(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return a file as `numpy.load` reads it. The time in it is fixed, so that equal arrays make equal files."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, about=np.array(json.dumps(content)), **arrays)
-    write_bytes(path, buffer.getvalue())
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, array in arrays.items():
+            member = io.BytesIO()
+            np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, member.getvalue())
+    return buffer.getvalue()

@@ -1,7 +1,7 @@
 """Convolutions to learn from and to judge by, and cuDNN's answers about them on every GPU model.
 
-Start reading at `answered`. The convolutions to learn from are those of the runs of the family `cudnn` and neighbours
-of theirs; those to judge by are of networks, which nothing is fitted on.
+Start reading at `answered`. The convolutions to learn from are those of the runs of the family `cudnn`, neighbours
+of theirs, and plain ones; those to judge by are of networks, which nothing is fitted on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _LARGEST_ELEMENTS = 2**29  # of a neighbour's tensors
 _MOST_CHANNELS = 4096
 _BATCHES = (1, 8, 32, 128)  # at which networks are judged
 _AT_ONCE = 200  # queries of one call, which gives up after a few crashes of the library
+_SIDES = (7, 8, 10, 14, 16, 20, 28, 32, 40, 56, 64, 80, 112, 128, 160, 224, 256, 384)  # of plain images
 _ANSWERED_TYPES = ("float32", "float16", "bfloat16")
 Progress = Callable[[str, int, int], None]
 
@@ -106,11 +107,11 @@ def _neighbour(convolution: ConvolutionSignature, draw: random.Random) -> Convol
     """Return another convolution of the same kernel; None where the drawn one is too large or has no output."""
     groups, spatial = convolution.groups, len(convolution.image) - 2
     depthwise = groups > 1 and convolution.kernel[1] == 1
-    changes: dict[str, object] = {}
+    dtype, channels_last = convolution.dtype, convolution.channels_last
     if not depthwise:  # PyTorch asks cuDNN about depthwise ones in some layouts and types only
-        changes["dtype"] = draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES))
+        dtype = draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES))
         flat = spatial == 2 and convolution.image[2] == 1 and convolution.kernel[2] == 1
-        changes["channels_last"] = not flat and draw.random() < 0.35
+        channels_last = not flat and draw.random() < 0.35
         width_in, width_out = convolution.kernel[1], convolution.kernel[0] // groups
         width_in, width_out = (_scaled(width, draw, _MOST_CHANNELS // groups) for width in (width_in, width_out))
     else:
@@ -134,8 +135,41 @@ def _neighbour(convolution: ConvolutionSignature, draw: random.Random) -> Convol
         image=(batch, groups * width_in, *sides),
         kernel=(groups * width_out, width_in, *convolution.kernel[2:]),
         response=(batch, groups * width_out, *after),
-        **changes,
+        dtype=dtype,
+        channels_last=channels_last,
     )
+
+
+def plain_convolutions(count: int, seed: int) -> Iterator[ConvolutionSignature]:
+    """Yield the layers that most networks are made of: images, small kernels, one group, widths of whole tiles."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        size, step, side = draw.choice((1, 1, 1, 3, 3, 3, 5, 7)), draw.choice((1, 1, 1, 2)), draw.choice(_SIDES)
+        width_in = _whole_width(draw) if draw.random() < 0.95 else 3
+        width_out = draw.choice(
+            (width_in, 4 * width_in, max(8, width_in // 4), *(_whole_width(draw) for _ in range(3)))
+        )
+        after = (side - 1) // step + 1
+        of_sample = max(width_in * side**2, width_out * after**2)
+        power = draw.uniform(0, 9)
+        batch = min(round(2 ** (power if draw.random() < 0.5 else int(power))), _LARGEST_ELEMENTS // of_sample)
+        if batch >= 1 and width_out <= _MOST_CHANNELS:
+            yield ConvolutionSignature(
+                operation=OPERATIONS[0],
+                image=(batch, width_in, side, side),
+                kernel=(width_out, width_in, size, size),
+                response=(batch, width_out, after, after),
+                stride=(step, step),
+                padding=(size // 2, size // 2),
+                dilation=(1, 1),
+                dtype=draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES)),
+                channels_last=draw.random() < 0.35,
+            )
+
+
+def _whole_width(draw: random.Random) -> int:
+    tile = draw.choice((8, 16, 32, 64))
+    return max(tile, round(math.exp(draw.uniform(math.log(16), math.log(2048))) / tile) * tile)
 
 
 def _scaled(width: int, draw: random.Random, most: int) -> int:

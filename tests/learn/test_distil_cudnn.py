@@ -52,13 +52,13 @@ def labels():
 
 @pytest.fixture(scope="module")
 def model(labels):
-    return fitted_operation(labels, rounds=20, seed=0, threads=2)
+    return fitted_operation(labels, rounds=20, seed=0)
 
 
 def test_formulas_are_recovered_from_bytes(labels):
     nbytes = labels.nbytes.copy()
     nbytes[0] = np.nan
-    kinds, formulas = kinds_of(described_rows(labels), nbytes)
+    kinds, _, formulas = kinds_of(described_rows(labels), nbytes)
     assert COPIES in [formula._replace(padding="exact") for formula in formulas]
     assert kinds[0] == NO_ENGINE
     for kind, size, signature in list(zip(kinds, labels.nbytes, labels.signatures, strict=True))[1:]:
