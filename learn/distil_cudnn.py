@@ -51,8 +51,12 @@ class DistilSettings:
     )
     answers: str | None = key(None, "file that keeps cuDNN's answers for a repeat; default none", "new path")
     variants: int = key(5, "neighbours of each run's convolution that are asked about, too", "int 0 to 100")
-    plain: int = key(4000, "further convolutions, of the shapes that most layers of networks have", "int 0 to 1000000")
-    rounds: int = key(40, "trees of each kind of workspace", "int 1 to 1000")
+    plain: int = key(
+        6000,
+        "further convolutions of the shapes that layers mostly have, and a sixth more depthwise ones",
+        "int 0 to 1000000",
+    )
+    rounds: int = key(60, "trees of each kind of workspace", "int 1 to 1000")
     judged: int = key(4000, "convolutions of networks that are judged on, drawn at random", "int 1 to 1000000")
     seed: int = key(0, "of the neighbours and the fits", "int 0 to 2147483647")
     workers: int = key(2, "processes of cuDNN, or fits, at a time", "int 1 to 256")
@@ -90,6 +94,7 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
         answered,
         convolutions_of_networks,
         convolutions_of_runs,
+        depthwise_convolutions,
         every_operation,
         joined,
         neighbours,
@@ -112,6 +117,7 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
             itertools.chain(
                 neighbours(convolutions, settings.variants, settings.seed),
                 plain_convolutions(settings.plain, settings.seed),
+                depthwise_convolutions(settings.plain // 6, settings.seed),
             )
         )
         if signature not in unseen

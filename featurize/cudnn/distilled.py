@@ -113,6 +113,8 @@ def distilled_for(device: DeviceSpec, path: Path = FILE) -> DistilledWorkspaces:
                 for operation in OPERATIONS
             }
         return DistilledWorkspaces(about["cudnn"], capability, device.sm_count, operations)
+    except UsageError:
+        raise
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise EnvironmentProblem(
             f"{path} holds no distilled workspaces ({type(error).__name__}: {error}); "

@@ -103,7 +103,9 @@ def described(
     aligned = _ALIGNED_BYTES / element
     padded_channels, padded_filters = _up(channels, aligned), _up(filters, aligned)
     padded_group, padded_group_filters = _up(group_channels, aligned), _up(group_filters, aligned)
-    wide_group, wide_group_filters = _up(group_channels, 32), _up(group_filters, 32)
+    depthwise = (group_channels == 1) & (groups > 1)  # never padded that far
+    wide_group = np.where(depthwise, padded_group, _up(group_channels, 32))
+    wide_group_filters = np.where(depthwise, padded_group_filters, _up(group_filters, 32))
     widths = {
         "exact": (channels, filters * group_channels, filters),
         "padded": (padded_channels, padded_filters * padded_group, padded_filters),

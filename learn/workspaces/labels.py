@@ -167,6 +167,27 @@ def plain_convolutions(count: int, seed: int) -> Iterator[ConvolutionSignature]:
             )
 
 
+def depthwise_convolutions(count: int, seed: int) -> Iterator[ConvolutionSignature]:
+    """Yield depthwise layers in channels-last layout, where they are cuDNN's."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        size, step, side = draw.choice((3, 3, 5, 7)), draw.choice((1, 1, 2)), draw.choice(_SIDES)
+        width, after = _whole_width(draw), (side - 1) // step + 1
+        batch = min(round(2 ** draw.uniform(0, 9)), _LARGEST_ELEMENTS // (width * side**2))
+        if batch >= 1:
+            yield ConvolutionSignature(
+                operation=OPERATIONS[0],
+                image=(batch, width, side, side),
+                kernel=(width, 1, size, size),
+                response=(batch, width, after, after),
+                stride=(step, step),
+                padding=(size // 2, size // 2),
+                dilation=(1, 1),
+                dtype=draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES)),
+                channels_last=True,
+            )
+
+
 def _whole_width(draw: random.Random) -> int:
     tile = draw.choice((8, 16, 32, 64))
     return max(tile, round(math.exp(draw.uniform(math.log(16), math.log(2048))) / tile) * tile)

@@ -13,7 +13,14 @@ from featurize.cudnn.workspace_formulas import FEATURES, WorkspaceFormula
 from featurize.device_spec import load_device
 from learn.workspaces.fitting import described_rows, fitted_operation, kinds_of, packed, save
 from learn.workspaces.judging import judged, table_of
-from learn.workspaces.labels import LabelledWorkspaces, convolutions_of_runs, every_operation, neighbours
+from learn.workspaces.labels import (
+    LabelledWorkspaces,
+    convolutions_of_runs,
+    depthwise_convolutions,
+    every_operation,
+    neighbours,
+    plain_convolutions,
+)
 from warehouse.folder import DataFolder
 
 A100 = load_device("A100-SXM4-40GB")
@@ -69,6 +76,19 @@ def test_formulas_are_recovered_from_bytes(labels):
     assert (kinds == OTHER).sum() > 200
 
 
+def test_partial_sums_are_counted_beside_the_copies_of_their_formula(labels):
+    convolutions = described_rows(labels)
+    numbers = np.arange(len(labels.signatures)) % 30 + 2
+    nbytes = convolutions.bytes_of(COPIES) + numbers * convolutions.partial_bytes["exact"] + 512
+    kinds, partials, formulas = kinds_of(convolutions, nbytes)
+    of_partials = {FIRST_FORMULA + place for place, formula in enumerate(formulas) if formula.partials}
+    large = convolutions.partial_bytes["exact"] > 2**18  # of a small weight, many numbers fit
+    counted = np.isin(kinds, list(of_partials)) & large
+    assert counted.sum() > 0.6 * large.sum()
+    assert (partials[counted] == numbers[counted]).mean() > 0.8
+    assert not partials[~np.isin(kinds, list(of_partials))].any()
+
+
 def test_packed_trees_answer_as_lightgbm_does(labels):
     import lightgbm
 
@@ -111,6 +131,19 @@ def test_neighbours_are_convolutions_of_the_same_kernel_and_come_again(labels):
         require_signature(other)
         assert other.kernel[2:] in {one.kernel[2:] for one in base}
     assert len(every_operation(base)) == 3 * len(set(base))
+
+
+def test_plain_convolutions_are_whole_tiles_of_square_images():
+    plain = list(plain_convolutions(200, seed=0))
+    assert plain == list(plain_convolutions(200, seed=0)) and len(plain) > 190
+    for one in map(require_signature, plain):
+        assert one.groups == 1 and one.image[2] == one.image[3] and one.image[1] in (3, *range(8, 4097, 8))
+    assert {one.kernel[2] for one in plain} == {1, 3, 5, 7} and {one.channels_last for one in plain} == {False, True}
+
+
+def test_depthwise_convolutions_are_in_the_layout_in_which_cudnn_runs_them():
+    for one in map(require_signature, depthwise_convolutions(100, seed=0)):
+        assert one.groups == one.image[1] == one.kernel[0] and one.channels_last
 
 
 def test_a_folder_without_runs_of_the_family_says_what_to_run(tmp_path):
