@@ -28,6 +28,7 @@ NETWORKS = (
     "inception_v3", "xception41", "vgg16", "res2net50_26w_4s", "darknet53",
 )  # fmt: skip
 
+FIRST_WITH_BFLOAT16 = (8, 0)  # compute capability that has tensor cores for it
 # cuDNN 9.28's first choice depends on the number of multiprocessors on Turing alone, and hardly on Blackwell.
 SMALLER_SHARE = 4  # one of so many convolutions is asked about on a second GPU model of a compute capability
 
@@ -137,7 +138,9 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
     def fit(part: tuple[tuple[int, int], str]) -> None:
         capability, operation = part
         of_operation = rows[capability].of_operation(operation)
-        fitted[part] = fitted_operation(of_operation, rounds=settings.rounds, seed=settings.seed)
+        fitted[part] = fitted_operation(
+            of_operation, rounds=settings.rounds, seed=settings.seed, halves_differ=capability < FIRST_WITH_BFLOAT16
+        )
         progress("fitting", len(fitted), len(parts))
 
     with ThreadPoolExecutor(settings.workers) as pool:  # LightGBM holds no lock; its own threads wait for each other

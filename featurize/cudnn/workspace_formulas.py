@@ -43,7 +43,7 @@ PARTIAL_FORMULAS = tuple(
     WorkspaceFormula(padding, *copies, partials=True) for copies in _COPIES_BESIDE_PARTIALS for padding in PADDINGS
 )
 FEATURES = (
-    "element_bytes", "tf32", "channels_last", "spatial", "sms", "batch", "groups", "channels", "filters",
+    "element_bytes", "bfloat16", "tf32", "channels_last", "spatial", "sms", "batch", "groups", "channels", "filters",
     "group_channels", "group_filters", "image_depth", "image_height", "image_width", "out_height", "out_width",
     "kernel_depth", "kernel_height", "kernel_width", "stride", "padding", "dilation", "image_places", "out_places",
     "kernel_places", "channels_mod_8", "filters_mod_8", "channels_mod_4", "filters_mod_4", "channels_mod_32",
@@ -83,8 +83,9 @@ def described(
         sm_count: Multiprocessors of the GPU model: of all, or (n,).
     """
     raw = np.array([_raw(signature) for signature in signatures], dtype=np.float64).reshape(len(signatures), -1)
-    (element, last, spatial, batch, channels, filters, group_channels, depth, height, width, out_depth, out_height,
-     out_width, kernel_depth, kernel_height, kernel_width, stride, pad, dilation, uneven) = raw.T  # fmt: skip
+    (element, bfloat16, last, spatial, batch, channels, filters, group_channels, depth, height, width, out_depth,
+     out_height, out_width, kernel_depth, kernel_height, kernel_width, stride, pad, dilation,
+     uneven) = raw.T  # fmt: skip
     groups = channels / group_channels
     group_filters = filters / groups
     places, out_places = depth * height * width, out_depth * out_height * out_width
@@ -92,8 +93,9 @@ def described(
     rows, product_depth = batch * out_places, group_channels * kernel_places
     tiles = np.ceil(rows / 128) * np.ceil(group_filters / 128) * groups
     features = (
-        element, np.full_like(element, allow_tf32) * (element == 4), last, spatial, np.full_like(element, sm_count),
-        batch, groups, channels, filters, group_channels, group_filters, depth, height, width, out_height, out_width,
+        element, bfloat16, np.full_like(element, allow_tf32) * (element == 4), last, spatial,
+        np.full_like(element, sm_count), batch, groups, channels, filters, group_channels, group_filters,
+        depth, height, width, out_height, out_width,
         kernel_depth, kernel_height, kernel_width, stride, pad, dilation, places, out_places, kernel_places,
         channels % 8, filters % 8, channels % 4, filters % 4, channels % 32, filters % 32, group_channels % 8,
         group_filters % 8, rows, product_depth, rows * filters, product_depth * filters, rows * product_depth * filters,
@@ -139,8 +141,9 @@ def _raw(signature: ConvolutionSignature) -> tuple[float, ...]:
     image, kernel, response = (_three(shape) for shape in (signature.image, signature.kernel, signature.response))
     stride = signature.stride
     return (
-        _ELEMENT_BYTES[signature.dtype], signature.channels_last, len(signature.image) - 2, signature.image[0],
-        signature.image[1], signature.kernel[0], signature.kernel[1], *image, *response, *kernel,
+        _ELEMENT_BYTES[signature.dtype], signature.dtype == "bfloat16", signature.channels_last,
+        len(signature.image) - 2, signature.image[0], signature.image[1], signature.kernel[0], signature.kernel[1],
+        *image, *response, *kernel,
         stride[-1], signature.padding[-1], signature.dilation[-1], stride[-1] != stride[0],
     )  # fmt: skip
 

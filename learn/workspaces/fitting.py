@@ -99,17 +99,21 @@ def _explained(
     return (number >= 1) & (number <= _MOST_PARTIALS) & whole, number
 
 
-def fitted_operation(rows: LabelledWorkspaces, *, rounds: int, seed: int) -> OperationModel:
+def fitted_operation(rows: LabelledWorkspaces, *, rounds: int, seed: int, halves_differ: bool = True) -> OperationModel:
     """Fit one operation on one compute capability, in one thread.
 
     Args:
         rows: Its labels.
         rounds: Trees of each kind.
         seed: Of LightGBM.
+        halves_differ: Whether cuDNN treats bf16 unlike fp16, as on GPUs without tensor cores for it. Elsewhere each
+            type has more to learn from where the trees do not tell the two apart.
     """
     import lightgbm
 
     convolutions = described_rows(rows)
+    if not halves_differ:
+        convolutions.features[:, FEATURES.index("bfloat16")] = 0  # of one value, no tree asks for it
     kinds, partials, formulas = kinds_of(convolutions, rows.nbytes)
     common: dict[str, Any] = {
         "num_leaves": _LEAVES, "max_depth": _DEPTH, "learning_rate": 0.12, "min_data_in_leaf": _LEAST_ROWS,

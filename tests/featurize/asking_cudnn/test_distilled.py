@@ -40,6 +40,17 @@ def test_a_formula_counts_copies_with_channels_padded_to_16_bytes():
     assert size("by group") == 2 * 200 * (2 * 8 + 2 * 2 * 8)
 
 
+def test_what_tells_two_convolutions_apart_is_a_feature():
+    plain = signature()
+    others = [
+        signature(dtype="float16"), signature(dtype="bfloat16"), signature(channels_last=True),
+        signature(kernel=(64, 32, 3, 3)), signature(stride=(2, 2)), signature(padding=(0, 0)),
+    ]  # fmt: skip
+    rows = described([plain, *others], allow_tf32=True, sm_count=108).features
+    exact = described([plain], allow_tf32=False, sm_count=108).features
+    assert len({tuple(row) for row in (*rows, *exact)}) == len(others) + 2
+
+
 def test_classes_of_workspaces_are_nothing_below_one_mib_and_powers_of_two():
     sizes = np.array([0, 1, MIB - 1, MIB, 2 * MIB - 1, 2 * MIB, 1024 * MIB])
     assert workspace_class(sizes).tolist() == [0, 1, 1, 2, 2, 3, 12]
