@@ -21,6 +21,8 @@ from farm.sampling import sample_range
 from farm.settings import SubmitSettings
 from farm.submitted_code import record_code, record_submitted
 from farm.work import follow_hint, work
+from featurize.cudnn.libraries import installed_libraries
+from featurize.families import asks_cudnn
 from featurize.trial import canonical_json
 from warehouse.folder import DataFolder
 from warehouse.writer import RunWriter
@@ -37,6 +39,8 @@ def entry(settings: SubmitSettings) -> int:
     # The first sample also finds a space that has no valid configuration, before anything is written.
     next(_configs(settings, 0, 1))
     require_models([settings.space])
+    if choice.backend == "simulated" and asks_cudnn(settings.space.family):
+        installed_libraries()  # else every trial would end without what it is sampled for
     if not settings.detach:
         settings.cluster.check_address()
     folder = DataFolder.resolve(settings.data)

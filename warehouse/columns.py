@@ -78,6 +78,7 @@ RUNS = {
     "startup_s": "time from the task's start to its first step",
     "prepared": "whether the process was made ready while the run before it went on",
     "origin": "JSON: cells of the published file that an imported run was read from",
+    "convolutions": "JSON: engine and workspace that cuDNN names for each convolution of the step; NULL: not asked",
 }
 
 TELEMETRY = {

@@ -15,7 +15,15 @@ from typing import Any
 from conf.identity import canonical_json
 
 # Columns that hold a JSON object; `config` is written in the canonical form by which a trial config is identified.
-JSON_COLUMNS = ("config", "telemetry_missing", "quality_reasons", "quality_summary", "half_widths", "origin")
+JSON_COLUMNS = (
+    "config",
+    "telemetry_missing",
+    "quality_reasons",
+    "quality_summary",
+    "half_widths",
+    "origin",
+    "convolutions",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,7 @@ class Run:
     startup_s: float | None = None
     prepared: bool | None = None
     origin: Mapping[str, str] | None = None
+    convolutions: Mapping[str, Any] | None = None
 
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.

@@ -14,6 +14,7 @@ from workers.failure import is_device_fault
 from workers.reports import (
     BrokenReport,
     Built,
+    ConvolutionsAsked,
     DeviceOpened,
     Failure,
     Reading,
@@ -60,6 +61,8 @@ def take(report: Report, observed: Observed) -> None:
             observed.values["parameters"] = parameters
         case DeviceOpened(cudnn_version):
             observed.values["cudnn_version"] = cudnn_version
+        case ConvolutionsAsked(answers):
+            observed.values["convolutions"] = answers
         case WarmupBegun(t_ns):
             observed.warmup_ns = t_ns
         case WindowBegun(t_ns):

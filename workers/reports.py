@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from featurize.cudnn.recorded import read_answers
 from warehouse.schema import METRICS, OOM_KINDS
 from workers.safe_text import ERROR_CHARACTERS, quoted, safe_text
 
@@ -37,6 +38,13 @@ class Built:
 @dataclass(frozen=True, slots=True)
 class DeviceOpened:
     cudnn_version: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionsAsked:
+    """cuDNN's answers about the step's convolutions, as `featurize.cudnn.recorded` writes them."""
+
+    answers: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,17 @@ class BrokenReport:
     reason: str
 
 
-Report = Built | DeviceOpened | WarmupBegun | WindowBegun | Reading | TrialResult | Failure | BrokenReport
+Report = (
+    Built
+    | DeviceOpened
+    | ConvolutionsAsked
+    | WarmupBegun
+    | WindowBegun
+    | Reading
+    | TrialResult
+    | Failure
+    | BrokenReport
+)
 
 
 class _Broken(ValueError):
@@ -163,6 +181,16 @@ class ReportReader:
         self._once("environment")
         return DeviceOpened(None if cudnn_version is None else _name("cudnn_version", cudnn_version))
 
+    def _convolutions(self, answers: Any) -> Report:
+        self._once("convolutions")
+        if not self.virtual:
+            raise _Broken("only a simulated device reports what cuDNN answers")
+        try:
+            read_answers(answers)
+        except ValueError as error:
+            raise _Broken(str(error)) from None
+        return ConvolutionsAsked(answers)
+
     def _warmup(self, t_ns: Any) -> Report:
         return WarmupBegun(self._once("warmup", self._time("t_ns", t_ns)))
 
@@ -234,6 +262,7 @@ class ReportReader:
 _EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
     "built": (ReportReader._built, frozenset({"parameters"})),
     "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
+    "convolutions": (ReportReader._convolutions, frozenset({"answers"})),
     "warmup": (ReportReader._warmup, frozenset({"t_ns"})),
     "window": (ReportReader._window, frozenset({"t_ns"})),
     "step": (ReportReader._step, frozenset({"t_ns", "values"})),

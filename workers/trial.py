@@ -1,6 +1,7 @@
 """The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
 
-Start reading at `run_trial`. Events: `built` (parameters), `warmup`, `window` (their monotonic times), `result`
+Start reading at `run_trial`. Events: `built` (parameters), `convolutions` (what cuDNN answers, of families
+that ask it on a simulated device), `warmup`, `window` (their monotonic times), `result`
 (labels, step times, telemetry), or `failed` (status, kind of memory, traceback); `workers.reports` reads them, and
 holds the trial to their order and types. The worker answers in words, one a
 line: `go` (to a trial that was made ready while another ran), `steady` (every sampled figure is, so the window may

@@ -13,14 +13,21 @@ OTHER = "other"
 # Operator family -> the kinds of `featurize.layers.Layer` that it holds. Batch norm is cuDNN's, the other norms are
 # PyTorch's own kernels: they do not move together.
 _KINDS: dict[str, tuple[str, ...]] = {
-    "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose2d"),
+    "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     "linear": ("linear", "matmul"),
     "attention": ("attention",),
     "batch_norm": ("batchnorm1d", "batchnorm2d"),
     "layer_norm": ("layernorm", "groupnorm"),
     "activation": (*ACTIVATIONS, "gelu_new", "softmax"),
     "dropout": ("dropout",),
-    "pooling": ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "mean_pool"),
+    "pooling": (
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d",
+        "adaptive_avg_pool3d",
+        "mean_pool",
+    ),
     "embedding": ("embedding", "position"),
     "recurrent": ("lstm", "gru"),
     "gather_scatter": ("gather", "scatter", "edge_softmax", "dispatch", "combine"),

@@ -125,7 +125,8 @@ class EstimateSettings(TrainingKeys):
     )
     workspaces: str | None = key(
         None,
-        "of convolutions, in the trace: guessed, or cudnn: asks cuDNN, without a GPU (extra cudnn); default guessed",
+        "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); distilled: from "
+        "models of its answers; auto: cudnn where it is installed, else distilled; default guessed",
     )
     coverage: float = key(
         LEVEL,

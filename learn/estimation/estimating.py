@@ -118,9 +118,10 @@ def estimate(
         machine: What lies outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager` (all kernels
             loaded at once, as before CUDA 12), `described` (as the device's description says), or a profile or its
             file. None: the profile that `learn.calibrate` made of this GPU model in the data folder, else `current`.
-        workspaces: What convolutions take while they run: `guessed` (the default), or `cudnn`: cuDNN itself is asked,
-            without a GPU (extra `cudnn`). It changes the trace's figures; models were fitted on guessed ones. The job
-            is taken to allow TF32 in convolutions, PyTorch's default, whatever this process has set.
+        workspaces: What convolutions take while they run: `guessed` (the default); `cudnn`: cuDNN itself is asked,
+            without a GPU (extra `cudnn`); `distilled`: models that were fitted on its answers; `auto`:
+            `cudnn` where it is installed, else `distilled`, else `guessed`. It changes the trace's figures; models were
+            fitted on guessed ones. The job is taken to allow TF32 in convolutions, PyTorch's default.
         coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of

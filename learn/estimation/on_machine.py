@@ -5,13 +5,14 @@ Start reading at `placed`; `featurize.machine` describes machines, `learn.calibr
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import unknown_name
+from conf.errors import CommandError, unknown_name
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
     from learn.traced import TracedStep
     from warehouse.folder import DataFolder
 
-GUESSED, CUDNN = WORKSPACES = ("guessed", "cudnn")  # who says what convolutions take
+GUESSED, CUDNN, DISTILLED, AUTO = WORKSPACES = (
+    "guessed",
+    "cudnn",
+    "distilled",
+    "auto",
+)  # who says what convolutions take
 
 
 def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
@@ -70,11 +76,12 @@ def placed(
 ) -> TracedStep:
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
-    The step is replayed anew only where the capacity that differs can matter, and with `workspaces="cudnn"`: cuDNN is
-    asked here about its convolutions, as `search` says, or else as this process searches.
+    The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN, or what was
+    distilled from it, is asked here about its convolutions, as `search` says, or else as this process searches.
 
     Raises:
         EnvironmentProblem: cuDNN cannot be asked.
+        UsageError: A GPU model that the source does not know.
     """
     from featurize.replay import loads_cudnn, replay
     from learn.traced import breakdown
@@ -83,7 +90,7 @@ def placed(
     memory = traced.memory
     taken_mib = process_mib + on.other_mib
     near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
-    asked = _asked(traced, device, cudnn_benchmark, search) if workspaces == CUDNN else None
+    asked = _answers(traced, device, cudnn_benchmark, workspaces, search) if workspaces is not None else None
     if near_limit or asked is not None:
         memory = replay(
             traced.trace, device, cudnn_benchmark=cudnn_benchmark, allocator=allocator, timeline=timeline,
@@ -108,12 +115,13 @@ def require_workspaces(given: object) -> str | None:
     """
     if given is None or given == GUESSED:
         return None
-    if given != CUDNN:
+    if given not in WORKSPACES:
         raise unknown_name("workspaces", given, WORKSPACES)
-    from featurize.cudnn.libraries import installed_libraries
+    if given == CUDNN:
+        from featurize.cudnn.libraries import installed_libraries
 
-    installed_libraries()
-    return CUDNN
+        installed_libraries()
+    return str(given)
 
 
 def prepare_workspaces(
@@ -128,25 +136,40 @@ def prepare_workspaces(
         search: How the job searches; None: as this process does, with TF32 allowed.
 
     Raises:
-        UsageError: A GPU model that cuDNN cannot be asked about.
+        UsageError: A GPU model that cuDNN cannot be asked about, with `cudnn`.
     """
-    if workspaces == CUDNN:
-        from featurize.cudnn.oracle import oracle_for
+    if workspaces not in (CUDNN, AUTO):
+        return
+    from featurize.cudnn.oracle import oracle_for
 
+    try:
         oracle_for(device).prepare(search or _search_of_job(cudnn_benchmark))
+    except CommandError:
+        if workspaces == CUDNN:
+            raise
 
 
-def _asked(
-    traced: TracedStep, device: DeviceSpec, benchmark: bool, search: SearchSettings | None
-) -> Mapping[LibraryCall, ConvolutionWorkspace]:
-    """The oracle's answers about the trace's convolutions."""
+def _answers(
+    traced: TracedStep, device: DeviceSpec, benchmark: bool, workspaces: str, search: SearchSettings | None
+) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
+    """The answers about the trace's convolutions; None, with `auto`, where neither source knows the GPU model."""
+    from featurize.cudnn.distilled import distilled_for
+    from featurize.cudnn.distilled_step import distilled_workspaces
     from featurize.cudnn.oracle import oracle_for
     from featurize.cudnn.releases import for_release
     from featurize.cudnn.workspaces import convolution_workspaces
 
-    search = search or _search_of_job(benchmark)
-    answered = convolution_workspaces(traced.trace, device, oracle_for(device), search)
-    return for_release(answered, device, benchmark=search.benchmark)
+    chosen = search or _search_of_job(benchmark)
+    sources: dict[str, Callable[[], Mapping[LibraryCall, ConvolutionWorkspace]]] = {
+        CUDNN: lambda: convolution_workspaces(traced.trace, device, oracle_for(device), chosen),
+        DISTILLED: lambda: distilled_workspaces(traced.trace, device, distilled_for(device), chosen),
+    }
+    for name, answers in sources.items():
+        if workspaces not in (name, AUTO):
+            continue
+        with contextlib.suppress(CommandError) if workspaces == AUTO else contextlib.nullcontext():
+            return for_release(answers(), device, benchmark=chosen.benchmark)
+    return None
 
 
 def _search_of_job(benchmark: bool) -> SearchSettings:

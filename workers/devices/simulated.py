@@ -58,6 +58,8 @@ class SimulatedDevice:
         step = simulate(trace, self.spec, config, memory=_limited(trace, self.spec, config, slot.memory_fraction))
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
+        if answers := _asked(trace, self.spec, config):
+            link.report("convolutions", answers=answers)
         if not step.fits:
             raise SimulatedOutOfMemoryError(
                 f"{self.spec.name} (simulated): the step needs {step.peak_memory_mib:.0f} MiB, "
@@ -117,6 +119,23 @@ def _limited(trace, spec, config, fraction: float | None):
 
     settings = AllocatorSettings(per_process_memory_fraction=fraction)
     return replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings)
+
+
+def _asked(trace, spec, config) -> dict:
+    """Return what cuDNN answers about the step's convolutions, where the family asks it; else nothing."""
+    from featurize.families import asks_cudnn
+
+    if not asks_cudnn(config.family):
+        return {}
+    from featurize.cudnn.oracle import oracle_for
+    from featurize.cudnn.recorded import answers_to_record
+    from featurize.cudnn.workspaces import search_settings
+
+    oracle = oracle_for(spec)
+    try:
+        return answers_to_record(trace, oracle, search_settings(benchmark=config.cudnn_benchmark))
+    finally:
+        oracle.close()
 
 
 def _share(slot: Slot) -> str:
