@@ -80,7 +80,7 @@ def estimate_script(
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
     coverage: float = LEVEL,
-    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
+    known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
     name: str | None = None,
     time_limit_s: float = TIME_LIMIT_S,
