@@ -53,7 +53,8 @@ _SCORES: Mapping[float, float] = {
 COVERAGES = tuple(_SCORES)  # of the distribution that an estimate holds
 # cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator gives cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
-# timm's models (RTX 3090, AMP) it lets in 85 % at the largest batch that ran and 2 at the next one, with 7 % 90 % and 3.
+# timm's models (RTX 3090, AMP), 85 % are let in at the largest batch that ran, and 2 at the next one (with 7 %: 90 %
+# and 3).
 _WORKSPACES_AT_LIMIT, _OF_LIVE_AT_LIMIT = 2.0, 0.09
 
 
