@@ -22,6 +22,7 @@ _COLUMNS = 4  # of small panels
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8a6d3b")  # Okabe-Ito
 _DASHES = ("-", "--", ":", "-.")
 _CLASSES = 10  # more bars than that are no picture
+_MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
 _CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
 
 
@@ -36,6 +37,11 @@ def plots_of(done: Benchmark, file: str) -> list[tuple[str, str]]:
         ("Median of the signed error by batch size, in steps of two.", _by_batch),
         ("Recall by class; n is the number of rows that belong to it.", _recall),
         ("Reliability: share of labels at or under each predicted quantile; the star is the 99 % bound.", _reliable),
+        (
+            "Coverage over tightness: the share of rows that lie under a bound, and how far it lies over the need. Solid: the "
+            "estimator's own bounds; dashed: its estimate with one margin on top, the same for all rows.",
+            tightness,
+        ),
     ):
         svg = _svg(draw, done, file)
         if svg is not None:
@@ -275,6 +281,45 @@ def _reliable(plt, done: Benchmark, file: str):
     axes.grid(color="0.92", linewidth=0.6)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
+
+
+def tightness(plt, done: Benchmark, file: str):
+    """Draw the share of labels under a bound over how far the bound lies over the label, in the median."""
+    if not done.relative:
+        return None
+    curves = {name: curve for name, rows in _own(done, file).items() if (curve := _tightness_of(rows)) is not None}
+    if not curves:
+        return None
+    figure, axes = plt.subplots(figsize=(6.8, 3.8), layout="constrained")
+    for (name, (bounded, points)), style in zip(curves.items(), _styles(list(curves)).values(), strict=True):
+        line = {"linestyle": "-", "marker": "o", "linewidth": 1.6} if bounded else {"linestyle": "--", "linewidth": 1.0}
+        axes.plot(*zip(*points, strict=True), markersize=3, label=name, color=style["color"], **line)
+    axes.axhline(0.99, color="0.6", linewidth=0.8, linestyle=":")
+    axes.set_xlim(-0.05, 0.6)
+    axes.set_ylim(0.5, 1.005)
+    axes.set_xticks(ticks := [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], [f"{tick:.0%}" for tick in ticks])
+    axes.set_yticks(ticks := [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99], [f"{tick:.0%}" for tick in ticks])
+    axes.set_xlabel("bound over the need, in the median")
+    axes.set_ylabel("share of the rows under the bound")
+    axes.grid(color="0.92", linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def _tightness_of(rows: Sequence[Scored]) -> tuple[bool, list[tuple[float, float]]] | None:
+    """Return whether the bounds are the estimator's own, and (excess, coverage) of each; None without an answer."""
+    ok = [row for row in rows if row.label is not None and row.estimate is not None]
+    if not ok:
+        return None
+    label = np.array([row.label for row in ok], dtype=float)
+    bounded = all(row.upper is not None and row.quantiles for row in ok)
+    if bounded:
+        levels = [k for k, level in enumerate(RELIABILITY) if 0.5 <= level < 0.99]
+        bounds = [np.array([row.quantiles[k] for row in ok]) for k in levels]
+        bounds.append(np.array([row.upper for row in ok], dtype=float))
+    else:
+        bounds = [np.array([row.estimate for row in ok], dtype=float) * margin for margin in _MARGINS]
+    return bounded, [(float(np.median(bound / label)) - 1, float(np.mean(label <= bound))) for bound in bounds]
 
 
 def _error(done: Benchmark, value: float) -> str:
