@@ -38,7 +38,7 @@ def plots_of(done: Benchmark, file: str) -> list[tuple[str, str]]:
         ("Recall by class; n is the number of rows that belong to it.", _recall),
         ("Reliability: share of labels at or under each predicted quantile; the star is the 99 % bound.", _reliable),
         (
-            "Coverage over tightness: the share of rows that lie under a bound, and how far it lies over the need. Solid: the "
+            "Coverage over tightness: the share of rows under a bound, and how far it lies over the need. Solid: the "
             "estimator's own bounds; dashed: its estimate with one margin on top, the same for all rows.",
             tightness,
         ),
