@@ -60,9 +60,9 @@ import sys
 import numpy as np
 from learn.learned.tree_model import SavedBooster
 model = SavedBooster(open({str(SHIPPED[0])!r}).read().partition("\\n")[2])
-few = model.predict(np.zeros((3, 92)))
+few = model.predict(np.zeros((3, 99)))
 print("lightgbm" in sys.modules)
-many = model.predict(np.zeros((20_000, 92)))
+many = model.predict(np.zeros((20_000, 99)))
 print("lightgbm" in sys.modules, bool((many == few[0]).all()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
