@@ -104,10 +104,11 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
     )
     from warehouse.folder import DataFolder
 
+    folder = DataFolder.resolve(settings.data).open()
     version = require_cudnn()
     devices, smaller = _devices()
     kept = None if settings.answers is None else Path(settings.answers)
-    convolutions = convolutions_of_runs(DataFolder.resolve(settings.data))
+    convolutions = convolutions_of_runs(folder)
     progress("tracing networks", 0, 0)
     held_out = convolutions_of_networks(networks)
     held_out = random.Random(settings.seed).sample(held_out, min(settings.judged, len(held_out)))

@@ -6,6 +6,7 @@ Start reading at `install_saving`. A file that is read back gives tensors of the
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import io
@@ -92,23 +93,27 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
     replace_attribute(nn.Module, "load_state_dict", load_states_in_place)
     replace_attribute(torch, "save", save_kept)
     replace_attribute(torch, "load", load_kept)
-    _install_torchscript(files)
+    _install_torchscript()
     if importlib.util.find_spec("safetensors") is not None:
         _install_safetensors(files, note)
     if importlib.util.find_spec("tokenizers") is not None:
         _install_tokenizers(files)
 
 
-def _install_torchscript(files: SavedFiles) -> None:
-    """Save a module that was not scripted as it is."""
+def _install_torchscript() -> None:
+    """Save a module that was not scripted as it is, and load it as it was then, from memory."""
     load = torch.jit.load
+    modules: dict[str, Any] = {}
 
     def save(module: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         torch.save(module, f)
+        if isinstance(f, str | os.PathLike):
+            modules[os.path.abspath(f)] = copy.deepcopy(module)
 
     def load_kept(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, str | os.PathLike) and files.at(f) != f:
-            return torch.load(f, map_location, weights_only=False)
+        if isinstance(f, str | os.PathLike) and (kept := modules.get(os.path.abspath(f))) is not None:
+            module = copy.deepcopy(kept)
+            return module if map_location is None else module.to(map_location)
         return load(f, map_location, *args, **kwargs)
 
     replace_attribute(torch.jit, "save", save)

@@ -16,6 +16,9 @@ def _as_it_was():
     cudnn = torch.backends.cudnn
     parts = (torch.backends, torch.backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn) if NEW_API else ()
     before = [part.fp32_precision for part in parts]
+    if NEW_API:  # as in a fresh process, whatever other tests have set
+        torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = cudnn.fp32_precision = "none"
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
     yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
     for part, precision in zip(parts, before, strict=True):
