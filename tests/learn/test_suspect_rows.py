@@ -43,6 +43,18 @@ def test_one_label_that_is_gigabytes_off_the_same_network_at_other_batches_is_do
     assert "other batches" in doubts.pop(place) and doubts == [""] * 3
 
 
+def test_a_single_label_below_those_of_larger_batches_is_doubted_and_not_these(steps, traced_mib):
+    """All larger batches take 6 GiB more than traced and agree; the smallest takes what the trace says."""
+    label = [traced_mib[0]] + [mib + 6 * MIB_PER_GIB for mib in traced_mib[1:]]
+    assert [bool(doubt) for doubt in doubts_of(steps, label)] == [True, False, False, False]
+
+
+def test_a_larger_batch_bounds_what_smaller_ones_take(steps, traced_mib):
+    """The figures are of the whole card: another job can only add to them."""
+    label = [mib + 6 * MIB_PER_GIB for mib in traced_mib[:3]] + [traced_mib[3] + 100]
+    assert [bool(doubt) for doubt in doubts_of(steps, label)] == [True, True, True, False]
+
+
 def test_a_label_below_the_job_s_own_tensors_is_doubted_even_alone(steps):
     config = replace(CNN, batch_size=4096, image_size=128)
     rows = make_rows("memory", [config], [2301.0])
@@ -63,9 +75,7 @@ def test_rows_that_were_not_traced_are_left_as_they_are(traced_mib):
     assert doubts_of(StepStore(), [90_000.0, 1.0, 2.0, 3.0]) == [""] * 4
 
 
-def test_in_a_network_whose_rows_contradict_each_other_every_label_gigabytes_off_its_trace_is_doubted(
-    steps, traced_mib
-):
+def test_where_as_many_rows_are_in_doubt_every_label_gigabytes_off_its_trace_is_doubted(steps, traced_mib):
     """Another job on the card adds as much to two batches as to one."""
     label = [mib + 16 * MIB_PER_GIB for mib in traced_mib[:2]] + [traced_mib[2] + 100, traced_mib[3] + 100]
     assert [bool(doubt) for doubt in doubts_of(steps, label)] == [True, True, False, False]
