@@ -66,6 +66,8 @@ def benchmark(
         notes += more
         if settings.doubtful == "drop":
             index = index[selection.rows.doubt[index] == ""]
+    elif selection.rows.target.is_memory:
+        notes.append("labels were not compared with traces, which no learned estimator that is asked reads")
     tally.add(len(index) * len(names) + len(parts) * len(learned))
     asked = ask_free(selection, index, free, settings, tally) if free else {}
     fitted = {name: ask_learned(name, selection, parts, bins, settings.seed, tally, steps) for name in learned}
@@ -156,7 +158,7 @@ def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str
 
 
 def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
-    """The selection with doubts about labels that the rows beside them contradict; says of how many."""
+    """Return the selection with the doubts of `learn.suspect_rows`, and a note of how many there are."""
     from learn.suspect_rows import with_suspects
 
     rows = with_suspects(selection.rows, steps)
@@ -164,7 +166,7 @@ def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSele
     for file in dict.fromkeys(selection.file.tolist()):
         n = int((rows.doubt != selection.rows.doubt)[selection.file == file].sum())
         if n:
-            notes.append(f"{file}: {n} more rows are in doubt, as the rows beside them and the trace have it")
+            notes.append(f"{file}: {n} more rows are in doubt: traces or rows of the same network contradict them")
     return replace(selection, rows=rows), notes
 
 

@@ -92,7 +92,8 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
         run |= {"error_type": DOUBT, "error": "step_ms and samples_per_s contradict each other"}
     yield run
     larger = next((size for size in TIMM_BATCHES if size > batch), None)
-    if run["status"] == "ok" and larger is not None and batch in TIMM_BATCHES:
+    trusted = run["status"] == "ok" and run.get("error_type") is None
+    if trusted and larger is not None and batch in TIMM_BATCHES:
         config = _image_config(row["model"], larger, "fp16", row["layout"], side)
         tried = f"inferred: the benchmark tries this batch before {batch}, and {batch} is the largest that ran"
         yield {**card, **config, "parameters": parameters, "status": "oom", "oom_kind": "device", "error": tried}

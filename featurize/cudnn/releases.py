@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from featurize.cudnn.libraries import OLDEST
-from featurize.cudnn.workspaces import GUESSED, ConvolutionWorkspace
+from featurize.cudnn.workspaces import GUESSED, ORACLE, ConvolutionWorkspace
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import LibraryCall, workspace_bytes
 
@@ -85,9 +85,11 @@ def release_note(
         or all(version.split(".")[:2] == _text(release).split(".")[:2] for version in asked)
     ):
         return None
+    distilled = all(workspace.source != ORACLE for workspace in workspaces.values())
+    answered = "is what the distilled models were fitted on" if distilled else "was asked"
     note = (
         f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {_text(release)}, and "
-        f"{' and '.join(asked)} was asked: two versions can choose different engines"
+        f"{' and '.join(asked)} {answered}: two versions can choose different engines"
     )
     kept = sum(workspace.problem == _NOT_AS_ASKED.format(_text(release)) for workspace in workspaces.values())
     return f"{note}; {kept} convolutions with 1x1 kernels stay guessed" if kept else note

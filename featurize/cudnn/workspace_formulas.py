@@ -18,7 +18,7 @@ from featurize.cudnn.signature import ConvolutionSignature
 PADDINGS = ("exact", "padded", "by group", "by group of 32")
 SMALL_BYTES = 2**16  # below it, a workspace holds no copy but tables and counters
 _ALIGNED_BYTES = 16  # to which kernels for the tensor cores want channels padded
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 class WorkspaceFormula(NamedTuple):
@@ -141,7 +141,7 @@ def _raw(signature: ConvolutionSignature) -> tuple[float, ...]:
     image, kernel, response = (_three(shape) for shape in (signature.image, signature.kernel, signature.response))
     stride = signature.stride
     return (
-        _ELEMENT_BYTES[signature.dtype], signature.dtype == "bfloat16", signature.channels_last,
+        ELEMENT_BYTES[signature.dtype], signature.dtype == "bfloat16", signature.channels_last,
         len(signature.image) - 2, signature.image[0], signature.image[1], signature.kernel[0], signature.kernel[1],
         *image, *response, *kernel,
         stride[-1], signature.padding[-1], signature.dilation[-1], stride[-1] != stride[0],

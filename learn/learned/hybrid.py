@@ -55,9 +55,10 @@ _STRETCHED_AT_MOST = 4.0
 class HybridEstimator(Estimator):
     """The trace's figure times a learned factor (ratios: plus a learned term); gradient-boosted trees learn it.
 
-    Memory only ever grows with the trace's own: the factor is learned from what a network is, whatever its batch size,
-    and from the trace's memory, and the curve from traced to estimated memory is made monotone for each network. It
-    never falls below weights and context. Rows that ran out of memory count as "at least the device's memory".
+    The factor of memory is learned from what a network is, whatever its batch size, from how assumptions about
+    workspaces move the trace, and from the trace's memory. For each network, and for given ratios of these assumptions,
+    the curve from traced to estimated memory is made monotone. It never falls below weights and context. Rows that ran
+    out of memory count as "at least the device's memory".
 
     The scale of the errors is learned from errors on rows held out by group (by module, where a family has many), and
     a conformal bound is taken over the scaled ones, by family and device where there are enough of them; what is of

@@ -151,7 +151,7 @@ def estimate_script(
 
 
 def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
-    if not known:
+    if known is None:
         return ()
     if known == RUNS:
         raise UsageError("known=runs is for trial configs; for a script give its measured runs")

@@ -31,18 +31,16 @@ _SAVES = re.compile(
 )
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".pth.tar")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-# Functions of `os` whose first argument is a path that is looked at or changed, but neither made nor removed.
-_LOOKING = (
-    "stat", "lstat", "access", "readlink", "listxattr", "getxattr", "setxattr", "statvfs", "utime", "chmod", "chown",
-    "truncate",
-)  # fmt: skip
+# Functions of `os` whose first argument is a path that is looked at, and those that change a file which stays.
+_LOOKING = ("stat", "lstat", "access", "readlink", "listxattr", "getxattr", "statvfs")
+_ALTERING = ("setxattr", "utime", "chmod", "chown", "truncate")
 _CHANGING = ("open", "mkdir", "remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "listdir", "scandir")
 
 
 class SavedFiles:
     """The files that a script has saved. A path keeps its name below `root`, and is looked up there first.
 
-    note   hears that files were kept
+    note   called with `NOTE` where a file is kept
     """
 
     def __init__(self, root: Path, note: Callable[[str], None]) -> None:
@@ -51,7 +49,7 @@ class SavedFiles:
         self._used = False
         self._removed: set[str] = set()  # what the script has removed while saving, and is still there
         self._os: dict[str, Callable[..., Any]] = {
-            name: getattr(os, name) for name in (*_LOOKING, *_CHANGING) if hasattr(os, name)
+            name: getattr(os, name) for name in (*_LOOKING, *_ALTERING, *_CHANGING) if hasattr(os, name)
         }
         self._builtin_open, self._remove_tree = builtins.open, shutil.rmtree
 
@@ -59,9 +57,10 @@ class SavedFiles:
         """Replace the functions of Python that open, list, make and remove files, in this process."""
         replace_attribute(builtins, "open", self.open)
         replace_attribute(io, "open", self.open)
-        for name in _LOOKING:
+        for name in (*_LOOKING, *_ALTERING):
             if name in self._os:
-                looking = functools.partial(self._look, self._os[name])  # which no class that holds it binds
+                way = self._look if name in _LOOKING else self._alter
+                looking = functools.partial(way, self._os[name])  # which no class that holds it binds
                 replace_attribute(os, name, functools.update_wrapper(looking, self._os[name]))
         for name in _CHANGING:
             replace_attribute(os, name, getattr(self, f"_{name}"))
@@ -145,6 +144,8 @@ class SavedFiles:
             return self._builtin_open(self.at(file), mode, *args, **kwargs)
         if not self.takes(file):
             return self._builtin_open(file, mode, *args, **kwargs)
+        if "x" in mode and os.path.lexists(file):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
         return self._builtin_open(self._kept_copy(file, whole="a" in mode or "r" in mode), mode, *args, **kwargs)
 
     def _kept_copy(self, path: Any, *, whole: bool) -> str:
@@ -159,6 +160,12 @@ class SavedFiles:
 
     def _look(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         return function(path if kwargs.get("dir_fd") is not None else self.at(path), *args, **kwargs)
+
+    def _alter(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Change a file's content or attributes; those of a file that is changed while saving, in the folder."""
+        if kwargs.get("dir_fd") is None and os.path.isfile(path) and self.takes(path):
+            return function(self._kept_copy(path, whole=True), *args, **kwargs)
+        return self._look(function, path, *args, **kwargs)
 
     def _opened_by_number(self, path: Any, flags: int) -> Any:
         return self._kept_copy(path, whole=True) if flags & _WRITING and self.takes(path) else self.at(path)

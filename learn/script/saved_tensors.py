@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from featurize.replacing import replace_attribute
 from learn.script.device_mode import names_cuda
-from learn.script.saved_files import SavedFiles
+from learn.script.saved_files import NOTE, SavedFiles
 
 _LARGE = 2**20  # elements: values of larger tensors are not kept, as random ones were never drawn
 _REBUILD = "_rebuild_without_values"
@@ -43,7 +43,7 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
 
     Args:
         files: Where saved files are kept.
-        note: Hears what was kept from writing.
+        note: Called with a sentence for what was done instead of saving.
     """
     _install_pickling()
     lost: dict[str, str] = {}  # where a file is kept whose content could not be -> why
@@ -53,10 +53,11 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
     def save_kept(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         is_path = isinstance(f, str | os.PathLike)
         if is_path:
-            note("torch.save was kept from writing")
+            note(NOTE)
         place = files.into(f) if is_path else f
         try:
             save(obj, place, *args, **kwargs)
+            lost.pop(place, None) if is_path else None
         except Exception as error:  # of whatever the script saves
             if not is_path:
                 raise
@@ -68,16 +69,17 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
             place = files.at(f)
             if (why := lost.get(os.fspath(place))) is not None:
                 raise RuntimeError(
-                    f"{os.fspath(f)} cannot be read back: a script that is estimated saves nothing, and what it wrote "
-                    f"there could not be kept ({why})"
+                    f"{os.fspath(f)} cannot be read back: saving is suppressed while a script is estimated, and this "
+                    f"file could not be kept ({why})"
                 )
             f = place
+        places = map_location.values() if isinstance(map_location, dict) else (map_location,)
+        on_gpu = any(isinstance(place, str | torch.device) and names_cuda(place) for place in places)
         with _loading(back_on_gpu=map_location is None):
             content = load(f, "cpu", *args, **kwargs)
-        places = map_location.values() if isinstance(map_location, dict) else (map_location,)
-        if not any(isinstance(place, str | torch.device) and names_cuda(place) for place in places):
+        if not on_gpu:
             return content
-        return tree_map(lambda value: value.to("cuda") if isinstance(value, Tensor) else value, content)
+        return tree_map(lambda value: value.to("cuda") if isinstance(value, Tensor | nn.Module) else value, content)
 
     load_states = nn.Module.load_state_dict
 
@@ -162,7 +164,7 @@ def _install_safetensors(files: SavedFiles, note: Callable[[str], None]) -> None
     opened = safetensors.safe_open
 
     def save_file(tensors: Mapping[str, Tensor], filename: Any, metadata: Mapping[str, str] | None = None) -> None:
-        note("safetensors.torch.save_file was kept from writing")
+        note(NOTE)
         with open(files.into(filename), "wb") as target:
             write_safetensors(tensors, target, metadata)
 

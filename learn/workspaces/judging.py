@@ -13,7 +13,7 @@ import numpy as np
 from conf.units import MIB
 from featurize.cudnn.distilled import DistilledWorkspaces
 from featurize.cudnn.signature import ConvolutionSignature, SearchSettings
-from featurize.cudnn.workspace_formulas import workspace_class
+from featurize.cudnn.workspace_formulas import ELEMENT_BYTES, workspace_class
 from featurize.device_spec import DeviceSpec
 from featurize.library_calls import LibraryCall, workspace_bytes
 from learn.workspaces.labels import LabelledWorkspaces
@@ -21,7 +21,6 @@ from learn.workspaces.labels import LabelledWorkspaces
 _KINDS = {
     "forward": "conv_forward", "data_gradient": "conv_backward_data", "weight_gradient": "conv_backward_weight",
 }  # fmt: skip
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ def _call(signature: ConvolutionSignature) -> LibraryCall:
     return LibraryCall(
         _KINDS[signature.operation],
         (signature.image, signature.kernel, signature.response),
-        _ELEMENT_BYTES[signature.dtype],
+        ELEMENT_BYTES[signature.dtype],
         signature.channels_last,
         signature.groups,
         convolution=signature,

@@ -21,7 +21,7 @@ import warehouse
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.cudnn.answer_cache import AnswerCache
 from featurize.cudnn.libraries import installed_libraries
-from featurize.cudnn.oracle import CudnnOracle
+from featurize.cudnn.oracle import CRASHED, HUNG, NOT_ASKED, CudnnOracle
 from featurize.cudnn.recorded import read_answers
 from featurize.cudnn.signature import OPERATIONS, ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device_spec import DeviceSpec
@@ -289,9 +289,10 @@ _Answers = tuple[DeviceSpec, SearchSettings, dict[ConvolutionSignature, OracleAn
 def _labelled(
     device: DeviceSpec, search: SearchSettings, answers: dict[ConvolutionSignature, OracleAnswer]
 ) -> LabelledWorkspaces:
-    sizes = [answer.plans[0].workspace_bytes if answer.plans else math.nan for answer in answers.values()]
+    complete = {signature: one for signature, one in answers.items() if one.problem not in (HUNG, CRASHED, NOT_ASKED)}
+    sizes = [answer.plans[0].workspace_bytes if answer.plans else math.nan for answer in complete.values()]
     return LabelledWorkspaces(
-        tuple(answers),
+        tuple(complete),
         np.full(len(sizes), search.allow_tf32),
         np.full(len(sizes), device.sm_count),
         np.array(sizes, dtype=np.float64),
