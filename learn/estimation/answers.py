@@ -189,7 +189,13 @@ class Question:
             if not self.known_in_folder:
                 none_here = (f"known: no run was measured on {device.name}",) if self.known else ()
                 return replace(done, warnings=(*done.warnings, *none_here))
-            return replace(done, warnings=(*done.warnings, "known=runs: the data folder has no run of this job"))
+            return replace(
+                done,
+                warnings=(
+                    *done.warnings,
+                    "known=runs: the data folder has no run of this job that was measured on a GPU",
+                ),
+            )
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
         at_hand = traced
@@ -319,7 +325,7 @@ def _assembled(
         notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
     elif not by_trace and values["peak_memory_mib"] > limit_mib:
         notes.insert(0, f"out of memory by {by['memory']}: it may take {limit_mib:,.0f} MiB {room}")
-    if (note := widest(values.get("uncertain", {}))) is not None:
+    if (note := widest(values.get("uncertain", {}), (upper or 0.0) - values["peak_memory_mib"])) is not None:
         notes.append(note)
     if allocator is not None and not by_trace:
         limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"

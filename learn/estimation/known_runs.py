@@ -18,8 +18,9 @@ import numpy as np
 from conf.errors import UsageError, unknown_name
 from featurize.device_spec import DeviceSpec, device_names, plain_device
 from featurize.trial_config import TrialConfig
+from learn.analytical.trace import NO_BOUND
 from learn.estimation.job_estimate import Estimate, estimators_named
-from learn.estimation.memory_causes import COVERAGES, NEIGHBOUR, Uncertainty, widest
+from learn.estimation.memory_causes import BOUND_NOTE, COVERAGES, NEIGHBOUR, Uncertainty, widest
 
 if TYPE_CHECKING:
     from learn.traced import TracedStep
@@ -39,12 +40,19 @@ _SAME_JOB, _A_DOUBLING, _FURTHER, _MOST_FURTHER = 0.01, 0.06, 0.015, 3.0
 # constant (context, libraries) and a share (workspaces, kernels), towards smaller ones a share. Of 0, 0.5 and 1 the
 # least error on 4,870 pairs of rows of timm's models on one A100, doubted ones apart.
 _GROWTH_UP, _GROWTH_DOWN = 0.5, 1.0
-_OF_OTHERS = ("memory: ", "out of memory", "it may run out of memory")  # notes on the figure that the runs replace
+_OF_OTHERS = (
+    "memory: ",
+    "out of memory",
+    "it may run out of memory",
+    BOUND_NOTE,
+    NO_BOUND,
+)  # notes on the figure that the runs replace
 RUNS = "runs"  # in place of a list: the data folder's own
 _MOST_BATCHES = 4  # of them, the nearest: each is traced
-# Chosen: a run that is further from its trace than this factor, or runs of one batch that are this far apart,
-# contradict each other. They move the estimate but narrow nothing.
+# Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart
+# contradict each other: they move the estimate but narrow nothing.
 _CONTRADICTS = 1.5
+_OTHER_CONTEXT_MIB = 2048.0  # by which contexts of two machines hardly differ, however small the job
 _RUNS_DIFFER = 1.1
 _LIVE = 0.85  # of what the trace counts as alive, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
@@ -177,8 +185,9 @@ def moved(
 
     Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
     runs in proportion, beyond them with the square root of the reserved memory. The bound's width is never above the
-    one without the runs, and a job that surely fits the card is bounded by the card, as without them. Runs that
-    contradict the trace or each other move the estimate and narrow nothing; a note says so.
+    one without the runs, but for what runs of one batch differ by, and a job that surely fits the card is bounded by
+    the card, as without them. Runs that contradict the trace are left out; those that contradict each other move the
+    estimate and narrow nothing. A note says so.
 
     Args:
         done: The estimate, traced on its machine.
@@ -195,14 +204,18 @@ def moved(
         (_on_trace(run, trace_of(run.batch_size), done) for run in runs), key=lambda one: one.reserved_mib
     )
     assert done.card_mib is not None and done.reserved_mib is not None, "the job is traced"
+    of_another_job = [note for one in measured if (note := _of_another_job(one)) is not None]
+    measured = [one for one in measured if _of_another_job(one) is None]
+    if not measured:
+        return replace(done, warnings=(*of_another_job, *done.warnings))
     difference_mib = _difference_at(done.reserved_mib, measured)
     peak_mib = max(done.card_mib + difference_mib, done.allocated_mib or 0.0)
     contradictions = _contradictions(measured)
     uncertain = _uncertainty(measured, done.reserved_mib, peak_mib, without, narrows=not contradictions)
     needed_mib = without.needed_mib + max(difference_mib, 0.0)
     uncertain = replace(uncertain, needed_mib=needed_mib)
-    by = {**done.answered_by, "memory": f"trace with {len(runs)} measured run{'s' if len(runs) > 1 else ''}"}
-    notes = [note for note in done.warnings if note != widest(done.uncertain) and not note.startswith(_OF_OTHERS)]
+    by = {**done.answered_by, "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}"}
+    notes = [note for note in done.warnings if not note.startswith(_OF_OTHERS)]
     limit_mib = done.device_memory_mib if done.limit_mib is None else done.limit_mib
     if limit_mib is not None and peak_mib > limit_mib:
         notes.insert(0, f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}")
@@ -218,7 +231,12 @@ def moved(
         distribution=tuple(bounds.items()),
         answered_by=by,
         estimator=estimators_named(by),
-        warnings=(*contradictions, *notes, *filter(None, [widest(causes)])),
+        warnings=(
+            *of_another_job,
+            *contradictions,
+            *notes,
+            *filter(None, [widest(causes, bounds[coverage] - peak_mib)]),
+        ),
     )
 
 
@@ -245,18 +263,8 @@ def _uncertainty(
 
 
 def _contradictions(measured: Sequence[OnTrace]) -> list[str]:
-    """Return a note for each run that contradicts its trace, and for runs of one batch that contradict each other."""
+    """Return a note for runs that contradict each other."""
     notes = []
-    for one in measured:
-        ratio = (one.card_mib + one.difference_mib) / one.card_mib
-        below_live = one.run.memory_mib < one.live_mib
-        if below_live or not 1 / _CONTRADICTS <= ratio <= _CONTRADICTS:
-            less = f", {one.live_mib:,.0f} MiB of it without any cache" if below_live else ""
-            notes.append(
-                f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,}, where the trace says "
-                f"{one.run.memory_mib - one.difference_mib:,.0f} MiB ({one.run.kind}){less}: the measurement may be "
-                "of a different job, and it narrows no bound"
-            )
     of_size: dict[int, list[float]] = {}
     for one in measured:
         of_size.setdefault(one.run.batch_size, []).append(one.card_mib + one.difference_mib)
@@ -272,6 +280,20 @@ def _contradictions(measured: Sequence[OnTrace]) -> list[str]:
         if of_large * _RUNS_DIFFER < of_small
     ]
     return notes
+
+
+def _of_another_job(one: OnTrace) -> str | None:
+    """Return a note for a run that is left out: its trace says it is hardly of this job. None for the others."""
+    ratio = (one.card_mib + one.difference_mib) / one.card_mib
+    below_live = one.run.memory_mib < one.live_mib
+    too_high = ratio > _CONTRADICTS and one.difference_mib > _OTHER_CONTEXT_MIB
+    if not (below_live or too_high or ratio < 1 / _CONTRADICTS):
+        return None
+    less = f", {one.live_mib:,.0f} MiB of it without any cache" if below_live else ""
+    return (
+        f"known: {one.run.memory_mib:,.0f} MiB at a batch of {one.run.batch_size:,} is left out: the trace says "
+        f"{one.run.memory_mib - one.difference_mib:,.0f} MiB ({one.run.kind}){less}, so it is probably of another job"
+    )
 
 
 def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:

@@ -28,12 +28,12 @@ CONTEXT = "context and libraries"
 HELD_OUT = "errors on held-out rows"
 NEIGHBOUR = "distance to the measured run"
 NARROWED_BY: Mapping[str, str] = {
-    WORKSPACES: "one measured run (known=) narrows it, and workspaces=cudnn (extra cudnn) asks cuDNN",
+    WORKSPACES: "one measured run (known=) narrows it",
     FRAGMENTATION: "one measured run (known=) narrows it",
     KERNELS: "one measured run (known=) narrows it",
     CONTEXT: "python -m learn.calibrate narrows it",
     HELD_OUT: "one measured run (known=) narrows it",
-    NEIGHBOUR: "a measured run of a nearer batch size narrows it",
+    NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
 
 # Shares of the 99 % margin, from residuals (label less the larger of the trace and a fit that had not seen the row) of
@@ -50,6 +50,7 @@ _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER:
 _SCORES: Mapping[float, float] = {
     0.01: -0.8, 0.05: -0.6, 0.1: -0.45, 0.25: -0.25, 0.5: 0.0, 0.75: 0.12, 0.9: 0.31, 0.95: 0.5, 0.99: 1.0,
 }  # fmt: skip
+BOUND_NOTE = "the bound "  # begins the note on it
 COVERAGES = tuple(_SCORES)  # of the distribution that an estimate holds
 # cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator gives cached memory
 # back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
@@ -143,13 +144,17 @@ def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
     return largest, most_live
 
 
-def widest(causes_mib: Mapping[str, float]) -> str | None:
+def widest(causes_mib: Mapping[str, float], above_mib: float) -> str | None:
     """Return a note: what makes the bound wide, the largest share first, and what would narrow it."""
     shares = sorted(((mib, cause) for cause, mib in causes_mib.items() if mib >= 0.5), reverse=True)
     if not shares:
         return None
     listed = ", ".join(f"{mib:,.0f} MiB for {cause}" for mib, cause in shares)
-    return f"the bound exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}"
+    if above_mib < 0.99 * sum(causes_mib.values()):
+        return (
+            f"{BOUND_NOTE}is what can be taken of the card: without spare workspaces and caches the job surely fits it"
+        )
+    return f"{BOUND_NOTE}exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}"
 
 
 def require_coverage(coverage: object) -> float:

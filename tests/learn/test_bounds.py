@@ -125,9 +125,9 @@ def test_a_neighbour_says_less_than_the_job_itself_and_two_say_more_than_one():
 
 
 def test_runs_of_one_batch_that_differ_count_alike_in_any_order_and_lie_below_the_bound():
-    runs = [{"batch_size": 64, "memory_mib": mib} for mib in (2000, 3000)]
+    runs = [{"batch_size": 64, "memory_mib": mib} for mib in (2000, 2600)]
     same, reversed_ = (estimate(net, images(64), known=known) for known in (runs, runs[::-1]))
-    assert same.peak_memory_mib == reversed_.peak_memory_mib and same.upper_mib > 3000
+    assert same.peak_memory_mib == reversed_.peak_memory_mib and same.upper_mib > 2600
     near, far = (estimate(net, images(128), known=known) for known in (runs, runs[::-1]))
     assert near.peak_memory_mib == far.peak_memory_mib
     piped = estimate(net, images(64), known=runs[:1], loop="pipeline")
@@ -165,7 +165,7 @@ def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
 
 def test_a_measurement_far_from_the_trace_has_a_warning():
     done = estimate(net, images(64), known=[{"batch_size": 64, "memory_mib": 30_000}])
-    assert "the measurement may be of a different job" in done.warnings[0]
+    assert "is left out: the trace says" in done.warnings[0] and "another job" in done.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,13 @@ def test_a_run_that_equals_its_trace_widens_no_bound_and_keeps_the_cap_at_the_ca
     assert capped.upper_mib == narrowed.upper_mib == card.memory_mib
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 2.5])
-def test_a_run_that_contradicts_its_trace_narrows_nothing_either_way(share):
+@pytest.mark.parametrize("share", [0.3, 0.5, 6.0])
+def test_a_run_that_contradicts_its_trace_is_left_out_either_way(share):
     without = estimate(net, images(256), precision="fp16")
     known = [{"batch_size": 256, "memory_mib": share * without.card_mib, "kind": "card"}]
     done = estimate(net, images(256), precision="fp16", known=known)
-    assert "narrows no bound" in done.warnings[0]
-    assert done.upper_mib - done.peak_memory_mib >= without.upper_mib - without.peak_memory_mib - 1e-6
+    assert "is left out: the trace says" in done.warnings[0]
+    assert (done.peak_memory_mib, done.upper_mib) == (without.peak_memory_mib, without.upper_mib)
 
 
 def test_a_run_with_more_than_the_card_has_is_refused_and_one_of_another_gpu_moves_that_one_alone():
