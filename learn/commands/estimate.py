@@ -63,8 +63,8 @@ class EstimateSettings(TrainingKeys):
     (learn/default_models/MODEL_CARD.md says what they know), and from the trace for what neither knows.
     After `--`: a training script. It runs unchanged, in a child process on this machine's CPU, until two optimizer
     steps are done. It sees one GPU of the model asked for, whose tensors take no memory. It runs with your rights:
-    estimate only scripts that you would run. Its data is read for real; checkpoints, experiment loggers and the network
-    are switched off.
+    estimate only scripts that you would run. Its data is read for real; what it saves is kept in a folder that is
+    removed; experiment loggers and the network are switched off.
     The report is one HTML page: memory over the step, the peak and its operator, what it consists of, module by module.
     """
 
