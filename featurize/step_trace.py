@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from featurize.cudnn.signature import ConvolutionSignature
 from featurize.library_calls import LibraryCall
 
 PHASES = ("setup", "forward", "backward", "optimizer")
@@ -106,6 +107,17 @@ class StepTrace:
             return sum(block.nbytes for block in self.blocks if block.kind == "batch")
         taken = (event for event in self.events if event.nbytes > 0 and event.step > len(self.mix.order) - 2)
         return sum(event.nbytes for event in taken if self.blocks[event.block].kind == "batch")
+
+    @property
+    def convolution_calls(self) -> tuple[LibraryCall, ...]:
+        """The distinct convolutions, in their order: those of PyTorch's own kernels have no signature of cuDNN's."""
+        return tuple(dict.fromkeys(b.call for b in self.blocks if b.call is not None and b.call.spare))
+
+    @property
+    def cudnn_convolutions(self) -> tuple[ConvolutionSignature, ...]:
+        """What cuDNN is asked for, each once, in its order."""
+        signatures = (call.convolution for call in self.convolution_calls)
+        return tuple(dict.fromkeys(signature for signature in signatures if signature is not None))
 
     @cached_property
     def peak_live_bytes(self) -> int:

@@ -125,15 +125,7 @@ class Training:
 
     def beyond_trials(self) -> tuple[str, ...]:
         """Return the settings, as `name=value`, that no trial config has."""
-        default = Training()
-        return tuple(
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(default)
-            if getattr(self, field.name) != getattr(default, field.name)
-            and not (field.name == "optimizer" and self.optimizer in OPTIMIZERS)
-            and not (field.name == "precision" and self.precision in PRECISIONS)
-            and field.name not in ("cudnn_benchmark", "channels_last")
-        )
+        return self._beyond("cudnn_benchmark", "channels_last")
 
     def beyond_fits(self) -> tuple[str, ...]:
         """Return those of `beyond_trials` that no fitted model can speak of.
@@ -141,7 +133,18 @@ class Training:
         Where gradients are freed is not among them: it runs the same operators, and what lives longer is in the traced
         peak, which fitted models scale.
         """
-        return tuple(setting for setting in self.beyond_trials() if not setting.startswith("zero_grad="))
+        return self._beyond("cudnn_benchmark", "channels_last", "zero_grad")
+
+    def _beyond(self, *known: str) -> tuple[str, ...]:
+        default = Training()
+        return tuple(
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(default)
+            if getattr(self, field.name) != getattr(default, field.name)
+            and not (field.name == "optimizer" and self.optimizer in OPTIMIZERS)
+            and not (field.name == "precision" and self.precision in PRECISIONS)
+            and field.name not in known
+        )
 
     def _wrong_values(self) -> list[str]:
         problems = []

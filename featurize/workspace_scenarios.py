@@ -82,11 +82,13 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     calls = {block.call for block in trace.blocks if block.call is not None}
     guessed = {call: workspace_bytes(call, spec) for call in calls}
     reserved = {SETTLED: events.reserved_bytes(guessed, most_steps=_MOST_STEPS)}
-    convolutions = [call for call in calls if call.spare]
-    for name, sizes_of in SCENARIOS.items():
-        if convolutions or len(reserved) == 1:
-            plain = events.reserved_bytes(guessed | {call: _workspace(call, sizes_of) for call in convolutions})
-        reserved[name] = plain
+    if convolutions := trace.convolution_calls:
+        for name, sizes_of in SCENARIOS.items():
+            reserved[name] = events.reserved_bytes(
+                guessed | {call: _workspace(call, sizes_of) for call in convolutions}
+            )
+    else:
+        reserved |= dict.fromkeys(SCENARIOS, events.reserved_bytes(guessed))
     _last = weakref.ref(trace), spec, reserved
     return reserved
 
@@ -95,9 +97,8 @@ def _workspace(call: LibraryCall, sizes: Sizes) -> int:
     signature = call.convolution
     if signature is None or (signature.operation == "forward" and signature.image[1] <= _FEW_CHANNELS):
         return 0
-    pointwise = all(size == 1 for size in signature.kernel[2:])
     elements = map(math.prod, (signature.image, signature.kernel, signature.response))
-    return call.element_bytes * sizes(signature.operation, pointwise, *elements)
+    return call.element_bytes * sizes(signature.operation, signature.pointwise, *elements)
 
 
 class _Events:

@@ -214,32 +214,34 @@ def _counted(
     figures, scored = [], {}
     for file in dict.fromkeys(selection.file[index].tolist()):
         members = [i for i in index.tolist() if selection.file[i] == file]
-        trusted = [i for i in members if not rows.doubt[i]]
         for name, given in answers.items():
             if members[0] not in given:  # a published estimator that this file has no figures of
                 continue
             learned = fitted.get(name)
-            for title, asked in ((file, members), (f"{file}{TRUSTED_ALONE}", trusted)):
-                if title != file and not 0 < len(trusted) < len(members):
-                    continue
-                own = scored[title, name] = [
-                    Scored(
-                        **vars(given[i]),
-                        name=str(selection.name[i]),
-                        group=str(groups[i]),
-                        label=None if rows.censored[i] else float(rows.label[i]),
-                        doubt=str(rows.doubt[i]) or None,
-                        family=str(rows.family[i]),
-                        batch_size=rows.cases[i].batch_size,
-                        card=float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
-                        operator=operators[i],
-                        source=str(rows.source[i]),
-                    )
-                    for i in asked
-                ]
+            own = [
+                Scored(
+                    **vars(given[i]),
+                    name=str(selection.name[i]),
+                    group=str(groups[i]),
+                    label=None if rows.censored[i] else float(rows.label[i]),
+                    doubt=str(rows.doubt[i]) or None,
+                    family=str(rows.family[i]),
+                    batch_size=rows.cases[i].batch_size,
+                    card=float(rows.device_memory_mib[i]) if rows.target.is_memory else None,
+                    operator=operators[i],
+                    source=str(rows.source[i]),
+                )
+                for i in members
+            ]
+            trusted = [row for row in own if row.doubt is None]
+            tables = {file: own}
+            if 0 < len(trusted) < len(own):
+                tables[f"{file}{TRUSTED_ALONE}"] = trusted
+            for title, of_table in tables.items():
+                scored[title, name] = of_table
                 figures.append(
                     figures_of(
-                        title, name, own, bins=bins[file], space=rows.target.space, learned=learned is not None,
+                        title, name, of_table, bins=bins[file], space=rows.target.space, learned=learned is not None,
                         median_seconds=learned.latency.get(file) if learned else None,
                         fit_seconds=learned.fit_seconds if learned else None,
                         fits=learned.fits if learned else 0,

@@ -65,12 +65,16 @@ def published_file(file: PublishedFile, source: str, device_name: str | None) ->
         device["device_memory_mib"] = CARD_MIB
     rows = []
     for row, run_id in zip(file.rows, run_ids(source, contents), strict=True):
-        run = {**identity(source, run_id), **device, **_columns(row)}
-        if run["status"] == "ok" and (problem := beyond_the_card(run)):
-            run |= {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
-        rows.append(ImportedRow(row.row, run))
+        rows.append(imported_row(row.row, source, run_id, {**device, **_columns(row)}))
     measured_columns = sum(column == "Status" or column.startswith("Avg ") for column in file.columns)
     return ImportedFile(file.path, tuple(rows), measured_columns)
+
+
+def imported_row(row: int, source: str, run_id: str, run: Mapping[str, Any]) -> ImportedRow:
+    """Return a row with its identity; one whose memory cannot be is invalid."""
+    problem = beyond_the_card(run) if run["status"] == "ok" else None
+    invalid = {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None} if problem else {}
+    return ImportedRow(row, {**identity(source, run_id), **run, **invalid})
 
 
 def beyond_the_card(run: Mapping[str, Any]) -> str | None:

@@ -20,10 +20,8 @@ from warehouse.imported_rows import (
     UNKNOWN_FAMILY,
     UNTRACEABLE,
     ImportedFile,
-    ImportedRow,
-    beyond_the_card,
     config_columns,
-    identity,
+    imported_row,
     run_ids,
 )
 from warehouse.published import wide_cells
@@ -237,103 +235,49 @@ def _unnamed_instrument(column: str, kind: str) -> Columns:
 
 @dataclass(frozen=True)
 class _Table:
-    """One kind of file: the columns that tell it, and the reader of one row."""
+    """One kind of file: the columns that tell it, separated by commas, and the reader of one row."""
 
-    columns: frozenset[str]
+    names: str
     read: Callable[[Cells], Iterator[Columns]]
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(self.names.split(", "))
 
 
 _TABLES = {
     "timm_benchmark": _Table(
-        frozenset(
-            [
-                "model",
-                "gpu",
-                "precision",
-                "layout",
-                "torch",
-                "cuda",
-                "batch",
-                "img_size",
-                "step_ms",
-                "samples_per_s",
-                "param_m",
-            ]
-        ),
+        "model, gpu, precision, layout, torch, cuda, batch, img_size, step_ms, samples_per_s, param_m",
         _timm_benchmark,
     ),
     "litgpt": _Table(
-        frozenset(
-            [
-                "model",
-                "method",
-                "quantization",
-                "precision",
-                "optimizer",
-                "micro_batch",
-                "gpus",
-                "gpu",
-                "peak_memory_gb",
-                "outcome",
-                "memory_kind",
-            ]
-        ),
+        "model, method, quantization, precision, optimizer, micro_batch, gpus, gpu, "
+        "peak_memory_gb, outcome, memory_kind",
         _litgpt,
     ),
     "torchtune": _Table(
-        frozenset(
-            ["model", "method", "precision", "batch", "optimizer", "gpu", "peak_memory_gib", "memory_kind", "packed"]
-        ),
+        "model, method, precision, batch, optimizer, gpu, peak_memory_gib, memory_kind, packed",
         _torchtune,
     ),
     "torchtitan": _Table(
-        frozenset(
-            ["setting", "technique", "gpu", "seq", "tps_per_gpu", "memory_gib", "memory_kind", "memory_gb_as_printed"]
-        ),
+        "setting, technique, gpu, seq, tps_per_gpu, memory_gib, memory_kind, memory_gb_as_printed",
         _torchtitan,
     ),
     "peft": _Table(
-        frozenset(
-            [
-                "model",
-                "method",
-                "batch",
-                "dtype",
-                "optimizer",
-                "gpu",
-                "torch",
-                "max_reserved_mib",
-                "reserved_avg_mib",
-                "trainable_params",
-                "total_params",
-            ]
-        ),
+        "model, method, batch, dtype, optimizer, gpu, "
+        "torch, max_reserved_mib, reserved_avg_mib, trainable_params, total_params",
         _peft,
     ),
     "llm_foundry": _Table(
-        frozenset(
-            (
-                "Model",
-                "# GPUs",
-                "GPU",
-                "MicroBatchSize",
-                "GradAccum",
-                "GlobalBatchSize",
-                "GlobalBatchSize (T)",
-                "Throughput (T/s)",
-                "Precision",
-                "NumParams",
-            )
-        ),
+        "Model, # GPUs, GPU, MicroBatchSize, GradAccum, GlobalBatchSize, "
+        "GlobalBatchSize (T), Throughput (T/s), Precision, NumParams",
         _llm_foundry,
     ),
     "deeplearningexamples": _Table(
-        frozenset(["model", "gpu", "gpus", "precision", "batch", "seq", "layout", "throughput"]),
+        "model, gpu, gpus, precision, batch, seq, layout, throughput",
         _deep_learning_examples,
     ),
-    "lucid": _Table(
-        frozenset(["model", "dataset", "batchsize", "amp", "speed", "gpu_util", "gmem_util", "gmem"]), _lucid_single
-    ),
+    "lucid": _Table("model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem", _lucid_single),
 }
 TABLES = tuple(_TABLES)
 
@@ -370,11 +314,10 @@ def read_table(path: Path, source: str, device_name: str | None = None) -> Impor
         for part, run in enumerate(table.read(row))
     ]
     contents = [canonical_json({"part": part, "cells": run["origin"], **other}) for _, part, run in runs]
-    rows = []
-    for (at, _, run), run_id in zip(runs, run_ids(source, contents), strict=True):
-        if run["status"] == "ok" and (problem := beyond_the_card(run)):
-            run |= {"status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
-        rows.append(ImportedRow(at, {**identity(source, run_id), **run}))
+    rows = [
+        imported_row(at, source, run_id, run)
+        for (at, _, run), run_id in zip(runs, run_ids(source, contents), strict=True)
+    ]
     return ImportedFile(path, tuple(rows))
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from featurize.cudnn.distilled import DistilledWorkspaces
 from featurize.cudnn.signature import SearchSettings
-from featurize.cudnn.workspaces import DISTILLED, GUESSED, ConvolutionWorkspace
+from featurize.cudnn.workspaces import DISTILLED, ConvolutionWorkspace, guessed_workspace
 from featurize.device_spec import DeviceSpec
-from featurize.library_calls import LibraryCall, workspace_bytes
+from featurize.library_calls import LibraryCall
 from featurize.step_trace import StepTrace
 
 
@@ -17,15 +17,14 @@ def distilled_workspaces(
     trace: StepTrace, spec: DeviceSpec, models: DistilledWorkspaces, search: SearchSettings
 ) -> dict[LibraryCall, ConvolutionWorkspace]:
     """Return the workspace of each convolution of a trace; guessed where PyTorch does not ask cuDNN, or in vain."""
-    calls = list(dict.fromkeys(b.call for b in trace.blocks if b.call is not None and b.call.spare))
-    sizes = models.workspaces((call.convolution for call in calls if call.convolution is not None), search)
+    sizes = models.workspaces(trace.cudnn_convolutions, search)
     workspaces: dict[LibraryCall, ConvolutionWorkspace] = {}
-    for call in calls:
-        size = sizes[call.convolution] if call.convolution is not None else None
-        if call.convolution is None or size is None:
-            workspaces[call] = ConvolutionWorkspace(source=GUESSED, sizes=(workspace_bytes(call, spec),))
+    for call in trace.convolution_calls:
+        signature = call.convolution
+        if signature is None or (size := sizes[signature]) is None:
+            workspaces[call] = guessed_workspace(call, spec)
         else:
             workspaces[call] = ConvolutionWorkspace(
-                source=DISTILLED, sizes=(size,), layout=call.convolution.layout, cudnn=models.cudnn
+                source=DISTILLED, sizes=(size,), layout=signature.layout, cudnn=models.cudnn
             )
     return workspaces

@@ -45,13 +45,11 @@ def answers_to_record(trace: StepTrace, oracle: CudnnOracle, search: SearchSetti
     Raises:
         EnvironmentProblem: cuDNN's process does not start.
     """
-    calls = (block.call for block in trace.blocks if block.call is not None)
-    signatures = dict.fromkeys(call.convolution for call in calls if call.convolution is not None)
-    answers = oracle.answers(signatures, search)
+    answers = oracle.answers(trace.cudnn_convolutions, search)
     return {
         "cudnn": oracle.version,
         "search": dict(vars(search)),
-        "convolutions": [_entry(signature, answers[signature]) for signature in signatures],
+        "convolutions": [_entry(signature, answers[signature]) for signature in trace.cudnn_convolutions],
     }
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 
 from featurize.cudnn.libraries import OLDEST
-from featurize.cudnn.workspaces import GUESSED, ORACLE, ConvolutionWorkspace
+from featurize.cudnn.workspaces import GUESSED, ORACLE, ConvolutionWorkspace, guessed_workspace
 from featurize.device_spec import DeviceSpec
-from featurize.library_calls import LibraryCall, workspace_bytes
+from featurize.library_calls import LibraryCall
 
 Version = tuple[int, int, int]
 
@@ -67,7 +67,7 @@ def for_release(
         return dict(workspaces)
     problem = _NOT_AS_ASKED.format(_text(release))
     return {
-        call: _guessed(call, spec, problem) if _copied_later_only(call, workspace) else workspace
+        call: guessed_workspace(call, spec, problem) if _copied_later_only(call, workspace) else workspace
         for call, workspace in workspaces.items()
     }
 
@@ -102,12 +102,8 @@ def _copied_later_only(call: LibraryCall, workspace: ConvolutionWorkspace) -> bo
         and workspace.source != GUESSED
         and signature.dtype == "float32"
         and not signature.channels_last
-        and set(signature.kernel[2:]) == {1}
+        and signature.pointwise
     )
-
-
-def _guessed(call: LibraryCall, spec: DeviceSpec, problem: str) -> ConvolutionWorkspace:
-    return ConvolutionWorkspace(source=GUESSED, sizes=(workspace_bytes(call, spec),), problem=problem)
 
 
 def _text(version: Version) -> str:

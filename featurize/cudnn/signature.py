@@ -41,6 +41,16 @@ class ConvolutionSignature(NamedTuple):
         return self.image[1] // self.kernel[1]
 
     @property
+    def depthwise(self) -> bool:
+        """Whether each channel is a group of its own."""
+        return self.groups > 1 and self.kernel[1] == 1
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the kernel has one place."""
+        return set(self.kernel[2:]) == {1}
+
+    @property
     def layout(self) -> str:
         """The layout in which cuDNN is given the tensors, as it names it."""
         spatial = "dhw"[-(len(self.image) - 2) :]

@@ -62,9 +62,13 @@ def convolution_workspaces(
     Raises:
         EnvironmentProblem: cuDNN's process does not start.
     """
-    calls = list(dict.fromkeys(b.call for b in trace.blocks if b.call is not None and b.call.spare))
-    answers = oracle.answers((call.convolution for call in calls if call.convolution is not None), search)
-    return {call: _workspace(call, spec, answers, oracle.version) for call in calls}
+    answers = oracle.answers(trace.cudnn_convolutions, search)
+    return {call: _workspace(call, spec, answers, oracle.version) for call in trace.convolution_calls}
+
+
+def guessed_workspace(call: LibraryCall, spec: DeviceSpec, problem: str = "") -> ConvolutionWorkspace:
+    """Return the guess, and why cuDNN did not answer, where it was asked."""
+    return ConvolutionWorkspace(source=GUESSED, sizes=(workspace_bytes(call, spec),), problem=problem)
 
 
 def workspaces_note(workspaces: Mapping[LibraryCall, ConvolutionWorkspace]) -> str:
@@ -88,10 +92,7 @@ def _workspace(
     signature = call.convolution
     answer = answers[signature] if signature is not None else None
     if signature is None or answer is None or not answer.plans:
-        guess = workspace_bytes(call, spec)
-        return ConvolutionWorkspace(
-            source=GUESSED, sizes=(guess,), problem=answer.problem if answer is not None else ""
-        )
+        return guessed_workspace(call, spec, answer.problem if answer is not None else "")
     sizes = sorted({plan.workspace_bytes for plan in answer.plans}, reverse=True)
     return ConvolutionWorkspace(
         source=ORACLE,

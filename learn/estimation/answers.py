@@ -186,16 +186,13 @@ class Question:
         if self.known_in_folder and config is not None:
             known = runs_in_folder(self.data, config, device)
         if not known:
-            if not self.known_in_folder:
-                none_here = (f"known: no run was measured on {device.name}",) if self.known else ()
-                return replace(done, warnings=(*done.warnings, *none_here))
-            return replace(
-                done,
-                warnings=(
-                    *done.warnings,
-                    "known=runs: the data folder has no run of this job that was measured on a GPU",
-                ),
-            )
+            if self.known_in_folder:
+                note = "known=runs: the data folder has no run of this job that was measured on a GPU"
+            elif self.known:
+                note = f"known: no run was measured on {device.name}"
+            else:
+                return done
+            return replace(done, warnings=(*done.warnings, note))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
         at_hand = traced

@@ -24,7 +24,7 @@ from learn.batch_sizes import with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs
+from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, require_workspaces
@@ -379,8 +379,7 @@ def _require_job_of_known(known: object, model: object, estimator: str | None, b
         return
     if known == RUNS and not isinstance(model, TrialConfig):
         raise UsageError("known=runs is for trial configs; for a module give its measured runs")
-    if estimator not in (None, "trace"):
-        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
+    require_movable(known, estimator)
     if batches is not None:
         raise UsageError("known= holds runs of one batch shape each; leave batches= out")
 

@@ -142,6 +142,12 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
     return tuple(runs)
 
 
+def require_movable(known: object, estimator: str | None) -> None:
+    """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
+    if known is not None and estimator not in (None, "trace"):
+        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
+
+
 def runs_in_folder(data: Any, config: TrialConfig, device: DeviceSpec) -> tuple[KnownRun, ...]:
     """Return what a data folder measured of a configuration on a GPU model, at the batch sizes nearest to its own.
 
@@ -184,10 +190,10 @@ def moved(
     """Return the estimate moved by what was measured, with the bound of so near a neighbour.
 
     Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
-    runs in proportion, beyond them with the square root of the reserved memory. The bound's width is never above the
-    one without the runs, but for what runs of one batch differ by, and a job that surely fits the card is bounded by
-    the card, as without them. Runs that contradict the trace are left out; those that contradict each other move the
-    estimate and narrow nothing. A note says so.
+    runs by interpolation, above them with the square root of the reserved memory, below them in proportion. The
+    bound's width is never above the one without the runs, but for what runs of one batch differ by, and a job that
+    surely fits the card is bounded by the card, as without them. Runs that contradict the trace are left out; those
+    that contradict each other move the estimate and narrow nothing. A note says so.
 
     Args:
         done: The estimate, traced on its machine.
@@ -200,20 +206,20 @@ def moved(
         UsageError: A run that holds more than the card has.
     """
     _require_on_card(runs, done)
-    measured = sorted(
-        (_on_trace(run, trace_of(run.batch_size), done) for run in runs), key=lambda one: one.reserved_mib
-    )
+    traced = [_on_trace(run, trace_of(run.batch_size), done) for run in runs]
+    judged = [(one, _of_another_job(one)) for one in sorted(traced, key=lambda one: one.reserved_mib)]
+    of_another_job = [note for _, note in judged if note is not None]
+    measured = [one for one, note in judged if note is None]
     assert done.card_mib is not None and done.reserved_mib is not None, "the job is traced"
-    of_another_job = [note for one in measured if (note := _of_another_job(one)) is not None]
-    measured = [one for one in measured if _of_another_job(one) is None]
     if not measured:
         return replace(done, warnings=(*of_another_job, *done.warnings))
     difference_mib = _difference_at(done.reserved_mib, measured)
     peak_mib = max(done.card_mib + difference_mib, done.allocated_mib or 0.0)
     contradictions = _contradictions(measured)
-    uncertain = _uncertainty(measured, done.reserved_mib, peak_mib, without, narrows=not contradictions)
-    needed_mib = without.needed_mib + max(difference_mib, 0.0)
-    uncertain = replace(uncertain, needed_mib=needed_mib)
+    uncertain = replace(
+        _uncertainty(measured, done.reserved_mib, peak_mib, without, narrows=not contradictions),
+        needed_mib=without.needed_mib + max(difference_mib, 0.0),
+    )
     by = {**done.answered_by, "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}"}
     notes = [note for note in done.warnings if not note.startswith(_OF_OTHERS)]
     limit_mib = done.device_memory_mib if done.limit_mib is None else done.limit_mib
@@ -264,11 +270,10 @@ def _uncertainty(
 
 def _contradictions(measured: Sequence[OnTrace]) -> list[str]:
     """Return a note for runs that contradict each other."""
-    notes = []
     of_size: dict[int, list[float]] = {}
     for one in measured:
         of_size.setdefault(one.run.batch_size, []).append(one.card_mib + one.difference_mib)
-    notes += [
+    notes = [
         f"known: the runs at a batch of {size:,} differ by {max(cards) - min(cards):,.0f} MiB, and narrow no bound"
         for size, cards in sorted(of_size.items())
         if max(cards) > _RUNS_DIFFER * min(cards)

@@ -16,6 +16,10 @@ import numpy as np
 from learn.evaluation.benchmark_figures import RELIABILITY, Scored, signed_errors
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matplotlib.figure import Figure
+
     from learn.evaluation.benchmark_result import Benchmark
 
 _COLUMNS = 4  # of small panels
@@ -283,7 +287,7 @@ def _reliable(plt, done: Benchmark, file: str):
     return figure
 
 
-def tightness(plt, done: Benchmark, file: str):
+def tightness(plt: ModuleType, done: Benchmark, file: str) -> Figure | None:
     """Draw the share of labels under a bound over how far the bound lies over the label, in the median."""
     if not done.relative:
         return None

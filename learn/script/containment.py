@@ -57,7 +57,7 @@ def contain(notes: Notes, saved: Path) -> None:
     """Replace what saves, connects, compiles and starts workers, in this process.
 
     Args:
-        notes: Hears what was kept from happening.
+        notes: Takes a note of what was kept from happening.
         saved: A folder for what the script saves.
     """
     files = SavedFiles(saved, notes.add)

@@ -25,7 +25,7 @@ from featurize.training_settings import Training
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs
+from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, require_workspaces
@@ -151,12 +151,9 @@ def estimate_script(
 
 
 def _known_runs(known: object, estimator: str | None) -> tuple[KnownRun, ...]:
-    if known is None:
-        return ()
     if known == RUNS:
         raise UsageError("known=runs is for trial configs; for a script give its measured runs")
-    if estimator not in (None, "trace"):
-        raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
+    require_movable(known, estimator)
     return known_runs(known)
 
 

@@ -57,7 +57,8 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
         place = files.into(f) if is_path else f
         try:
             save(obj, place, *args, **kwargs)
-            lost.pop(place, None) if is_path else None
+            if is_path:
+                lost.pop(place, None)
         except Exception as error:  # of whatever the script saves
             if not is_path:
                 raise

@@ -106,10 +106,9 @@ def neighbours(
 def _neighbour(convolution: ConvolutionSignature, draw: random.Random) -> ConvolutionSignature | None:
     """Return another convolution of the same kernel; None where the drawn one is too large or has no output."""
     groups, spatial = convolution.groups, len(convolution.image) - 2
-    depthwise = groups > 1 and convolution.kernel[1] == 1
     dtype, channels_last = convolution.dtype, convolution.channels_last
-    if not depthwise:  # PyTorch asks cuDNN about depthwise ones in some layouts and types only
-        dtype = draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES))
+    if not convolution.depthwise:  # PyTorch asks cuDNN about depthwise ones in some layouts and types only
+        dtype = _drawn_type(draw)
         flat = spatial == 2 and convolution.image[2] == 1 and convolution.kernel[2] == 1
         channels_last = not flat and draw.random() < 0.35
         width_in, width_out = convolution.kernel[1], convolution.kernel[0] // groups
@@ -149,22 +148,13 @@ def plain_convolutions(count: int, seed: int) -> Iterator[ConvolutionSignature]:
         width_out = draw.choice(
             (width_in, 4 * width_in, max(8, width_in // 4), *(_whole_width(draw) for _ in range(3)))
         )
-        after = (side - 1) // step + 1
+        after = _side_after(side, step)
         of_sample = max(width_in * side**2, width_out * after**2)
         power = draw.uniform(0, 9)
         batch = min(round(2 ** (power if draw.random() < 0.5 else int(power))), _LARGEST_ELEMENTS // of_sample)
         if batch >= 1 and width_out <= _MOST_CHANNELS:
-            yield ConvolutionSignature(
-                operation=OPERATIONS[0],
-                image=(batch, width_in, side, side),
-                kernel=(width_out, width_in, size, size),
-                response=(batch, width_out, after, after),
-                stride=(step, step),
-                padding=(size // 2, size // 2),
-                dilation=(1, 1),
-                dtype=draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES)),
-                channels_last=draw.random() < 0.35,
-            )
+            image, kernel = (batch, width_in, side, side), (width_out, width_in, size, size)
+            yield _padded(image, kernel, step, _drawn_type(draw), channels_last=draw.random() < 0.35)
 
 
 def depthwise_convolutions(count: int, seed: int) -> Iterator[ConvolutionSignature]:
@@ -172,20 +162,38 @@ def depthwise_convolutions(count: int, seed: int) -> Iterator[ConvolutionSignatu
     draw = random.Random(seed)
     for _ in range(count):
         size, step, side = draw.choice((3, 3, 5, 7)), draw.choice((1, 1, 2)), draw.choice(_SIDES)
-        width, after = _whole_width(draw), (side - 1) // step + 1
+        width = _whole_width(draw)
         batch = min(round(2 ** draw.uniform(0, 9)), _LARGEST_ELEMENTS // (width * side**2))
         if batch >= 1:
-            yield ConvolutionSignature(
-                operation=OPERATIONS[0],
-                image=(batch, width, side, side),
-                kernel=(width, 1, size, size),
-                response=(batch, width, after, after),
-                stride=(step, step),
-                padding=(size // 2, size // 2),
-                dilation=(1, 1),
-                dtype=draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES)),
-                channels_last=True,
+            yield _padded(
+                (batch, width, side, side), (width, 1, size, size), step, _drawn_type(draw), channels_last=True
             )
+
+
+def _padded(
+    image: tuple[int, int, int, int], kernel: tuple[int, int, int, int], step: int, dtype: str, *, channels_last: bool
+) -> ConvolutionSignature:
+    """Return the forward operation of an odd square kernel, padded by half of it."""
+    after, pad = _side_after(image[2], step), kernel[2] // 2
+    return ConvolutionSignature(
+        operation=OPERATIONS[0],
+        image=image,
+        kernel=kernel,
+        response=(image[0], kernel[0], after, after),
+        stride=(step, step),
+        padding=(pad, pad),
+        dilation=(1, 1),
+        dtype=dtype,
+        channels_last=channels_last,
+    )
+
+
+def _side_after(side: int, step: int) -> int:
+    return (side - 1) // step + 1
+
+
+def _drawn_type(draw: random.Random) -> str:
+    return draw.choice((_ANSWERED_TYPES[0], *_ANSWERED_TYPES))
 
 
 def _whole_width(draw: random.Random) -> int:
@@ -212,16 +220,14 @@ def convolutions_of_networks(names: Sequence[str]) -> list[ConvolutionSignature]
             config = config_from_mapping(
                 {"family": "timm", "model": name, "batch_size": 2, "channels_last": channels_last}
             )
-            calls = (block.call for block in trace_config(config).blocks if block.call is not None)
-            for convolution in dict.fromkeys(call.convolution for call in calls if call.convolution is not None):
+            for convolution in trace_config(config).cudnn_convolutions:
                 distinct |= dict.fromkeys(_at_batches(convolution))
     return list(distinct)
 
 
 def _at_batches(convolution: ConvolutionSignature) -> Iterator[ConvolutionSignature]:
-    depthwise = convolution.groups > 1 and convolution.kernel[1] == 1
     for batch in _BATCHES:
-        for dtype in ("float32",) if depthwise else ("float32", "float16"):
+        for dtype in ("float32",) if convolution.depthwise else ("float32", "float16"):
             yield convolution._replace(
                 image=(batch, *convolution.image[1:]), response=(batch, *convolution.response[1:]), dtype=dtype
             )

@@ -6,9 +6,15 @@ Start reading at `SimulatedDevice.measure`. Rows say so: `source` is `simulated`
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 from workers.devices.base import DeviceChoice, Link, Slot
 from workers.environment import TRACES_ONLY
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from featurize.step_trace import StepTrace
+    from featurize.trial_config import TrialConfig
 
 _SAMPLE_PERIOD_S = 0.1  # of virtual time, as a real device is sampled by default
 
@@ -121,7 +127,7 @@ def _limited(trace, spec, config, fraction: float | None):
     return replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings)
 
 
-def _asked(trace, spec, config) -> dict:
+def _asked(trace: StepTrace, spec: DeviceSpec, config: TrialConfig) -> dict[str, Any]:
     """Return what cuDNN answers about the step's convolutions, where the family asks it; else nothing."""
     from featurize.families import asks_cudnn
 
