@@ -131,6 +131,11 @@ TABLE = {
         "learn.distil_cudnn:DistilSettings",
         "Fit the convolution workspaces for machines without cuDNN, on cuDNN's own answers, and judge them.",
     ),
+    "fit_kernels": Command(
+        "learn.fit_kernels",
+        "learn.fit_kernels:FitKernelsSettings",
+        "Fit the time of kernels to measured steps, and judge it on models, sources and GPUs that were left out.",
+    ),
 }
 COMMANDS = {name: command.module for name, command in TABLE.items()}
 

@@ -1,0 +1,310 @@
+"""Which kernels each operator of a traced step runs, as numbers that no GPU model enters.
+
+Start reading at `kernel_calls`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from featurize.step_trace import Operator
+
+HALF = ("float16", "bfloat16")
+FP32, TF32, TENSOR = PIPES = ("fp32", "tf32", "tensor")
+# How the tiles of a kernel's work lie: each group has its own constants.
+PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
+    "product", "convolution", "attention", "grouped", "depthwise", "stream",
+)  # fmt: skip
+_DIRECTIONS = ("convolution", "convolution_data", "convolution_weight")
+_MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
+_USUAL_WIDTHS = (4, 8, 16, 32)
+_NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
+
+_KINDS = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "liger_add_product_"), "product"),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "nll_loss_forward", "linalg_vector_norm", "var", "var_mean", "std"), "reduction"
+    ),
+    **dict.fromkeys(("embedding", "gather", "index", "index_select", "_embedding_bag"), "gather"),
+    **dict.fromkeys(
+        (
+            "embedding_dense_backward", "index_put", "index_put_", "_index_put_impl_", "scatter", "scatter_add",
+            "index_add", "index_add_", "nll_loss_backward",
+        ),
+        "scatter",
+    ),
+    **dict.fromkeys(("_to_copy", "copy_"), "cast"),
+    **dict.fromkeys(("clone", "stack", "cat", "contiguous"), "copy"),
+    **dict.fromkeys(
+        (
+            "slice_backward", "select_backward", "constant_pad_nd", "roll", "reflection_pad2d",
+            "reflection_pad2d_backward",
+        ),
+        "pad",
+    ),
+}  # fmt: skip
+# Words of names -> kind; a `backward` in the name makes it the kind's backward pass.
+_WORDS = (
+    ("attention", "attention"), ("batch_norm", "batch_norm"), ("group_norm", "group_norm"),
+    ("layer_norm", "layer_norm"), ("rms_norm", "layer_norm"), ("softmax", "softmax"), ("pool", "pool"),
+    ("upsample", "pool"),
+)  # fmt: skip
+_WITH_BACKWARD = {kind for _, kind in _WORDS}
+_ROWS = ("layer_norm", "softmax")
+
+
+class KernelCall(NamedTuple):
+    """One kernel, or the few that run as one.
+
+    kind      what it does: `product`, `convolution_weight`, `batch_norm_backward`, ...
+    group     one of `GROUPS`: how it fills the GPU
+    pipe      one of `PIPES`: which units do the arithmetic. `tensor`: half precision
+    flops     of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
+    nbytes    of distinct tensors, read and written
+    rows, columns, depth, batch   of the product that it is: output sizes, inner size, how many of them. Of attention:
+              queries, head size, 0, heads. Of a stream: its elements (or rows), 1, 0, 1
+    aligned   sizes that tensor cores take without padding
+    """
+
+    kind: str
+    group: str
+    pipe: str
+    flops: float
+    nbytes: float
+    rows: float
+    columns: float
+    depth: float
+    batch: float
+    aligned: bool
+
+
+class Calls(NamedTuple):
+    """The distinct kernels of a step, as columns of equal length, and how often each runs."""
+
+    count: np.ndarray
+    kind: tuple[str, ...]
+    group: np.ndarray  # index into GROUPS
+    pipe: np.ndarray  # index into PIPES
+    flops: np.ndarray
+    nbytes: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+    depth: np.ndarray
+    batch: np.ndarray
+    aligned: np.ndarray
+    launches: float  # by the host, of the whole step
+
+
+def kernel_calls(
+    operators: Iterable[Operator], *, tf32_products: bool = False, tf32_convolutions: bool = True, listed: bool = True
+) -> Calls:
+    """Return the kernels of a step's operators.
+
+    Args:
+        operators: Of one step, as `StepTrace.operators` has them.
+        tf32_products: `torch.backends.cuda.matmul.allow_tf32`.
+        tf32_convolutions: `torch.backends.cudnn.allow_tf32`.
+        listed: The optimizer runs for-each kernels over lists of tensors; False: one kernel a tensor, as PyTorch
+            before 2.0 does.
+    """
+    counts: Counter[KernelCall] = Counter()
+    launches = 0.0
+    for op in operators:
+        kernels, number, listed_tensors = _of_operator(_without_origin(op), tf32_products, tf32_convolutions)
+        if listed_tensors and not listed:
+            number = max(number, listed_tensors)
+        for call, times in kernels:
+            counts[call] += times
+        if number > 1:
+            counts[_EMPTY] += number - 1
+        launches += number
+    return as_calls(counts, launches)
+
+
+def as_calls(counts: Counter[KernelCall], launches: float) -> Calls:
+    """Return kernels, and how often each runs, as columns."""
+    columns = list(zip(*counts, strict=True)) or [()] * len(KernelCall._fields)
+    kind, group, pipe, *numbers, aligned = columns
+    return Calls(
+        np.array(list(counts.values()), dtype=float),
+        tuple(kind),
+        np.array([GROUPS.index(name) for name in group], dtype=int),
+        np.array([PIPES.index(name) for name in pipe], dtype=int),
+        *(np.array(column, dtype=float) for column in numbers),
+        np.array(aligned, dtype=bool),
+        launches,
+    )
+
+
+def stream(kind: str, nbytes: float, elements: float, flops: float = 0.0) -> KernelCall:
+    """Return a kernel that only moves its tensors through the GPU."""
+    return KernelCall(kind, STREAM, FP32, flops, nbytes, elements, 1, 0, 1, True)
+
+
+def product(rows: float, columns: float, depth: float, batch: float, pipe: str, nbytes: float) -> KernelCall:
+    """Return a matrix product, `batch` times."""
+    return KernelCall(
+        "product", PRODUCT, pipe, 2 * rows * columns * depth * batch, nbytes, rows, columns, depth, batch,
+        columns % 8 == 0 and depth % 8 == 0,
+    )  # fmt: skip
+
+
+def convolution(
+    kind: str, flops: float, nbytes: float, rows: float, columns: float, groups: int, pipe: str, *,
+    widths: tuple[int, int], places: int, same_size: bool,
+) -> KernelCall:  # fmt: skip
+    """Return one direction of a convolution, as the implicit product that it is.
+
+    Args:
+        kind: `convolution`, `convolution_data` or `convolution_weight`.
+        flops: Of the direct algorithm.
+        nbytes: Of its three tensors.
+        rows, columns: Of the product's output, within one group.
+        groups: Of channels.
+        pipe: Which units do it.
+        widths: Input and output channels of a group.
+        places: Of the kernel.
+        same_size: The output is as large as the input: stride 1 and padded.
+    """
+    depth = flops / (2 * groups * rows * columns) if rows * columns else 0.0
+    aligned = columns % 8 == 0 and depth % 8 == 0
+    if groups > 1 and min(widths) <= _NARROW_GROUP and places > 1:
+        kind = f"depthwise_large_{kind}" if places > _MOST_PLACES else f"depthwise_{kind}"
+        return KernelCall(kind, DEPTHWISE, FP32, flops, nbytes, rows, columns, depth, groups, True)
+    if groups > 1:
+        # Groups of these widths have kernels of their own in channels last; others are run as if they were dense.
+        usual = widths[0] == widths[1] and widths[0] in _USUAL_WIDTHS
+        kind = f"grouped_{kind}" if usual else f"grouped_general_{kind}"
+        return KernelCall(kind, GROUPED, pipe, flops, nbytes, rows, columns, depth, groups, aligned)
+    if pipe == FP32 and places == 9 and same_size and kind != "convolution_weight":
+        flops /= _WINOGRAD
+    return KernelCall(kind, CONVOLUTION, pipe, flops, nbytes, rows, columns, depth, 1, aligned)
+
+
+_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
+_EMPTY = stream("launch", 0.0, 1.0)
+
+
+def _without_origin(op: Operator) -> Operator:
+    """Return the operator without what differs from layer to layer and no kernel knows."""
+    return op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "")
+
+
+@functools.lru_cache(maxsize=20_000)
+def _of_operator(
+    op: Operator, tf32_products: bool, tf32_convolutions: bool
+) -> tuple[tuple[tuple[KernelCall, int], ...], int, int]:
+    """Return an operator's kernels with how often each runs, how many the host launches, and of how many tensors."""
+    name = op.name.rpartition("::")[2]
+    nbytes = op.bytes_read + op.bytes_written
+    pipe = TENSOR if op.dtype in HALF else FP32
+    if name in ("convolution", "convolution_backward"):
+        if pipe == FP32 and tf32_convolutions and op.dtype == "float32":
+            pipe = TF32
+        kernels = tuple((call, 1) for call in _convolutions(op, pipe))
+        return kernels, max(op.launches, len(kernels)), 0
+    if pipe == FP32 and tf32_products and op.dtype == "float32":
+        pipe = TF32
+    if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
+        return tuple(_recurrent(op, pipe)), op.launches, 0
+    if name.startswith(("_foreach_", "_fused_")):
+        elements = max((math.prod(shape) for shape in op.output_shapes), default=1)
+        return ((stream("optimizer", nbytes, elements), 1),), op.launches, len(op.output_shapes)
+    return ((_simple(op, name, nbytes, pipe), 1),), op.launches, 0
+
+
+def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
+    kind = _kind(op, name)
+    if kind == "product":
+        shape = op.output_shapes[0] if op.output_shapes else op.input_shapes[0]
+        (rows, columns), batch = shape[-2:], math.prod(shape[:-2])
+        depth = op.flops / (2 * batch * rows * columns) if batch * rows * columns else 0.0
+        return product(rows, columns, depth, batch, pipe, nbytes)
+    if kind.startswith("attention"):
+        query = op.input_shapes[1 if "backward" in name else 0]
+        if "_flash_attention_" in name and "scaled_dot" not in name:  # heads come after the length
+            length, heads = query[-3], math.prod(query[:-3]) * query[-2]
+        else:
+            length, heads = query[-2], math.prod(query[:-2])
+        return KernelCall(kind, ATTENTION, pipe, op.flops, nbytes, length, query[-1], 0, heads, True)
+    if kind.startswith(_ROWS):
+        shape = op.input_shapes[0] if op.input_shapes else ()
+        return stream(kind, nbytes, math.prod(shape[:-1]))
+    return stream(kind, nbytes, max(map(math.prod, (*op.input_shapes, *op.output_shapes)), default=1))
+
+
+def _kind(op: Operator, name: str) -> str:
+    if name in _KINDS:
+        return _KINDS[name]
+    backward = "_backward" in name
+    for word, kind in _WORDS:
+        if word in name:
+            return f"{kind}_backward" if backward else kind
+    if backward:
+        return "elementwise_backward"
+    sizes = [math.prod(shape) for shape in op.input_shapes]
+    largest = max(sizes, default=1)
+    if name == "add_" and op.phase == "backward":
+        return "accumulate"
+    if any(1 < size < largest for size in sizes):
+        return "broadcast"
+    return "binary" if sizes.count(largest) > 1 else "elementwise"
+
+
+def _convolutions(op: Operator, pipe: str) -> Iterator[KernelCall]:
+    """Yield the products for output, or input and weight gradient, and the kernel for the bias."""
+    backward = "backward" in op.name
+    if backward:
+        y, x, weight = op.input_shapes[:3]
+        results = [("convolution_weight", weight)] if weight in op.output_shapes else []
+        if op.output_shapes and op.output_shapes[0] == x:
+            results.append(("convolution_data", x))
+        with_bias = len(op.output_shapes) > len(results)
+    else:
+        (x, weight), y = op.input_shapes[:2], op.output_shapes[0]
+        results, with_bias = [("convolution", y)], len(op.input_shapes) > 2
+    elements = {shape: math.prod(shape) for shape in (x, y, weight)}
+    size = 2 if op.dtype in HALF else 4
+    groups = max(1, x[1] // weight[1] if weight[0] == y[1] else y[1] // weight[1])
+    for kind, result in results:
+        if kind == "convolution_weight":
+            rows, columns = weight[0] / groups, elements[weight] / weight[0]
+        else:
+            rows, columns = elements[result] / result[1] if result[1] else 0.0, result[1] / groups
+        yield convolution(
+            kind, op.flops / len(results), size * (elements[x] + elements[y] + elements[weight]), rows, columns,
+            groups, pipe, widths=(x[1] // groups, y[1] // groups), places=math.prod(weight[2:]),
+            same_size=x[2:] == y[2:],
+        )  # fmt: skip
+    if with_bias:
+        yield stream(
+            "reduction" if backward else "elementwise", size * elements[y] * (1 if backward else 2), elements[y]
+        )
+
+
+def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
+    """Yield a recurrent layer's products: one for all inputs, then one a time step, each with a pointwise kernel.
+
+    Backward, a step's product gives the state's gradient; inputs' and weights' gradients are products over all steps.
+    """
+    x, *others = op.input_shapes
+    states = next(shape for shape in others if len(shape) == 3)  # layers and directions, samples, hidden units
+    weights = next(shape for shape in others if len(shape) == 2)
+    layers, samples, hidden = states
+    gates = weights[0]
+    rows = math.prod(x[:-1])
+    steps = max(1, rows // max(1, samples)) * layers
+    size = 2 if op.dtype in HALF else 4
+    whole = size * (rows * (gates + hidden) + gates * hidden)
+    step = product(samples, gates, hidden, 1, pipe, size * (samples * (gates + hidden) + gates * hidden))
+    yield step, steps
+    yield stream("elementwise", size * samples * (gates + 3 * hidden), samples * gates), steps
+    yield product(rows, gates, hidden, 1, pipe, whole), layers
+    if "backward" in op.name:
+        yield product(gates, hidden, rows, 1, pipe, whole), 2 * layers

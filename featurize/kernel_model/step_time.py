@@ -1,0 +1,180 @@
+"""The time of one training step on one GPU model, by kind of kernel, with what held-out steps say of its error.
+
+Start reading at `time_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+
+from conf.errors import EnvironmentProblem, UsageError
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.calls import kernel_calls
+from featurize.kernel_model.times import (
+    GROUP_VALUES,
+    SINGLE_VALUES,
+    UNIT_VALUES,
+    Parameters,
+    call_seconds,
+    kernels_on,
+)
+from featurize.step_trace import StepTrace
+from featurize.training_settings import TrainingSettings
+
+VERSION = 1
+_FILE = "parameters.json"
+_OVERLAP = 6  # how sharply the longer of GPU and host decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedEfficiencies:
+    """The content of the file of parameters.
+
+    Args:
+        parameters: The efficiencies.
+        error_quantiles: Coverage -> factor by which measured steps are at most longer, of jobs that were held out.
+        fitted_on: Source -> number of its rows.
+    """
+
+    parameters: Parameters
+    error_quantiles: Mapping[float, float]
+    fitted_on: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """One step, in milliseconds.
+
+    Args:
+        step_time_ms: From one step's beginning to the next one's.
+        busy_ms: The GPU's own time.
+        host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
+        by_kind_ms: Kind of kernel -> its time, the longest first.
+        error_quantiles: Coverage -> factor on `step_time_ms` that a step stays below.
+    """
+
+    step_time_ms: float
+    busy_ms: float
+    host_ms: float
+    by_kind_ms: Mapping[str, float]
+    error_quantiles: Mapping[float, float]
+
+    def upper_ms(self, coverage: float = 0.9) -> float:
+        """Return what the step stays below with this probability.
+
+        Raises:
+            UsageError: A coverage that was not measured.
+        """
+        if coverage not in self.error_quantiles:
+            known = ", ".join(f"{one:g}" for one in self.error_quantiles)
+            raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
+        return self.step_time_ms * self.error_quantiles[coverage]
+
+
+def time_step(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    *,
+    input_ms: float = 0.0,
+    learned: LearnedEfficiencies | None = None,
+) -> TimedStep:
+    """Return the time of a traced step on a GPU model.
+
+    The GPU's time and the host's overlap; the longer decides. Kernels run one after the other.
+
+    Args:
+        trace: One step.
+        spec: The GPU model; its `launch_overhead_us` is the host's time for one launch.
+        settings: The trace's own.
+        input_ms: Of the input pipeline, which overlaps nothing.
+        learned: The efficiencies; None: those that come along.
+
+    Raises:
+        EnvironmentProblem: The file of efficiencies is missing or damaged.
+    """
+    learned = learned or load_efficiencies()
+    precision = settings.precision
+    calls = kernel_calls(
+        trace.operators, tf32_products=precision == "tf32", tf32_convolutions=precision in ("fp32", "tf32")
+    )
+    kernels = kernels_on(
+        calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark
+    )
+    total_ms = calls.count * call_seconds(kernels, learned.parameters) * 1e3
+    by_kind: dict[str, float] = defaultdict(float)
+    for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
+        by_kind[kind] += of_kind_ms
+    busy_ms, host_ms = float(total_ms.sum()), calls.launches * spec.launch_overhead_us * 1e-3
+    return TimedStep(
+        step_time_ms=input_ms + overlapped(busy_ms, host_ms),
+        busy_ms=busy_ms,
+        host_ms=host_ms,
+        by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
+        error_quantiles=learned.error_quantiles,
+    )
+
+
+def overlapped(busy_ms: float, host_ms: float) -> float:
+    """Return how long a step takes whose GPU and host work at the same time: a little more than the longer of them."""
+    longer = max(busy_ms, host_ms)
+    return longer * (1 + (min(busy_ms, host_ms) / longer) ** _OVERLAP) ** (1 / _OVERLAP) if longer else 0.0
+
+
+@functools.cache
+def load_efficiencies() -> LearnedEfficiencies:
+    """Return the efficiencies that come along. Raises `EnvironmentProblem` for a damaged file."""
+    return read_efficiencies(resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8"))
+
+
+def read_efficiencies(text: str) -> LearnedEfficiencies:
+    """Return the content of a file of efficiencies.
+
+    Raises:
+        EnvironmentProblem: It is damaged or of another version.
+    """
+    try:
+        content = json.loads(text)
+        if content["version"] != VERSION:
+            raise EnvironmentProblem(f"{_FILE} has version {content['version']}, and this release reads {VERSION}")
+        compute, bandwidth = content["compute"], content["bandwidth"]
+        parameters = Parameters(
+            names=(tuple(compute), tuple(bandwidth)),
+            compute=np.array(list(compute.values())),
+            bandwidth=np.array(list(bandwidth.values())),
+            by_group={name: np.array(content["by_group"][name]) for name in GROUP_VALUES},
+            by_units={name: np.array(content["by_units"][name]) for name in UNIT_VALUES},
+            single={name: float(content["single"][name]) for name in SINGLE_VALUES},
+        )
+        quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
+        fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error
+    return LearnedEfficiencies(parameters=parameters, error_quantiles=quantiles, fitted_on=fitted_on)
+
+
+def efficiencies_text(learned: LearnedEfficiencies) -> str:
+    """Return the file of efficiencies, as `read_efficiencies` reads it."""
+    parameters = learned.parameters
+    content = {
+        "version": VERSION,
+        "fitted_on": dict(learned.fitted_on),
+        "error_quantiles": {f"{coverage:g}": round(factor, 4) for coverage, factor in learned.error_quantiles.items()},
+        "single": {name: _rounded(value) for name, value in parameters.single.items()},
+        "by_units": {name: _rounded(values) for name, values in parameters.by_units.items()},
+        "by_group": {name: _rounded(values) for name, values in parameters.by_group.items()},
+        "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
+        "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _rounded(values):
+    return np.round(np.asarray(values, dtype=float), 4).tolist()

@@ -1,0 +1,109 @@
+"""`python -m learn.fit_kernels`: fit the time of kernels to measured steps and kernels, and judge it on held-out ones.
+
+Start reading at `fit_kernels`. It writes the file that `featurize.kernel_model.step_time` reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from conf.cli import command
+from conf.errors import UsageError
+from conf.settings import data_key, key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from learn.kernels.judging import TimeScore
+
+LEAST_ROWS = 20
+FOLDS = 5
+# Sources whose rows count more or less than the square root of their number.
+WEIGHTS = {"kernels": 0.3, "llm_foundry": 1.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitKernelsSettings:
+    """What to fit on. Raises `UsageError` that names every bad key together.
+
+      python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv data=steps
+      python -m learn.fit_kernels data=steps out=parameters.json
+
+    Learns the efficiencies of kernels from all measured steps of a data folder (its own trials' and imported ones) and
+    from its table of kernels. Each step is traced first, which takes most of the time: half a second a row. The table
+    says by which factor estimates are off: of rows that were learned from, and of families of models, of sources and of
+    GPU models that were left out in turn.
+    """
+
+    data: str | None = data_key()
+    out: str | None = key(
+        None, "file to write; default featurize/kernel_model/parameters.json of this checkout", "new path"
+    )
+
+    def __post_init__(self) -> None:
+        if self.path.is_dir():
+            raise UsageError(f"out={self.path} is a folder; name a file")
+        if not self.path.parent.is_dir():
+            raise UsageError(f"out={self.path}: there is no folder {self.path.parent}")
+
+    @property
+    def path(self) -> Path:
+        """The file that is written."""
+        if self.out is not None:
+            return Path(self.out)
+        import featurize.kernel_model
+
+        return Path(next(iter(featurize.kernel_model.__path__))) / "parameters.json"
+
+
+def fit_kernels(
+    settings: FitKernelsSettings, progress: Callable[[str, int, int], None]
+) -> tuple[Sequence[TimeScore], dict[str, int]]:
+    """Trace, fit, judge, and write the file.
+
+    Returns:
+        What was judged, and how many rows were left out for which reason.
+
+    Raises:
+        UsageError: The folder holds too few measured steps.
+    """
+    import warehouse
+    from learn.kernels.fitting import TimeFit
+    from learn.kernels.judging import judged, learned_of
+    from learn.kernels.rows import measured_times
+    from warehouse.layout import write_bytes
+
+    connection = warehouse.connect(settings.data)
+    try:
+        rows, left_out = measured_times(connection, progress)
+    finally:
+        connection.close()
+    if len(rows) < LEAST_ROWS:
+        reasons = "; ".join(f"{reason}: {number:,}" for reason, number in left_out.items())
+        raise UsageError(
+            f"data={settings.data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
+            + (f" (left out: {reasons})" if reasons else "")
+        )
+    fit = TimeFit(rows, WEIGHTS)
+    scores, held_out = judged(fit, FOLDS, progress)
+    write_bytes(settings.path, learned_of(fit, held_out).encode())
+    return scores, left_out
+
+
+def entry(settings: FitKernelsSettings) -> None:
+    """Fit, show a bar, print the table."""
+    from conf.bars import StepBar
+    from learn.kernels.judging import table_of
+
+    with StepBar("fitting kernels") as bar:
+        scores, left_out = fit_kernels(settings, bar.update)
+    print(table_of(scores))
+    for reason, number in left_out.items():
+        print(f"left out: {number:,} rows: {reason}")
+    print(f"written: {settings.path}")
+
+
+if __name__ == "__main__":
+    command("fit_kernels", entry)

@@ -1,0 +1,247 @@
+"""Fit the efficiencies of the kernel model to measured kernels and steps at once, and judge them on held-out ones.
+
+Start reading at `fitted`. The formula is `featurize.kernel_model.times.call_seconds`, on torch tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.calls import GROUPS, Calls
+from featurize.kernel_model.step_time import overlapped
+from featurize.kernel_model.times import (
+    GROUP_VALUES,
+    OTHER,
+    SINGLE_VALUES,
+    UNIT_VALUES,
+    UNITS,
+    Kernels,
+    Parameters,
+    call_seconds,
+    kernels_on,
+)
+
+KERNELS = "kernels"  # source of rows that are one kernel each
+# Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
+_COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
+_BY_GROUP = {"half_depth": math.log(60.0), "half_width": math.log(24.0), "ridge": 0.15, "wave": 0.7}
+_BY_UNITS = {"power": 0.5, "searched": 0.15}
+_SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
+_INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
+_HOST_FACTOR = 2.0  # of the described time for a launch: hosts differ
+# How firmly: a value's squared distance from where it began costs so much.
+_FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
+_OF_PRIORS = 2e-4
+# What physics says of the exponents: a share never rises with the GPU's FLOP per byte or with idle blocks.
+_LIMITS = {
+    "by_group/ridge": (0.0, 1.0),
+    "by_group/wave": (0.0, 1.0),
+    "by_units/power": (0.0, 1.5),
+    "by_units/searched": (0.0, 0.7),
+}
+_TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
+_ITERATIONS, _RATE, _LAST_RATE = 250, 0.03, 0.008
+_OVERLAP = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTime:
+    """One measured step, or one measured kernel.
+
+    Args:
+        name: For messages.
+        source: Of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
+        group: What is left out together of a source: a family of models.
+        device: The GPU model.
+        calls: The kernels of the step.
+        measured_ms: Its time.
+        channels_last, searched: As in `kernels_on`.
+    """
+
+    name: str
+    source: str
+    group: str
+    device: DeviceSpec
+    calls: Calls
+    measured_ms: float
+    channels_last: bool = False
+    searched: bool = False
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows on one GPU model with the same settings, as one sequence of kernels."""
+
+    kernels: Kernels
+    count: torch.Tensor
+    row: torch.Tensor
+
+
+class TimeFit:
+    """Rows made ready once, to be fitted with some of them left out.
+
+    Args:
+        rows: What was measured.
+        weights: Source -> weight of all its rows together, beside the square root of their number.
+    """
+
+    def __init__(self, rows: Sequence[MeasuredTime], weights: Mapping[str, float]) -> None:
+        self.rows, self.weights = rows, weights
+        self.names = _names(rows)
+        self.sources = np.array([row.source for row in rows])
+        self.groups = np.array([f"{row.source}/{row.group}" for row in rows])
+        self.devices = np.array([row.device.name for row in rows])
+        self.measured_ms = torch.tensor([row.measured_ms for row in rows], dtype=torch.float64)
+        self.host_ms = torch.tensor(
+            [row.calls.launches * row.device.launch_overhead_us * 1e-3 for row in rows], dtype=torch.float64
+        )
+        self.one_kernel = torch.tensor([row.source == KERNELS for row in rows])
+        instruments = [f"{row.device.name}/{row.group}" if row.source == KERNELS else "" for row in rows]
+        self.instruments, places = np.unique(instruments, return_inverse=True)
+        self.instrument = torch.tensor(places)
+        self.hosts, places = np.unique(self.sources, return_inverse=True)
+        self.host = torch.tensor(places)
+        self.batches = list(self._batches())
+
+    def _batches(self) -> Iterable[_Batch]:
+        alike: dict[tuple, list[int]] = {}
+        for at, row in enumerate(self.rows):
+            alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
+        for (device, channels_last, searched), members in alike.items():
+            calls = _joined([self.rows[at].calls for at in members])
+            kernels = kernels_on(calls, device, self.names, channels_last=channels_last, searched=searched)
+            lengths = [len(self.rows[at].calls.kind) for at in members]
+            yield _Batch(
+                kernels.converted(torch.as_tensor),
+                torch.as_tensor(calls.count),
+                torch.repeat_interleave(torch.tensor(members), torch.tensor(lengths)),
+            )
+
+    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> Parameters:
+        """Return the efficiencies that explain the rows that the mask `of` names."""
+        begin = self._begin()
+        values = {name: value.clone().requires_grad_(True) for name, value in begin.items()}
+        weight = np.zeros(len(self.rows))
+        for source in np.unique(self.sources[of]):
+            inside = of & (self.sources == source)
+            weight[inside] = self.weights.get(source, 1.0) / math.sqrt(inside.sum())
+        weights = torch.tensor(weight / weight.sum())
+        optimizer = torch.optim.Adam(values.values(), lr=_RATE)
+        for iteration in range(iterations):
+            if iteration == int(0.7 * iterations):
+                for parameters in optimizer.param_groups:
+                    parameters["lr"] = _LAST_RATE
+            optimizer.zero_grad()
+            off = torch.log(self._milliseconds(values) / self.measured_ms)
+            error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_TOLERANCE, reduction="none")
+            firm = sum(
+                _FIRMNESS.get(name.rpartition("/")[2], 1.0) * ((value - begin[name]) ** 2).sum()
+                for name, value in values.items()
+            )
+            ((weights * error).sum() / _TOLERANCE + _OF_PRIORS * firm).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for name, (least, most) in _LIMITS.items():
+                    values[name].clamp_(least, most)
+        return self._parameters({name: value.detach() for name, value in values.items()}, np.asarray)
+
+    def log_ratios(self, learned: Parameters, instruments_ms: Mapping[str, float] | None = None) -> np.ndarray:
+        """Return the logarithm of estimated over measured time of each row.
+
+        The host's time is the described one. Where `instruments_ms` has none of a device and kind of measurement, a
+        single kernel's estimate has the usual one on top.
+        """
+        seconds = np.zeros(len(self.rows))
+        for batch in self.batches:
+            kernels = batch.kernels.converted(lambda column: column.numpy())
+            np.add.at(seconds, batch.row.numpy(), batch.count.numpy() * call_seconds(kernels, learned))
+        instruments = instruments_ms or {}
+        estimated = [
+            busy + instruments.get(f"{row.device.name}/{row.group}", _INSTRUMENT_MS)
+            if row.source == KERNELS
+            else overlapped(busy, host)
+            for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
+        ]
+        return np.log(np.array(estimated) / self.measured_ms.numpy())
+
+    def _begin(self) -> dict[str, torch.Tensor]:
+        def full(shape: Sequence[int], value: float) -> torch.Tensor:
+            return torch.full(tuple(shape), value, dtype=torch.float64)
+
+        return {
+            "compute": full([len(self.names[0])], _COMPUTE),
+            "bandwidth": full([len(self.names[1])], _BANDWIDTH),
+            **{f"by_group/{name}": full([len(GROUPS), len(UNITS)], _BY_GROUP[name]) for name in GROUP_VALUES},
+            **{f"by_units/{name}": full([len(UNITS)], _BY_UNITS[name]) for name in UNIT_VALUES},
+            **{f"single/{name}": full([], _SINGLE[name]) for name in SINGLE_VALUES},
+            "instrument": full([len(self.instruments)], math.log(_INSTRUMENT_MS)),
+            "host": full([len(self.hosts)], math.log(_HOST_FACTOR)),
+        }
+
+    def _milliseconds(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        learned = self._parameters(values, lambda value: value)
+        busy = torch.zeros(len(self.rows), dtype=torch.float64)
+        for batch in self.batches:
+            busy = busy.index_add(0, batch.row, batch.count * call_seconds(batch.kernels, learned, torch))
+        busy = busy * 1e3
+        host = self.host_ms * torch.exp(values["host"])[self.host]
+        step = (busy**_OVERLAP + host**_OVERLAP + 1e-30) ** (1 / _OVERLAP)
+        return torch.where(self.one_kernel, busy + torch.exp(values["instrument"])[self.instrument], step)
+
+    def _parameters(self, values: Mapping[str, torch.Tensor], convert: Callable) -> Parameters:
+        def part(prefix: str, names: Sequence[str]) -> dict:
+            return {name: convert(values[f"{prefix}/{name}"]) for name in names}
+
+        return Parameters(
+            names=self.names,
+            compute=convert(values["compute"]),
+            bandwidth=convert(values["bandwidth"]),
+            by_group=part("by_group", GROUP_VALUES),
+            by_units=part("by_units", UNIT_VALUES),
+            single=part("single", SINGLE_VALUES),
+        )
+
+
+def held_out_by(labels: np.ndarray, folds: int | None = None) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield what is left out and its mask: each label in turn, or so many parts of labels that stay together."""
+    if folds is None:
+        for label in np.unique(labels):
+            yield str(label), labels == label
+        return
+    part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])
+    for fold in range(folds):
+        yield f"part {fold + 1}", part == fold
+
+
+def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of `Parameters`: of every kind, in every layout and on all units that the rows have."""
+    compute, bandwidth = {OTHER}, {OTHER}
+    for row in rows:
+        layout = "/channels_last" if row.channels_last else ""
+        rates = row.device.peak_tflops
+        has = (False, rates.tf32 is not None, (rates.fp16 or rates.bf16) is not None)
+        for kind, group, pipe in zip(row.calls.kind, row.calls.group.tolist(), row.calls.pipe.tolist(), strict=True):
+            in_layout = layout if _in_layouts(kind) else ""
+            bandwidth.add(f"{kind}{in_layout}")
+            if GROUPS[group] != "stream":
+                compute.add(f"{kind}{in_layout}/{UNITS[has[pipe]]}")
+    return tuple(sorted(compute)), tuple(sorted(bandwidth))
+
+
+def _in_layouts(kind: str) -> bool:
+    return not kind.startswith(("product", "attention", "layer_norm", "softmax", "optimizer", "gather", "scatter"))
+
+
+def _joined(many: Sequence[Calls]) -> Calls:
+    columns = [
+        sum((calls.kind for calls in many), ()) if name == "kind" else np.concatenate([getattr(c, name) for c in many])
+        for name in Calls._fields[:-1]
+    ]
+    return Calls(*columns, launches=sum(calls.launches for calls in many))

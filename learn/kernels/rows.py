@@ -1,0 +1,202 @@
+"""Measured steps and kernels of a data folder, each with the kernels that it runs.
+
+Start reading at `measured_times`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import UsageError
+from featurize.device_spec import DeviceSpec, load_device
+from featurize.kernel_model.calls import Calls, kernel_calls
+from featurize.row_config import UnreadableConfig, config_of_row
+from featurize.trace import TraceError, trace_config, trace_step
+from featurize.training_settings import Training
+from learn.kernels.fitting import MeasuredTime
+from warehouse.published_tables import DOUBT
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+    from torch import nn
+
+    from featurize.trial_config import TrialConfig
+
+Progress = Callable[[str, int, int], None]
+FARM = "farm"  # source of what this folder's own trials measured
+_LLM_FOUNDRY = "llm_foundry"
+# MPT's sizes: width, heads, blocks (mosaicml/llm-foundry, scripts/train/yamls/pretrain).
+_MPT = {
+    "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
+}  # fmt: skip
+_MPT_TOKENS = 50_368
+_FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
+
+
+def measured_times(connection: DuckDBPyConnection, progress: Progress) -> tuple[list[MeasuredTime], dict[str, int]]:
+    """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
+
+    Args:
+        connection: Of the data folder.
+        progress: Hears of each traced row.
+    """
+    rows = connection.execute(
+        "SELECT run_id, source, job_id, family, config, device_name, step_time_ms, torch_version, origin FROM runs "
+        "WHERE status = 'ok' AND step_time_ms > 0 AND source IN ('measured', 'imported') "
+        f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' ORDER BY run_id"
+    ).fetchall()
+    columns = (
+        "run_id",
+        "source",
+        "job_id",
+        "family",
+        "config",
+        "device_name",
+        "step_time_ms",
+        "torch_version",
+        "origin",
+    )
+    times: list[MeasuredTime] = []
+    left_out: Counter[str] = Counter()
+    traces: dict[tuple, Calls] = {}
+    for done, values in enumerate(rows):
+        progress("tracing", done, len(rows))
+        row = dict(zip(columns, values, strict=True))
+        try:
+            times.append(_measured(row, traces))
+        except _LeftOut as reason:
+            left_out[str(reason)] += 1
+    return times, dict(left_out)
+
+
+class _LeftOut(Exception):
+    """Why a row is not learned from."""
+
+
+def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTime:
+    source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
+    try:
+        device = load_device(row["device_name"] or "")
+    except UsageError as error:
+        raise _LeftOut(f"no description of {row['device_name']}") from error
+    release = _release(row["torch_version"])
+    if source == _LLM_FOUNDRY:
+        return _of_llm_foundry(row, device, traces)
+    try:
+        config = config_of_row(row["config"])
+    except UnreadableConfig as error:
+        raise _LeftOut(f"{source}: no trial config") from error
+    fused = release is None or release >= _FIRST_FUSED
+    key = (row["config"], device.compute_capability, fused)
+    if key not in traces:
+        with _attention(fused):
+            traces[key] = _traced(lambda: trace_config(config, device=device), config.precision, listed=fused)
+    return MeasuredTime(
+        name=str(getattr(config, "model", config.family)),
+        source=source,
+        group=_group(config),
+        device=device,
+        calls=traces[key],
+        measured_ms=float(row["step_time_ms"]),
+        channels_last=config.channels_last,
+        searched=config.cudnn_benchmark,
+    )
+
+
+def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple, Calls]) -> MeasuredTime:
+    """Return one micro-step of one GPU: sharded weights arrive while the GPU computes, so it runs as if alone."""
+    cells = json.loads(row["origin"])
+    size, length, samples = cells["Model"].lower(), int(cells["SeqLen (T)"]), int(cells["MicroBatchSize"])
+    recompute = cells["Activation Checkpointing"] == "True"
+    if size not in _MPT or not cells["Precision"].endswith("bf16"):
+        raise _LeftOut(f"{_LLM_FOUNDRY}: {size} in {cells['Precision']}")
+    key = (size, length, samples, recompute, device.compute_capability)
+    if key not in traces:
+        traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
+    return MeasuredTime(
+        name=f"MPT-{size}, {samples} x {length}",
+        source=_LLM_FOUNDRY,
+        group=size,
+        device=device,
+        calls=traces[key],
+        measured_ms=samples * length / float(cells["Throughput (T/s/GPU)"]) * 1e3,
+    )
+
+
+def _trace_mpt(size: str, length: int, samples: int, recompute: bool, device: DeviceSpec):
+    import torch
+
+    from featurize.families import gpt
+
+    width, heads, depth = _MPT[size]
+    config = gpt.Config(
+        vocabulary_size=_MPT_TOKENS, sequence_length=length, embedding_size=width, heads=heads, depth=depth,
+        feed_forward=4 * width, projection="linear", dropout=0.0, batch_size=samples,
+        activation_checkpointing=recompute,
+    )  # fmt: skip
+
+    def build() -> nn.Module:
+        return gpt.build(config).to(torch.bfloat16)
+
+    def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    settings = Training(optimizer="sgd", precision="bf16-true")  # the optimizer's own state is sharded, too
+    return trace_step(
+        build, lambda on: gpt.batch(config, on), loss=loss, settings=settings, device=device, training_loop=False
+    )
+
+
+def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
+    try:
+        step = trace()
+    except (TraceError, UsageError) as error:
+        raise _LeftOut(f"cannot be traced: {type(error).__name__}") from error
+    return kernel_calls(
+        step.operators,
+        tf32_products=precision == "tf32",
+        tf32_convolutions=precision in ("fp32", "tf32"),
+        listed=listed,
+    )
+
+
+@contextlib.contextmanager
+def _attention(fused: bool) -> Iterator[None]:
+    """Let timm's models compute attention as they did with a release of PyTorch before it had a fused one."""
+    from featurize.vision import import_library
+
+    if fused:
+        yield
+        return
+    layers = import_library("timm.layers")
+    before = layers.use_fused_attn()
+    layers.set_fused_attn(False)
+    try:
+        yield
+    finally:
+        layers.set_fused_attn(before)
+
+
+def _group(config: TrialConfig) -> str:
+    """Return what is left out together: a family's name, or of timm the letters that its model's name begins with."""
+    model = getattr(config, "model", None)
+    if config.family != "timm" or not model:
+        return config.family
+    word = next((part for part in model.split("_") if part not in _PREFIXES), model)
+    return "".join(letter for letter in word if letter.isalpha()) or word
+
+
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    try:
+        major, minor = (int(part) for part in str(version).split("+")[0].split(".")[:2])
+    except ValueError:
+        return None
+    return major, minor

@@ -1,0 +1,170 @@
+"""The kernel model: which kernels an operator runs, what bounds their time from below, and what it follows."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from small_configs import small_config
+from torch import nn
+
+from conf.errors import EnvironmentProblem, UsageError
+from featurize.device_spec import device_names, load_device
+from featurize.families import family_names
+from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, FP32, GROUPS, STREAM, TENSOR, TF32, kernel_calls
+from featurize.kernel_model.step_time import (
+    efficiencies_text,
+    load_efficiencies,
+    overlapped,
+    read_efficiencies,
+    time_step,
+)
+from featurize.kernel_model.times import call_seconds, kernels_on
+from featurize.trace import trace_config, trace_step
+from featurize.training_settings import Training
+
+A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
+LEARNED = load_efficiencies()
+
+
+def traced(model, *shape, dtype=torch.float32, **settings):
+    return trace_step(
+        model, torch.zeros(shape, dtype=dtype, device="meta"), settings=Training(**settings), training_loop=False
+    )
+
+
+def kernels_of(trace, **given):
+    calls = kernel_calls(trace.operators, **given)
+    return {kind: calls.count[[one == kind for one in calls.kind]].sum() for kind in dict.fromkeys(calls.kind)}
+
+
+@pytest.fixture(scope="module")
+def small_cnn():
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        nn.Conv2d(16, 64, 3, padding=1, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+    return traced(model, 8, 3, 32, 32)
+
+
+def test_a_convolution_is_a_product_for_each_result_and_the_first_layer_has_no_input_gradient(small_cnn):
+    kernels = kernels_of(small_cnn)
+    assert kernels["convolution"] == kernels["convolution_weight"] == 1
+    assert "convolution_data" not in kernels
+    assert kernels["depthwise_convolution_data"] == kernels["depthwise_convolution_weight"] == 1
+    assert kernels["grouped_general_convolution_data"] == 1
+    assert kernels["batch_norm"] == kernels["batch_norm_backward"] == 1
+
+
+def test_the_units_follow_the_type_and_the_settings(small_cnn):
+    def pipes(trace, **given):
+        calls = kernel_calls(trace.operators, **given)
+        at = calls.kind.index("convolution")
+        return ("fp32", "tf32", "tensor")[calls.pipe[at]]
+
+    assert pipes(small_cnn) == TF32
+    assert pipes(small_cnn, tf32_convolutions=False) == FP32
+    half = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), 2, 3, 8, 8, precision="fp16")
+    assert pipes(half) == TENSOR
+
+
+def test_a_recurrent_layer_is_a_product_for_each_step_and_one_for_all_inputs():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(24, 40, num_layers=2), nn.Linear(40, 5)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0][-1])
+
+    calls = kernel_calls(traced(Last(), 30, 8, 24).operators)
+    products = {
+        (rows, columns, depth): count
+        for kind, rows, columns, depth, count in zip(
+            calls.kind, calls.rows, calls.columns, calls.depth, calls.count, strict=True
+        )
+        if kind == "product"
+    }
+    assert products[8, 160, 40] == 2 * 2 * 30  # two layers, forward and backward
+    assert (240, 160, 40) in products
+
+
+@pytest.mark.parametrize("family", sorted(set(family_names()) - {"zoo", "timm"}))
+def test_no_kernel_is_faster_than_its_arithmetic_or_its_traffic_at_the_described_rates(family):
+    trace = trace_config(small_config(family, 3))
+    calls = kernel_calls(trace.operators)
+    for device in (A100, H100, load_device("T4")):
+        kernels = kernels_on(calls, device, LEARNED.parameters.names)
+        seconds = call_seconds(kernels, LEARNED.parameters)
+        beyond_cache = kernels.memory_s * (calls.nbytes > 4 * device.l2_mib * 2**20)
+        assert (seconds >= np.maximum(kernels.math_s, beyond_cache)).all()
+
+
+def test_a_step_takes_longer_with_more_work_and_no_longer_on_a_faster_gpu():
+    def seconds(batch, device):
+        trace = traced(nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), batch, 1024)
+        return time_step(trace, device, Training()).step_time_ms
+
+    assert seconds(512, A100) < seconds(2048, A100) < seconds(8192, A100)
+    wider = dataclasses.replace(A100, bandwidth_gb_s=2 * A100.bandwidth_gb_s)
+    assert seconds(8192, wider) < seconds(8192, A100)
+
+
+def test_small_steps_take_as_long_as_the_host_needs_to_launch_them():
+    trace = traced(nn.Sequential(*[nn.Linear(8, 8) for _ in range(50)]), 4, 8)
+    slow_host = dataclasses.replace(A100, launch_overhead_us=100.0)
+    step = time_step(trace, slow_host, Training())
+    assert step.host_ms > 10 * step.busy_ms
+    assert step.step_time_ms == pytest.approx(step.host_ms, rel=1e-3)
+    assert overlapped(3.0, 0.0) == 3.0 and overlapped(0.0, 0.0) == 0.0
+
+
+def test_the_parts_by_kind_sum_to_the_gpu_s_time_and_the_input_adds_to_the_step(small_cnn):
+    step = time_step(small_cnn, A100, Training())
+    assert sum(step.by_kind_ms.values()) == pytest.approx(step.busy_ms)
+    assert list(step.by_kind_ms.values()) == sorted(step.by_kind_ms.values(), reverse=True)
+    assert time_step(small_cnn, A100, Training(), input_ms=7.0).step_time_ms == pytest.approx(step.step_time_ms + 7)
+
+
+def test_the_bound_is_above_the_estimate_and_grows_with_the_coverage(small_cnn):
+    step = time_step(small_cnn, A100, Training())
+    assert step.step_time_ms < step.upper_ms(0.9) < step.upper_ms(0.95) < step.upper_ms(0.99)
+    with pytest.raises(UsageError, match=r"one of 0\.5, 0\.75, 0\.9, 0\.95, 0\.99"):
+        step.upper_ms(0.42)
+
+
+def test_every_described_gpu_has_a_finite_time(small_cnn):
+    for name in device_names():
+        step = time_step(small_cnn, load_device(name), Training())
+        assert 0 < step.busy_ms < 1e4
+
+
+def test_a_file_is_read_as_it_was_written_and_a_damaged_one_is_refused():
+    text = efficiencies_text(LEARNED)
+    assert efficiencies_text(read_efficiencies(text)) == text
+    content = json.loads(text)
+    with pytest.raises(EnvironmentProblem, match="damaged"):
+        read_efficiencies(json.dumps({key: value for key, value in content.items() if key != "bandwidth"}))
+    with pytest.raises(EnvironmentProblem, match="has version 99"):
+        read_efficiencies(json.dumps(content | {"version": 99}))
+
+
+def test_attention_and_streams_have_groups_of_their_own():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 4)
+
+        def forward(self, x):
+            q = self.inner(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            return self.outer(y.transpose(1, 2).flatten(2)).mean(1)
+
+    calls = kernel_calls(traced(Net(), 2, 32, 64, precision="bf16").operators)
+    group = {kind: GROUPS[at] for kind, at in zip(calls.kind, calls.group, strict=True)}
+    assert group["attention"] == group["attention_backward"] == ATTENTION
+    assert group["optimizer"] == STREAM
+    assert DEPTHWISE not in group.values()
+    attention = calls.kind.index("attention")
+    assert (calls.rows[attention], calls.columns[attention], calls.batch[attention]) == (32, 16, 8)

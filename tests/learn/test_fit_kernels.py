@@ -1,0 +1,138 @@
+"""Fitting the kernel model: made-up measurements are explained, what cannot be learned from is said."""
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+from learn_rows import make_configs, write_runs
+
+import warehouse
+from conf.errors import UsageError
+from featurize.device_spec import load_device
+from featurize.kernel_model.calls import kernel_calls
+from featurize.kernel_model.step_time import load_efficiencies, read_efficiencies, time_step
+from featurize.trace import trace_config
+from learn.fit_kernels import FitKernelsSettings, fit_kernels
+from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
+from learn.kernels.judging import judged, table_of
+from learn.kernels.rows import measured_times
+from warehouse.ingest import IngestSettings, ingest
+
+DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
+SLOWER = 1.7  # than the model that comes along says: what a fit has to find
+
+
+def silent(*_):
+    pass
+
+
+def rows_of(configs, factor=1.0):
+    rows = []
+    for at, config in enumerate(configs):
+        device = load_device(DEVICES[at % len(DEVICES)])
+        trace = trace_config(config)
+        rows.append(
+            MeasuredTime(
+                name=f"{config.family} {at}",
+                source=("one", "two")[at % 2],
+                group=config.family,
+                device=device,
+                calls=kernel_calls(trace.operators),
+                measured_ms=factor * time_step(trace, device, config).step_time_ms,
+            )
+        )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def fit():
+    return TimeFit(rows_of(make_configs(40), SLOWER), {})
+
+
+def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(fit):
+    everything = np.ones(len(fit.rows), dtype=bool)
+    before = np.median(np.abs(fit.log_ratios(dataclasses.replace(load_efficiencies().parameters, names=fit.names,
+        compute=np.full(len(fit.names[0]), -0.5), bandwidth=np.full(len(fit.names[1]), -0.3)))))  # fmt: skip
+    after = np.abs(fit.log_ratios(fit.fitted(everything)))
+    assert np.median(after) < 0.1 < before
+    learned = fit.fitted(everything, iterations=30)
+    for name, least, most in (("ridge", 0, 1), ("wave", 0, 1)):
+        assert least <= learned.by_group[name].min() <= learned.by_group[name].max() <= most
+
+
+def test_rows_that_were_left_out_have_no_part_in_the_fit(fit):
+    parts = dict(held_out_by(fit.sources))
+    assert set(parts) == {"one", "two"}
+    spoiled = [
+        dataclasses.replace(row, measured_ms=row.measured_ms * 50) if row.source == "two" else row for row in fit.rows
+    ]
+    clean, other = (TimeFit(rows, {}).fitted(~parts["two"], iterations=20) for rows in (fit.rows, spoiled))
+    assert np.array_equal(clean.compute, other.compute) and np.array_equal(clean.bandwidth, other.bandwidth)
+
+
+def test_every_split_is_judged_and_printed(fit):
+    small = TimeFit(fit.rows[:12], {})
+    scores, held_out = judged(small, 2, silent)
+    assert {score.split for score in scores} == {
+        "learned from", "families left out", "sources left out", "GPU models left out",
+    }  # fmt: skip
+    assert {"one", "two", *DEVICES} == {score.rows for score in scores}
+    assert np.isfinite(held_out).all() and len(held_out) == 12
+    assert "families left out" in table_of(scores)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    data = tmp_path_factory.mktemp("steps")
+    configs = make_configs(24, seed=3)
+    write_runs(data, configs[:22], source="measured", job="real", statuses=["ok"] * 22)
+    write_runs(data, configs[22:], source="simulated", job="sim", statuses=["ok"] * 2)
+    write_runs(data, configs[22:23], source="measured", job="odd", statuses=["ok"], device="GPU-of-nobody")
+    cells = {
+        "section": "", "Model": "125m", "SeqLen (T)": "512", "# GPUs": "8", "GPU": "h100_80gb", "MFU": "30",
+        "MicroBatchSize": "4", "GradAccum": "2", "GlobalBatchSize": "64", "Throughput (T/s)": "3276800",
+        "Throughput (T/s/GPU)": "409600", "GlobalBatchSize (T)": "32768", "Precision": "amp_bf16",
+        "Activation Checkpointing": "False", "NumParams": "125000000",
+    }  # fmt: skip
+    file = tmp_path_factory.mktemp("published") / "llm.csv"
+    with open(file, "w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, cells)
+        writer.writeheader()
+        writer.writerow(cells)
+        writer.writerow(cells | {"Model": "9t"})
+    ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
+    return data
+
+
+def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reason(folder):
+    connection = warehouse.connect(folder)
+    rows, left_out = measured_times(connection, silent)
+    connection.close()
+    by_source = {source: [row for row in rows if row.source == source] for source in {row.source for row in rows}}
+    assert {source: len(of) for source, of in by_source.items()} == {"farm": 22, "llm_foundry": 1}
+    assert left_out == {"no description of GPU-of-nobody": 1, "llm_foundry: 9t in amp_bf16": 1}
+    (step,) = by_source["llm_foundry"]
+    assert step.measured_ms == pytest.approx(4 * 512 / 409_600 * 1e3)  # one micro-step of one GPU
+    assert step.device.name == "H100-SXM5-80GB"
+    assert step.calls.kind.count("attention") == 1  # twelve equal layers are one kernel that runs twelve times
+
+
+def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path):
+    settings = FitKernelsSettings(data=str(folder), out=str(tmp_path / "parameters.json"))
+    scores, left_out = fit_kernels(settings, silent)
+    learned = read_efficiencies(settings.path.read_text(encoding="utf-8"))
+    assert learned.fitted_on == {"farm": 22, "llm_foundry": 1}
+    assert scores and left_out
+    step = time_step(
+        trace_config(make_configs(1)[0]), load_device("H100-SXM5-80GB"), make_configs(1)[0], learned=learned
+    )
+    assert step.step_time_ms > 0
+
+
+def test_too_few_measured_steps_are_refused_and_nothing_is_written(tmp_path):
+    write_runs(tmp_path / "few", make_configs(2), source="measured", statuses=["ok"] * 2)
+    settings = FitKernelsSettings(data=str(tmp_path / "few"), out=str(tmp_path / "parameters.json"))
+    with pytest.raises(UsageError, match="2 measured steps can be learned from, and 20 are needed"):
+        fit_kernels(settings, silent)
+    assert not settings.path.exists()
