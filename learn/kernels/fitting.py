@@ -31,7 +31,9 @@ from featurize.kernel_model.times import (
 KERNELS = "kernels"  # source of rows that are one kernel each
 # Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
-_BY_GROUP = {"half_depth": math.log(60.0), "half_width": math.log(24.0), "ridge": 0.15, "wave": 0.7}
+# Kernels of narrow groups load an operand for each multiply-add.
+_COMPUTE_OF = {"depthwise_large": math.log(0.03), "depthwise": math.log(0.15), "grouped": math.log(0.3)}
+_BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "ridge": 0.15, "wave": 0.7}
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 _INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
@@ -75,6 +77,25 @@ class MeasuredTime:
     searched: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class FittedTimes:
+    """What a fit gives.
+
+    Args:
+        parameters: The efficiencies.
+        instrument_ms: (GPU model, operator) -> what timing one kernel adds.
+    """
+
+    parameters: Parameters
+    instrument_ms: Mapping[tuple[str, str], float]
+
+    def instrument(self, row: MeasuredTime) -> float:
+        """Return what timing the row's kernel adds; on a GPU model that was left out as on the others."""
+        key = row.device.name, row.group
+        others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
+        return self.instrument_ms.get(key) or (float(np.median(others)) if others else _INSTRUMENT_MS)
+
+
 @dataclass(frozen=True)
 class _Batch:
     """Rows on one GPU model with the same settings, as one sequence of kernels."""
@@ -103,9 +124,10 @@ class TimeFit:
             [row.calls.launches * row.device.launch_overhead_us * 1e-3 for row in rows], dtype=torch.float64
         )
         self.one_kernel = torch.tensor([row.source == KERNELS for row in rows])
-        instruments = [f"{row.device.name}/{row.group}" if row.source == KERNELS else "" for row in rows]
-        self.instruments, places = np.unique(instruments, return_inverse=True)
-        self.instrument = torch.tensor(places)
+        instruments = [(row.device.name, row.group) if row.source == KERNELS else ("", "") for row in rows]
+        self.instruments = list(dict.fromkeys(instruments))
+        places = {instrument: at for at, instrument in enumerate(self.instruments)}
+        self.instrument = torch.tensor([places[instrument] for instrument in instruments])
         self.hosts, places = np.unique(self.sources, return_inverse=True)
         self.host = torch.tensor(places)
         self.batches = list(self._batches())
@@ -124,7 +146,7 @@ class TimeFit:
                 torch.repeat_interleave(torch.tensor(members), torch.tensor(lengths)),
             )
 
-    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> Parameters:
+    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> FittedTimes:
         """Return the efficiencies that explain the rows that the mask `of` names."""
         begin = self._begin()
         values = {name: value.clone().requires_grad_(True) for name, value in begin.items()}
@@ -150,23 +172,24 @@ class TimeFit:
             with torch.no_grad():
                 for name, (least, most) in _LIMITS.items():
                     values[name].clamp_(least, most)
-        return self._parameters({name: value.detach() for name, value in values.items()}, np.asarray)
+        values = {name: value.detach() for name, value in values.items()}
+        met = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
+        added_ms = torch.exp(values["instrument"]).tolist()
+        return FittedTimes(
+            parameters=self._parameters(values, np.asarray),
+            instrument_ms={
+                key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in met and key[0]
+            },
+        )
 
-    def log_ratios(self, learned: Parameters, instruments_ms: Mapping[str, float] | None = None) -> np.ndarray:
-        """Return the logarithm of estimated over measured time of each row.
-
-        The host's time is the described one. Where `instruments_ms` has none of a device and kind of measurement, a
-        single kernel's estimate has the usual one on top.
-        """
+    def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
+        """Return the logarithm of estimated over measured time of each row; the host's time is the described one."""
         seconds = np.zeros(len(self.rows))
         for batch in self.batches:
             kernels = batch.kernels.converted(lambda column: column.numpy())
-            np.add.at(seconds, batch.row.numpy(), batch.count.numpy() * call_seconds(kernels, learned))
-        instruments = instruments_ms or {}
+            np.add.at(seconds, batch.row.numpy(), batch.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
-            busy + instruments.get(f"{row.device.name}/{row.group}", _INSTRUMENT_MS)
-            if row.source == KERNELS
-            else overlapped(busy, host)
+            busy + fitted.instrument(row) if row.source == KERNELS else overlapped(busy, host)
             for row, busy, host in zip(self.rows, (seconds * 1e3).tolist(), self.host_ms.tolist(), strict=True)
         ]
         return np.log(np.array(estimated) / self.measured_ms.numpy())
@@ -176,7 +199,7 @@ class TimeFit:
             return torch.full(tuple(shape), value, dtype=torch.float64)
 
         return {
-            "compute": full([len(self.names[0])], _COMPUTE),
+            "compute": torch.tensor([_compute_of(name) for name in self.names[0]], dtype=torch.float64),
             "bandwidth": full([len(self.names[1])], _BANDWIDTH),
             **{f"by_group/{name}": full([len(GROUPS), len(UNITS)], _BY_GROUP[name]) for name in GROUP_VALUES},
             **{f"by_units/{name}": full([len(UNITS)], _BY_UNITS[name]) for name in UNIT_VALUES},
@@ -237,6 +260,10 @@ def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ..
 
 def _in_layouts(kind: str) -> bool:
     return not kind.startswith(("product", "attention", "layer_norm", "softmax", "optimizer", "gather", "scatter"))
+
+
+def _compute_of(name: str) -> float:
+    return next((share for kind, share in _COMPUTE_OF.items() if name.startswith(kind)), _COMPUTE)
 
 
 def _joined(many: Sequence[Calls]) -> Calls:

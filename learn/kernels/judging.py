@@ -86,7 +86,7 @@ def learned_of(fit: TimeFit, held_out: np.ndarray) -> str:
     sources, counts = np.unique(fit.sources, return_counts=True)
     return efficiencies_text(
         LearnedEfficiencies(
-            parameters=fit.fitted(np.ones(len(fit.rows), dtype=bool)),
+            parameters=fit.fitted(np.ones(len(fit.rows), dtype=bool)).parameters,
             error_quantiles={coverage: float(np.exp(np.quantile(longer, coverage))) for coverage in COVERAGES},
             fitted_on=dict(zip(sources.tolist(), counts.tolist(), strict=True)),
         )

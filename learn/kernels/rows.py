@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, load_device
-from featurize.kernel_model.calls import Calls, kernel_calls
+from featurize.kernel_model.calls import HALF, Calls, kernel_calls
 from featurize.row_config import UnreadableConfig, config_of_row
+from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training
-from learn.kernels.fitting import MeasuredTime
+from learn.kernels.fitting import KERNELS, MeasuredTime
 from warehouse.published_tables import DOUBT
 
 if TYPE_CHECKING:
@@ -72,6 +74,91 @@ def measured_times(connection: DuckDBPyConnection, progress: Progress) -> tuple[
         except _LeftOut as reason:
             left_out[str(reason)] += 1
     return times, dict(left_out)
+
+
+def kernel_times(connection: DuckDBPyConnection, most: int) -> tuple[list[MeasuredTime], dict[str, int]]:
+    """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
+
+    Args:
+        connection: Of the data folder.
+        most: Rows of an operator on a GPU model, drawn by their ids.
+    """
+    rows = connection.execute(
+        "SELECT operator, device_name, dims, dtype, duration_us FROM kernels "
+        "WHERE timing = 'cuda_events' AND source IN ('measured', 'imported') AND duration_us > 0 "
+        "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY md5(kernel_row)) <= ? "
+        "ORDER BY operator, device_name, kernel_row",
+        [most],
+    ).fetchall()
+    times: list[MeasuredTime] = []
+    left_out: Counter[str] = Counter()
+    for name, device_name, dims, dtype, duration_us in rows:
+        try:
+            device = load_device(device_name or "")
+        except UsageError:
+            left_out[f"no description of {device_name}"] += 1
+            continue
+        operator = _operator(name, json.loads(dims), dtype)
+        if operator is None:
+            left_out[f"kernels of {name}"] += 1
+            continue
+        times.append(
+            MeasuredTime(
+                name=name,
+                source=KERNELS,
+                group=name,
+                device=device,
+                calls=kernel_calls([operator], tf32_convolutions=False),
+                measured_ms=duration_us / 1e3,
+                searched=True,
+            )
+        )
+    return times, dict(left_out)
+
+
+def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None:
+    """Return the forward operator of a row; None where its output does not follow from its inputs' shapes."""
+    shapes = [tuple(shape) for shape in dims["shapes"]]
+    inputs = tuple(shape for shape in shapes if shape)
+    if name == "aten::addmm":
+        (rows, depth), (_, columns) = inputs[1:]
+        output, flops = (rows, columns), 2 * rows * depth * columns
+    elif name == "aten::bmm":
+        (batch, rows, depth), (_, _, columns) = inputs
+        output, flops = (batch, rows, columns), 2 * batch * rows * depth * columns
+    elif name == "aten::convolution":
+        x, weight = inputs[:2]
+        arguments = dims["arguments"]
+        strides, paddings = arguments["stride"], arguments["padding"]
+        sides = [
+            (side + 2 * padding - size) // stride + 1
+            for side, size, stride, padding in zip(x[2:], weight[2:], strides, paddings, strict=True)
+        ]
+        output = (x[0], weight[0], *sides)
+        flops = 2 * math.prod(output) * math.prod(weight[1:])
+    elif name in _POINTWISE:
+        output, flops = inputs[0], math.prod(inputs[0])
+    else:
+        return None
+    size = 2 if dtype in HALF else 4
+    return Operator(
+        name=name,
+        phase="forward",
+        dtype=dtype,
+        input_shapes=inputs,
+        output_shapes=(output,),
+        flops=flops,
+        bytes_read=size * sum(map(math.prod, inputs)),
+        bytes_written=size * math.prod(output),
+        launches=1,
+    )
+
+
+# Operators whose output has the shape of their first input.
+_POINTWISE = tuple(
+    f"aten::{name}"
+    for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
+)
 
 
 class _LeftOut(Exception):

@@ -11,7 +11,7 @@ import warehouse
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.kernel_model.calls import kernel_calls
-from featurize.kernel_model.step_time import load_efficiencies, read_efficiencies, time_step
+from featurize.kernel_model.step_time import read_efficiencies, time_step
 from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
@@ -52,11 +52,11 @@ def fit():
 
 def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(fit):
     everything = np.ones(len(fit.rows), dtype=bool)
-    before = np.median(np.abs(fit.log_ratios(dataclasses.replace(load_efficiencies().parameters, names=fit.names,
-        compute=np.full(len(fit.names[0]), -0.5), bandwidth=np.full(len(fit.names[1]), -0.3)))))  # fmt: skip
+    begin = fit.fitted(everything, iterations=0)
+    before = np.median(np.abs(fit.log_ratios(begin)))
     after = np.abs(fit.log_ratios(fit.fitted(everything)))
     assert np.median(after) < 0.1 < before
-    learned = fit.fitted(everything, iterations=30)
+    learned = fit.fitted(everything, iterations=30).parameters
     for name, least, most in (("ridge", 0, 1), ("wave", 0, 1)):
         assert least <= learned.by_group[name].min() <= learned.by_group[name].max() <= most
 
@@ -67,7 +67,7 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(fit):
     spoiled = [
         dataclasses.replace(row, measured_ms=row.measured_ms * 50) if row.source == "two" else row for row in fit.rows
     ]
-    clean, other = (TimeFit(rows, {}).fitted(~parts["two"], iterations=20) for rows in (fit.rows, spoiled))
+    clean, other = (TimeFit(rows, {}).fitted(~parts["two"], iterations=20).parameters for rows in (fit.rows, spoiled))
     assert np.array_equal(clean.compute, other.compute) and np.array_equal(clean.bandwidth, other.bandwidth)
 
 
