@@ -35,9 +35,9 @@ def newer_schema(folder, monkeypatch):
             "TELEMETRY_SCHEMA": schema.TELEMETRY_SCHEMA.append(pa.field("fan_rpm", pa.float64())),
             "JOB_SCHEMA": schema.JOB_SCHEMA.append(pa.field("due_at", pa.timestamp("us", tz="UTC"))),
             "SCHEMA_VERSION": schema.SCHEMA_VERSION + 1,
-            "SCHEMAS": None,
         }
-        added["SCHEMAS"] = {"runs": added["RUN_SCHEMA"], "telemetry": added["TELEMETRY_SCHEMA"]}
+        renewed = {"runs": "RUN_SCHEMA", "telemetry": "TELEMETRY_SCHEMA", "jobs": "JOB_SCHEMA"}
+        added["TABLES"] = schema.TABLES | {table: added[name] for table, name in renewed.items()}
         for module in ("schema", "folder", "views", "writer", "compact"):
             for name, value in added.items():
                 if hasattr(getattr(warehouse, module), name):
