@@ -25,7 +25,7 @@ from warehouse.damage import DamagedFile
 from warehouse.folder import DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of
 from warehouse.integrity import Progress, examine
-from warehouse.layout import KINDS
+from warehouse.layout import KINDS, OF_RUNS
 from warehouse.listings import is_whole_listing, read_listings, recovered_listing
 from warehouse.merged import (
     Listing,
@@ -198,24 +198,27 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
 
 
 def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: RepairReport) -> None:
-    """Rewrite merged telemetry without the samples of lost runs; small files of their own are overwritten anyway.
+    """Rewrite merged telemetry and kernels without the rows of lost runs; small files of their own are overwritten.
 
     The old file is set aside. After a kill in between it has no listing, and the next repair lists it again.
     """
-    listings = read_listings(folder, "telemetry", lambda damaged: None)
-    for path in counting_files(folder, "telemetry", family, listings):
-        if not is_merged_name(path.name):
-            continue
-        try:
-            if not run_ids & run_ids_of(path):
+    for kind in OF_RUNS:
+        listings = read_listings(folder, kind, lambda damaged: None)
+        for path in counting_files(folder, kind, family, listings):
+            if not is_merged_name(path.name):
                 continue
-        except (Unreadable, FileNotFoundError):
-            continue
-        table = pq.ParquetFile(path).read()
-        kept = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
-        reason = f"it holds samples of runs that are lost and run again; {kept.num_rows:,} other rows are in a new file"
-        _aside(folder, listing_file(folder, "telemetry", path.name), reason, report)
-        if kept.num_rows:
-            target = path.parent / new_merged_name()
-            land_merged(folder, "telemetry", target, kept, (), time.time(), row_group_size=100_000)
-        _aside(folder, path, reason, report)
+            try:
+                if not run_ids & run_ids_of(path):
+                    continue
+            except (Unreadable, FileNotFoundError):
+                continue
+            table = pq.ParquetFile(path).read()
+            kept = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
+            reason = (
+                f"it holds {kind} of runs that are lost and run again; {kept.num_rows:,} other rows are in a new file"
+            )
+            _aside(folder, listing_file(folder, kind, path.name), reason, report)
+            if kept.num_rows:
+                target = path.parent / new_merged_name()
+                land_merged(folder, kind, target, kept, (), time.time(), row_group_size=100_000)
+            _aside(folder, path, reason, report)

@@ -19,7 +19,7 @@ from farm.space import Space, space_of_mapping
 from farm.space_limits import require_within_limits
 from featurize.families import family_names
 from workers.devices import DeviceChoice
-from workers.settings import TrialRules, TrialSettings, WindowSettings
+from workers.settings import KernelSettings, TrialRules, TrialSettings, WindowSettings
 from workers.telemetry.sampler import TelemetrySettings
 
 
@@ -82,11 +82,12 @@ class TrialsSettings:
     limits: Limits = section(Limits)
     trial: TrialRules = section(TrialRules)
     telemetry: TelemetrySettings = section(TelemetrySettings)
+    kernels: KernelSettings = section(KernelSettings)
 
     @property
     def trial_settings(self) -> TrialSettings:
         """What a worker has to know of the trials."""
-        return TrialSettings(window=self.window, telemetry=self.telemetry, **vars(self.trial))
+        return TrialSettings(window=self.window, telemetry=self.telemetry, kernels=self.kernels, **vars(self.trial))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,8 @@ def _checked(result: object, task: Task) -> RunResult:
         raise ValueError(f"its run is a {type(result.run).__name__}")
     if not isinstance(result.telemetry, pa.Table):
         raise ValueError(f"its telemetry is a {type(result.telemetry).__name__}")
+    if result.kernels is not None and not isinstance(result.kernels, pa.Table):
+        raise ValueError(f"its kernels are a {type(result.kernels).__name__}")
     for name in _OWN_COLUMNS:
         if getattr(result.run, name) != getattr(task, name):
             answer = safe_text(repr(getattr(result.run, name)), _TEXT_CHARACTERS)
@@ -81,6 +83,7 @@ def _checked(result: object, task: Task) -> RunResult:
     return RunResult(
         run=run,
         telemetry=result.telemetry,
+        kernels=result.kernels,
         retryable=result.retryable is True and run.status == "crashed",
         repeat=result.repeat is True,
     )

@@ -18,20 +18,21 @@ from warehouse.connection import connect
 from warehouse.counting import counting_files
 from warehouse.dataset import JOB_PREFIX
 from warehouse.folder import DataFolder
-from warehouse.layout import KINDS
+from warehouse.layout import KINDS, OF_RUNS
 from warehouse.plain_file import plain
 from warehouse.reader import WarehouseConnection
 from warehouse.schema import (
+    KERNEL_PHASES,
+    KERNEL_TIMINGS,
     OOM_KINDS,
     QUALITIES,
-    RUN_SCHEMA,
     SAMPLE_QUALITIES,
     SOURCES,
     STATUSES,
-    TELEMETRY_SCHEMA,
+    TABLES,
 )
 from warehouse.sql_text import sql_text
-from warehouse.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
+from warehouse.writer import KERNEL_REQUIRED, REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 
 SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
 LABELS = (
@@ -44,7 +45,7 @@ _SHOWN = 80  # characters of a value
 _MIB = 1.0
 _RATIO = 0.02
 _CARD = 1.01  # drivers round the card's size
-_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
+_IDS = {"kernels": "kernel_row"}  # by which examples name a row, where not by run_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def _sorted(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
 
 
 def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> Iterator[Finding]:
-    for table, schema in (("attempts", RUN_SCHEMA), ("telemetry", TELEMETRY_SCHEMA)):
+    for table, schema in (("attempts", TABLES["runs"]), *((kind, TABLES[kind]) for kind in OF_RUNS)):
         rules = [rule for rule in RULES if rule.table == table] + _ranges(table, schema)
         counts = ", ".join(f"count(*) FILTER ({rule.broken})" for rule in rules)
         # All of it is fetched: the connection is the caller's, who would find it busy.
@@ -108,7 +109,7 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
                     else "''"
                 )
                 rows = connection.execute(
-                    f"SELECT coalesce(run_id, 'NULL') || {shown} FROM {table} WHERE {rule.broken} "
+                    f"SELECT coalesce({_IDS.get(table, 'run_id')}, 'NULL') || {shown} FROM {table} WHERE {rule.broken} "
                     f"ORDER BY ALL LIMIT {_EXAMPLES}"
                 ).fetchall()
                 yield Finding(
@@ -126,7 +127,7 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
 
 def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
     """Return the rules that follow from a column's name and type: finite, not negative, ratios in [0, 1]."""
-    ratios = RUN_RATIOS if table == "attempts" else TELEMETRY_RATIOS
+    ratios = {"attempts": RUN_RATIOS, "telemetry": TELEMETRY_RATIOS}.get(table, ())
     rules = []
     for field in schema:
         name = field.name
@@ -138,7 +139,7 @@ def _ranges(table: str, schema: pa.Schema) -> list[_Rule]:
             broken, sentence = f"{name} < 0", "below 0"
         else:
             continue
-        where = "" if table == "attempts" else "telemetry."
+        where = "" if table == "attempts" else f"{table}."
         rules.append(_Rule(f"range.{where}{name}", "error", sentence, broken, name, table))
     return rules
 
@@ -228,9 +229,21 @@ RULES = (
           _outside("quality", SAMPLE_QUALITIES), "quality", "telemetry"),
     _Rule("impossible.telemetry.smocc_over_smact", "warning", "SM occupancy above SM activity",
           f"smocc > smact + {_RATIO}", "smocc", "telemetry"),
+    *(_Rule(f"schema.kernels.no_{name}", "error", "NULL where a value must be", f"{name} IS NULL", table="kernels")
+      for name in KERNEL_REQUIRED),
+    _Rule("schema.kernels.no_run", "error", "a kernel of no run that was not imported",
+          "source <> 'imported' AND run_id IS NULL", "source", "kernels"),
+    *(_Rule(f"schema.kernels.{name}", "error", f"none of {', '.join(words)}", _outside(name, words), name, "kernels")
+      for name, words in (("source", SOURCES), ("phase", KERNEL_PHASES), ("timing", KERNEL_TIMINGS))),
+    _Rule("schema.kernels.dims", "error", "dims is not JSON", "NOT json_valid(dims)", "dims", "kernels"),
+    _Rule("range.kernels.launches", "error", "a kernel that was not launched, or took no time",
+          "count < 1 OR duration_us <= 0", "duration_us", "kernels"),
+    _Rule("impossible.kernels.block", "error", "more threads in a block than CUDA allows",
+          "block_x * block_y * block_z > 1024", "block_x", "kernels"),
 )  # fmt: skip
 
 _SAMPLES = "(SELECT run_id, count(*) AS samples FROM telemetry GROUP BY run_id)"
+_KERNELS = "(SELECT run_id, count(*) AS of_run FROM kernels WHERE run_id IS NOT NULL GROUP BY run_id)"
 # rule, severity, in words, query of one text column with a row for each that breaks it
 _GROUPED = (
     (
@@ -250,6 +263,21 @@ _GROUPED = (
         "duplicate.sample", "error", "a sensor was read twice at one time of one run",
         """SELECT min(run_id) || ' ' || coalesce(min(sensor), 'NULL') || ' at ' || min(t_ms) || ' ms' FROM telemetry
         WHERE run_id IS NOT NULL GROUP BY hash(run_id, sensor, t_ms) HAVING count(*) > 1""",
+    ),
+    (
+        "duplicate.kernel_row", "error", "a kernel_row is there more than once",
+        """SELECT min(kernel_row) || ' ' || count(*) || ' times' FROM kernels WHERE kernel_row IS NOT NULL
+        GROUP BY hash(kernel_row) HAVING count(*) > 1""",
+    ),
+    (
+        "kernels.no_run", "warning", "kernels without a run, which is landing or was lost",
+        f"SELECT run_id || ': ' || of_run || ' kernels' FROM {_KERNELS} "
+        "WHERE run_id NOT IN (SELECT run_id FROM attempts WHERE run_id IS NOT NULL)",
+    ),
+    (
+        "kernels.rows", "error", "kernel_rows is not the number of kernels",
+        f"SELECT run_id || ': ' || coalesce(of_run, 0) || ' kernels, kernel_rows=' || kernel_rows "
+        f"FROM attempts LEFT JOIN {_KERNELS} USING (run_id) WHERE kernel_rows <> coalesce(of_run, 0)",
     ),
     (
         "identity.config_hash", "error", "one config_hash, several configurations",
@@ -273,7 +301,7 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
     """Yield the problems of the files that count, before any row is read."""
     problems: dict[str, list[str]] = {"unreadable_file": [], "unknown_column": [], "column_type": []}
     for kind in KINDS:
-        schema = _SCHEMAS[kind]
+        schema = TABLES[kind]
         for family in folder.families(kind):
             for path in counting_files(folder, kind, family):
                 name = str(path.relative_to(folder.root))

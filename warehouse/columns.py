@@ -78,6 +78,7 @@ RUNS = {
     "startup_s": "time from the task's start to its first step",
     "prepared": "whether the process was made ready while the run before it went on",
     "origin": "JSON: cells of the published file that an imported run was read from",
+    "kernel_rows": "rows of the run in kernels; NULL: its kernels were not asked for",
     "convolutions": "JSON: engine and workspace that cuDNN names for each convolution of the step; NULL: not asked",
 }
 
@@ -91,6 +92,37 @@ TELEMETRY = {
     **{name: f"{meaning}; {unit}" for name, (unit, meaning) in METRICS.items()},
 }
 
+KERNELS = {
+    "kernel_row": "id of the row, unique in the data set",
+    "run_id": "the run in the table runs; NULL of imported rows",
+    "source": "measured, simulated or imported",
+    "device_name": "model of the device",
+    "torch_version": "version of PyTorch",
+    "cuda_version": "version of CUDA that PyTorch was built with",
+    "cudnn_version": "version of cuDNN",
+    "phase": "forward, backward or optimizer",
+    "operator": "operator that PyTorch dispatched, as in aten::addmm",
+    "dims": "JSON: shapes of the operator's inputs ([]: no tensor), and arguments such as the stride",
+    "dtype": "number format of the first input",
+    "kernel": "name of the kernel on the device; NULL: the row is of a whole operator",
+    "grid_x": "blocks in the grid, first extent",
+    "grid_y": "blocks in the grid, second extent",
+    "grid_z": "blocks in the grid, third extent",
+    "block_x": "threads in a block, first extent",
+    "block_y": "threads in a block, second extent",
+    "block_z": "threads in a block, third extent",
+    "blocks_per_sm": "blocks of the grid for each SM",
+    "warps_per_sm": "warps of the grid for each SM",
+    "registers_per_thread": "registers of a thread",
+    "shared_memory_bytes": "shared memory of a block, in bytes",
+    "stream": "CUDA stream",
+    "duration_us": "time of one launch, median; µs",
+    "count": "launches that the row stands for",
+    "steps": "training steps that the launches were seen in",
+    "timing": "cupti (the kernel alone), cuda_events (an operator and its launch), cpu (an operator) or model (priced)",
+    "origin": "JSON: cells of the published file that an imported row was read from",
+}
+
 JOBS = {
     "job_id": "the submission in the table runs",
     "family": "family of networks that was sampled",
@@ -101,7 +133,7 @@ JOBS = {
     "submitted_at": "time of the submission, UTC",
 }
 
-TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "jobs": JOBS}
+TABLES = {"runs": RUNS, "telemetry": TELEMETRY, "kernels": KERNELS, "jobs": JOBS}
 
 
 def described(table: str, column: str) -> str:

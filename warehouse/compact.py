@@ -42,17 +42,16 @@ from warehouse.compaction import (
 from warehouse.counting import counting_files
 from warehouse.folder import DataFolder
 from warehouse.held_rows import Unreadable, run_ids_of
-from warehouse.layout import KINDS, TEMPORARY_SUFFIX, sync
+from warehouse.layout import KINDS, OF_RUNS, TEMPORARY_SUFFIX, sync
 from warehouse.listings import read_listings
 from warehouse.merged import is_merged_name, land_merged, listing_file, new_merged_name
 from warehouse.merged_index import MergedIndex
 from warehouse.plain_file import NoPlainFile
-from warehouse.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import TABLES
 from warehouse.settle import settle_unlisted, settled_listings
 from warehouse.small_files import read_files
 
-SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA}
-SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"]}
+SORT_KEYS = {"runs": ["run_id"], "telemetry": ["run_id", "t_ms"], "kernels": ["run_id", "kernel_row"]}
 ROW_GROUP_ROWS = 100_000
 _OWN_BYTES = 14 * 2**10  # of a small file are its columns' names, statistics and page headers, not rows
 _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old
@@ -61,7 +60,7 @@ _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this o
 def compact(
     folder: DataFolder, *, now_s: float | None = None, settings: CompactionSettings | None = None
 ) -> CompactionReport:
-    """Merge small files of `runs` and `telemetry`, family by family, and delete files that were replaced long ago.
+    """Merge small files of runs, telemetry and kernels by family, and delete files that were replaced long ago.
 
     Only one compaction runs at a time; a second one returns at once with `busy`. `now_s` is in seconds since the
     epoch. Killing it at any point is safe. Raises `UsageError` if there is no such folder, `OSError` if the disk is
@@ -75,7 +74,7 @@ def compact(
         if not got_it:
             report.busy = True
             return report
-        # Telemetry first: which samples belong to a landed run is read off the files of runs.
+        # Runs last: which samples and kernels belong to a landed run is read off the files of runs.
         for kind in reversed(KINDS):
             _delete_replaced(work, kind)
             for family in folder.families(kind):
@@ -93,7 +92,7 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
             report.left_alone(path, first_line(error))
 
     for paths in _plan(work, kind, family, unreadable):
-        for files, rows in read_files(paths, SCHEMAS[kind], settings.target_rows, unreadable):
+        for files, rows in read_files(paths, TABLES[kind], settings.target_rows, unreadable):
             if len(files) < settings.min_files and (len(files) < 2 or files[-1] == paths[-1]):
                 continue
             table = _in_order(rows, SORT_KEYS[kind])
@@ -132,7 +131,7 @@ def _plan(
     has_merged_run = MergedIndex(folder).holder(family)
     is_merged_already = MergedIndex(folder, kind).holder(family)
     merged_ids: set[str] = set()
-    landed = _landed_files(folder, family) if kind == "telemetry" else set()  # read later, so none is missed
+    landed = _landed_files(folder, family) if kind in OF_RUNS else set()  # read later, so none is missed
     for path in counting:
         is_merged = is_merged_name(path.name)
         try:
@@ -147,8 +146,8 @@ def _plan(
         size = status.st_size
         if size > target_bytes / 2 or path in report.left:
             continue
-        if kind == "telemetry" and not (is_merged or path.name in landed or has_merged_run(path.stem)):
-            continue  # its run is being written, or was lost and will come again with other samples
+        if kind in OF_RUNS and not (is_merged or path.name in landed or has_merged_run(path.stem)):
+            continue  # its run is being written, or was lost and will come again with other rows
         if not is_merged and is_merged_already(path.stem):
             continue  # a run that landed twice, as after the queue was lost: merged, it would be there twice
         try:

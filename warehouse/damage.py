@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from conf.plain_text import first_line, one_line
 from warehouse.layout import KINDS, LISTING_SCHEMA, FolderLayout
 from warehouse.plain_file import identity, is_out_of_descriptors, open_binary
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import TABLES
 from warehouse.sql_text import escaped_glob, sql_text
 
 _MAGIC = b"PAR1"
@@ -28,10 +28,7 @@ _BATCH_ROWS = 64 * 2**10
 
 # The column without which a file of this kind is of no use, and the types of the others.
 _NEEDED = {
-    "runs": ("run_id", RUN_SCHEMA),
-    "telemetry": ("run_id", TELEMETRY_SCHEMA),
-    "jobs": ("job_id", JOB_SCHEMA),
-    "stale": ("run_id", STALE_SCHEMA),
+    **{table: ("job_id" if table == "jobs" else "run_id", schema) for table, schema in TABLES.items()},
     "compactions": ("path", LISTING_SCHEMA),
 }
 
@@ -111,7 +108,7 @@ def damaged_files(
 ) -> list[DamagedFile]:
     """Return the unreadable files of a folder; `pages` decodes everything, which reads the whole folder.
 
-    `kinds` are `runs`, `telemetry`, `jobs`, `stale` and `compactions`.
+    `kinds` are the warehouse's tables and `compactions`.
     """
     return damaged_among(parquet_files(folder, kinds), pages=pages)
 

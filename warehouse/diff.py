@@ -26,7 +26,7 @@ from warehouse.connection import connect
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import ENVIRONMENT, JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import ENVIRONMENT, RUN_SCHEMA, TABLES
 from warehouse.snapshot import NOW, find_snapshot
 from warehouse.views import VIEWS
 from warehouse.writer import RUN_RATIOS
@@ -35,7 +35,6 @@ FORMATS = ("table", "json")
 _WHERE = ("device_name", *ENVIRONMENT, "memory_fraction", "mig_profile", "mps")
 _BY = ("family", "device_name", "status")
 _KEY = ("config_hash", "source", *_WHERE)
-_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 _LARGEST = 5
 
 
@@ -205,7 +204,7 @@ def _shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> Iterator[Lab
 def _columns(data: DataFolder, name: str) -> Mapping[str, Mapping[str, str]]:
     if name != NOW:
         return find_snapshot(data, name).columns
-    return {table: {field.name: str(field.type) for field in schema} for table, schema in _SCHEMAS.items()}
+    return {table: {field.name: str(field.type) for field in schema} for table, schema in TABLES.items()}
 
 
 def _schema_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SchemaChange]:

@@ -226,7 +226,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
         row["config"] = scrubbed(row["config"])
     if row["error"] is not None:
         row["error"] = row["error"][-_ERROR_CHARACTERS:]
-    row["node"] = row["worker"] = None
+    row["node"] = row["worker"] = row["kernel_rows"] = None
     if is_loaded(run["job_id"]):
         row["job_id"] = run["job_id"].removeprefix(JOB_PREFIX)
         return row

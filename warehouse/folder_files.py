@@ -3,7 +3,7 @@
 Start reading at `FolderFiles`; `warehouse.connection` registers it, and closes every other way to files.
 
 DuckDB's `allowed_directories` permits writing as well as reading, so no path of the folder is allowed. This file system
-is: it knows no operation that writes, and no file but those of `runs`, `telemetry`, `jobs` and `stale` that count.
+is: it knows no operation that writes, and no file but those of the warehouse's tables that count.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from warehouse.counting import counting_plan
 from warehouse.damage import DamagedFile
 from warehouse.layout import KINDS, FolderLayout
 from warehouse.plain_file import identity, identity_of, is_out_of_descriptors, open_plain
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import TABLES
 
 SCHEME = "gpufarm"
-SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
 _PINNED = 256  # files that a connection keeps open for each view of a query that has begun, at most
 _PATHS = 16 * _PINNED  # names that a connection remembers for such queries
 _VIEWS_OF_A_QUERY = 32  # so many that views named earlier are of a query that has ended, as good as always
@@ -113,7 +112,7 @@ class FolderFiles(AbstractFileSystem):
 
     def glob(self, path: str, **_options: Any) -> list[str]:
         """Return the files that `path` stands for: a glob of `files_of`, or a file of an earlier answer."""
-        for kind in SCHEMAS:
+        for kind in TABLES:
             if path == files_of(kind):
                 try:
                     return self._plan(kind)
@@ -277,7 +276,7 @@ class FolderFiles(AbstractFileSystem):
     def _place(self, path: str) -> tuple[str, str]:
         """(kind, name below it) of a file of an earlier answer."""
         match = _PATH.fullmatch(path)
-        if match is None or match[1] not in SCHEMAS:
+        if match is None or match[1] not in TABLES:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return match[1], match[3]
 
@@ -397,7 +396,7 @@ def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
 @functools.cache
 def _empty_file(kind: str) -> bytes:
     # Not `empty_table()`, which imports pandas where there is one, for a quarter of a second.
-    return _parquet_bytes(pa.Table.from_batches([], SCHEMAS[kind]))
+    return _parquet_bytes(pa.Table.from_batches([], TABLES[kind]))
 
 
 def _parquet_bytes(table: pa.Table) -> bytes:

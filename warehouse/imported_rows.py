@@ -47,6 +47,7 @@ class ImportedFile:
     path: Path
     rows: tuple[ImportedRow, ...]
     measured_columns: int = 0
+    left_out: str | None = None  # which of its rows are in none of `rows`, and why
 
 
 def published_file(file: PublishedFile, source: str, device_name: str | None) -> ImportedFile:

@@ -1,4 +1,4 @@
-"""`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements as rows of `runs`.
+"""`python -m warehouse.ingest source=gpumemnet path=...`: other people's measurements as rows of `runs` or `kernels`.
 
 Start reading at `ingest`. All files are read before anything is written; each file's new rows then land at once, so a
 kill leaves whole files' rows, and a repeat adds what is missing. A data set (source=dataset) brings its telemetry too.
@@ -11,6 +11,7 @@ import fcntl
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from conf.bars import terminal_bar
 from conf.cli import command
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.settings import data_key, key
+from warehouse import neusight
 from warehouse.connection import connect
 from warehouse.csv_columns import CsvMapping, read_mapping
 from warehouse.dataset import (
@@ -36,7 +38,7 @@ from warehouse.dataset import (
 )
 from warehouse.disk_errors import disk_errors_named
 from warehouse.folder import DataFolder
-from warehouse.imported_rows import DOUBT, ImportedFile, published_file
+from warehouse.imported_rows import DOUBT, UNKNOWN_FAMILY, ImportedFile, published_file, run_ids
 from warehouse.lock_file import open_lock
 from warehouse.merged import land_batch
 from warehouse.published import known_headers, read_recognised
@@ -45,7 +47,7 @@ from warehouse.writer import RunWriter
 
 PUBLISHED = ("gpumemnet", "timm")
 DATASET = "dataset"
-SOURCES = (DATASET, *PUBLISHED, *TABLES, "csv")
+SOURCES = (DATASET, *PUBLISHED, *TABLES, neusight.SOURCE, "csv")
 _SHOWN_ROWS = 5  # places named for each reason
 _WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
 
@@ -62,20 +64,22 @@ class IngestSettings:
       python -m warehouse.ingest source=gpumemnet path=GPUMemNet/Datasets
       python -m warehouse.ingest source=timm path=timm_a100.csv data=/srv/farm
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv
+      python -m warehouse.ingest source=neusight path=kernel_times.parquet
       python -m warehouse.ingest source=csv path=mine.csv family=timm device_name=NVIDIA-L4 \
         columns='{peak_memory_mib: mem, batch_size: bs, config.model: net}' constants='{optimizer: sgd}'
 
-    A folder is searched with all that is below it; CSV files of other kinds are named and left. Rows that make no sense
+    A folder is searched with all that is below it; files of other kinds are named and left. Rows that make no sense
     land as `invalid`, those in doubt with error_type = 'doubt', and those that no
     trial config describes with error_type = 'untraceable'.
     """
 
     source: str = key(
         help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
-        "batch_size, max_gpu_memory_mib), csv, or a published table: " + ", ".join(TABLES)
+        "batch_size, max_gpu_memory_mib), neusight (times of single operators, which land in `kernels`), csv, or a "
+        "published table: " + ", ".join(TABLES)
     )
     path: str | None = key(
-        None, "a CSV file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
+        None, "a file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
     )
     data: str | None = data_key()
     device_name: str | None = key(
@@ -94,7 +98,7 @@ class IngestSettings:
         if self.source not in SOURCES:
             raise unknown_name("source", self.source, SOURCES)
         if self.path is None and self.source != DATASET:
-            raise UsageError("missing path=... (a CSV file, or a folder)")
+            raise UsageError("missing path=... (a file, or a folder)")
         if self.source != "csv":
             keys = ("family", "columns", "constants", *(("device_name",) if self.source == DATASET else ()))
             odd = [key for key in keys if getattr(self, key) is not None]
@@ -119,6 +123,7 @@ class FileReport:
     path: Path
     rows: int = 0
     new: int = 0
+    left_out: int = 0  # rows that make no sense, of a table that keeps none of those
     label: str = ""  # what it is called in the report; default the file's name
     statuses: Counter[str] = field(default_factory=Counter)
     invalid: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -126,7 +131,7 @@ class FileReport:
 
     @property
     def already_there(self) -> int:
-        return self.rows - self.new
+        return self.rows - self.new - self.left_out
 
     @property
     def in_doubt(self) -> int:
@@ -151,11 +156,12 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
+    if settings.source == neusight.SOURCE:
+        return _ingest_kernels(settings, report, progress)
     # Of files with the same measurements, the one with most measured columns lands first.
     files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
     if not files:
-        left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
-        raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
+        raise _no_file(settings, report)
     folder = DataFolder.resolve(settings.data).create()
     with _lock(folder):
         known = _known_ids(folder)
@@ -168,20 +174,10 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
 
 
 def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
-    assert settings.path is not None
-    root = Path(settings.path).expanduser()
     mapping = settings.mapping() if settings.source == "csv" else None
-    if root.is_file():
-        paths = [root]
-    elif root.is_dir():
-        paths = sorted(path for path in root.rglob("*") if path.suffix.lower() == ".csv" and path.is_file())
-    else:
-        raise UsageError(f"path={settings.path}: there is no such file or folder")
+    root, paths = _paths(settings, ".csv", report)
     for done, path in enumerate(paths):
         progress("reading", done, len(paths))
-        if not root.is_file() and not lies_in(root, path):
-            report.left[path] = "a link that leads out of the folder"
-            continue
         if mapping is not None:
             try:
                 yield mapping.file(path)
@@ -193,6 +189,8 @@ def _read(settings: IngestSettings, report: IngestReport, progress: Progress) ->
         if settings.source in TABLES:
             table = read_table(path, settings.source, settings.device_name)
             if table is not None:
+                if table.left_out is not None:
+                    report.left[path] = table.left_out
                 yield table
             else:
                 report.left[path] = f"not of this source, whose files have {table_columns(settings.source)}"
@@ -206,6 +204,72 @@ def _read(settings: IngestSettings, report: IngestReport, progress: Progress) ->
             report.left[path] = f"its rows are of source={file.form}"
         else:
             report.left[path] = "well-known models by name: no configurations of a family that could be rebuilt"
+
+
+def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple[Path, list[Path]]:
+    """Return the path that was given, and the files to read: itself, or those of `suffix` below it."""
+    assert settings.path is not None
+    root = Path(settings.path).expanduser()
+    if root.is_file():
+        return root, [root]
+    if not root.is_dir():
+        raise UsageError(f"path={settings.path}: there is no such file or folder")
+    paths = []
+    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() == suffix and path.is_file()):
+        if lies_in(root, path):
+            paths.append(path)
+        else:
+            report.left[path] = "a link that leads out of the folder"
+    return root, paths
+
+
+def _ingest_kernels(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
+    """Land the kernels of each file that the data folder lacks, in one batch a file."""
+    root, paths = _paths(settings, ".parquet", report)
+    files = []
+    for path in paths:
+        try:
+            file = neusight.read_kernel_times(path, settings.device_name, partial(progress, "reading"))
+        except EnvironmentProblem as error:
+            if root.is_file():
+                raise
+            report.left[path] = str(error).removeprefix(f"path={path} ")
+            continue
+        if file is None:
+            report.left[path] = f"not of this source, whose files have {', '.join(neusight.COLUMNS)}"
+        else:
+            files.append(file)
+    if not files:
+        raise _no_file(settings, report)
+    folder = DataFolder.resolve(settings.data).create()
+    with _lock(folder):
+        known = _known_kernels(folder)
+        for done, file in enumerate(files):
+            progress("landing", done, len(files))
+            new = [row for row in file.rows if row["kernel_row"] not in known]
+            known |= {row["kernel_row"] for row in new}
+            if new:
+                (batch,) = run_ids(settings.source, ["\n".join(row["kernel_row"] for row in new)])
+                land_batch(folder, "kernels", UNKNOWN_FAMILY, file.table(batch, new))
+            invalid = sum(map(len, file.invalid.values()))
+            landed = FileReport(file.path, rows=len(file.rows) + invalid, new=len(new))
+            landed.statuses.update({"ok": len(file.rows), "invalid": invalid})
+            landed.invalid.update(file.invalid)
+            landed.left_out = invalid
+            report.files.append(landed)
+        progress("landing", len(files), len(files))
+    return report
+
+
+def _known_kernels(folder: DataFolder) -> set[str]:
+    with contextlib.closing(connect(folder)) as connection:
+        table = connection.sql("SELECT kernel_row FROM kernels WHERE source = 'imported'").to_arrow_table()
+    return set(table.column("kernel_row").to_pylist())
+
+
+def _no_file(settings: IngestSettings, report: IngestReport) -> UsageError:
+    left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
+    return UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
 
 
 def _land(file: ImportedFile, writer: RunWriter, known: set[str]) -> FileReport:

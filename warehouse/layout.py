@@ -17,9 +17,10 @@ from typing import Any
 import pyarrow as pa
 
 from warehouse.checksum import sealed_bytes
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import JOB_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
-KINDS = ("runs", "telemetry")  # what is partitioned by family and compacted
+KINDS = ("runs", "telemetry", "kernels")  # what is partitioned by family and compacted
+OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 
@@ -57,6 +58,10 @@ class FolderLayout:
     @property
     def telemetry(self) -> Path:
         return self.root / "telemetry"
+
+    @property
+    def kernels(self) -> Path:
+        return self.root / "kernels"
 
     @property
     def jobs(self) -> Path:
@@ -117,11 +122,11 @@ class FolderLayout:
         return self.locks / "ingest.lock"
 
     def listings(self, kind: str) -> Path:
-        """Return the folder of the listings of merged files of `runs` or `telemetry`."""
+        """Return the folder of the listings of merged files of one of `KINDS`."""
         return self.root / "compactions" / kind
 
     def partition(self, kind: str, family: str) -> Path:
-        """Return the folder of one family's `runs` or `telemetry`. Raises `ValueError` for an invalid folder name."""
+        """Return the folder of one family's part of one of `KINDS`. Raises `ValueError` for an invalid folder name."""
         return self.root / kind / f"family={checked_name('family', family)}"
 
     def families(self, kind: str) -> list[str]:
@@ -140,8 +145,7 @@ class FolderLayout:
         """An older one does too, as views add columns."""
         name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
         return {
-            self.runs / partition / name: RUN_SCHEMA,
-            self.telemetry / partition / name: TELEMETRY_SCHEMA,
+            **{self.root / kind / partition / name: TABLES[kind] for kind in KINDS},
             self.jobs / f"_{name}": JOB_SCHEMA,
             self.stale / f"_{name}": STALE_SCHEMA,
             **{self.listings(kind) / f"_{name}": LISTING_SCHEMA for kind in KINDS},

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from conf.cli import command
@@ -41,16 +42,17 @@ from warehouse.export import naive, public_row, public_telemetry, scrubbed
 from warehouse.folder import DataFolder
 from warehouse.layout import TEMPORARY_SUFFIX, sync
 from warehouse.reader import WarehouseConnection
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
+from warehouse.schema import JOB_SCHEMA, KERNEL_SCHEMA, RUN_SCHEMA, SOURCES, TELEMETRY_SCHEMA
 from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _OWN_SOURCES = ("measured", "simulated")  # `imported` rows are under licences of their own
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
-_ALWAYS = {"runs": ("run_id", "family", "status", "source", "peak_memory_mib"), "telemetry": ("run_id", "t_ms")}
+_ALWAYS = {"runs": ("run_id", "family", "status", "source", "peak_memory_mib"), "telemetry": ("run_id", "t_ms"),
+           "kernels": ("kernel_row", "source", "operator", "duration_us", "timing")}  # fmt: skip
 _CHUNK_RUNS = 2_000
-_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "jobs": 500_000}
+_FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "jobs": 500_000}
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built
 _ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # reported where missing
@@ -258,39 +260,60 @@ def _write_tables(
             "telemetry": _Writer(
                 root, "telemetry", narrow(_filled(connection, "telemetry", TELEMETRY_SCHEMA, "true")), report
             ),
+            "kernels": _Writer(root, "kernels", _filled(connection, "kernels", KERNEL_SCHEMA, chosen), report),
             "jobs": _Writer(root, "jobs", pa.schema([f for f in JOB_SCHEMA if f.name in JOBS]), report),
         }
         for writer in writers.values():
             opened.callback(writer.abandon)
-        jobs = _write_runs(connection, chosen, settings, writers["runs"], writers["telemetry"])
+        jobs = _write_runs(connection, chosen, settings, writers)
         if not report.rows["runs"]:
             raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
+        if "imported" in settings.sources:
+            writers["kernels"].write(_kernels(connection, "kernels.source = 'imported'", {}))
         writers["jobs"].write(_jobs(connection, jobs))
         for writer in writers.values():
             writer.close()
 
 
 def _write_runs(
-    connection: WarehouseConnection, chosen: str, settings: PublishSettings, runs: _Writer, telemetry: _Writer
+    connection: WarehouseConnection, chosen: str, settings: PublishSettings, writers: Mapping[str, _Writer]
 ) -> set[str]:
-    """Write the chosen runs and their samples; return the ids of their jobs."""
+    """Write the chosen runs, their samples and their kernels; return the ids of their jobs."""
     jobs: set[str] = set()
     for rows in _chunks(connection, chosen):
         ids = [row["run_id"] for row in rows]
         published = [public_row(row) for row in rows]
-        where = (
-            f"telemetry.family = {sql_text(rows[0]['family'])} "
-            f"AND telemetry.run_id BETWEEN {sql_text(ids[0])} AND {sql_text(ids[-1])}"
-        )
+        family, first, last = (sql_text(text) for text in (rows[0]["family"], ids[0], ids[-1]))
+        where = f"{{0}}.family = {family} AND {{0}}.run_id BETWEEN {first} AND {last}"
         public_ids = dict(zip(ids, (row["run_id"] for row in published), strict=True))
-        samples = public_telemetry(connection, public_ids, settings.hz, where)
+        samples = public_telemetry(connection, public_ids, settings.hz, where.format("telemetry"))
+        kernels = _kernels(connection, where.format("kernels"), public_ids)
         counts = Counter(samples.column("run_id").to_pylist())
         for row in published:
             row["telemetry_rows"] = counts[row["run_id"]]
+        kernel_counts = Counter(kernels.column("run_id").to_pylist())
+        for row, given in zip(published, rows, strict=True):
+            row["kernel_rows"] = None if given["kernel_rows"] is None else kernel_counts[row["run_id"]]
         jobs.update(row["job_id"] for row in published if row["job_id"] is not None)
-        telemetry.write(samples)
-        runs.write(pa.Table.from_pylist(published, schema=RUN_SCHEMA))
+        writers["telemetry"].write(samples)
+        writers["kernels"].write(kernels)
+        writers["runs"].write(pa.Table.from_pylist(published, schema=RUN_SCHEMA))
     return jobs
+
+
+def _kernels(connection: WarehouseConnection, where: str, public_ids: Mapping[str, str]) -> pa.Table:
+    """Return kernels under the public ids of their runs, those of other runs left out; imported ones have no run."""
+    columns = ", ".join(KERNEL_SCHEMA.names)
+    table = connection.sql(f"SELECT {columns} FROM kernels WHERE {where} ORDER BY kernel_row").to_arrow_table()
+    if not public_ids:
+        return table
+    run_ids, rows = table.column("run_id").to_pylist(), table.column("kernel_row").to_pylist()
+    table = table.set_column(
+        table.schema.get_field_index("run_id"), "run_id", pa.array(map(public_ids.get, run_ids), pa.string())
+    )
+    names = [f"{public_ids.get(run_id)}{row.removeprefix(run_id)}" for run_id, row in zip(run_ids, rows, strict=True)]
+    table = table.set_column(table.schema.get_field_index("kernel_row"), "kernel_row", pa.array(names, pa.string()))
+    return table.filter(pc.is_valid(table.column("run_id")))
 
 
 def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ _DEVICES = {  # the files' names -> names in conf/device, and MiB that CUDA can 
     "h100_80gb": ("H100-SXM5-80GB", 81_559.0),
     "NVIDIA L40S": ("L40S", 46_068.0),
 }
+_GAVEL_BATCH = re.compile(r"\(batch size (\d{1,9})\)")
+_GAVEL_SPREAD = 0.10  # relative: tables of one job on one GPU that agree within this are no contradiction
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
 
 
@@ -228,6 +232,52 @@ def _lucid_single(row: Cells) -> Iterator[Columns]:
     yield run
 
 
+def _gavel(row: Cells) -> Iterator[Columns]:
+    """Yield the run of a job alone; a pair's speeds are of two jobs, and no table of the warehouse holds those yet."""
+    if row["job_b"]:
+        return
+    per_second = _figure(row["iters_per_s_a"])
+    batch = _GAVEL_BATCH.search(row["job_a"])
+    run = _untraceable(
+        f"{row['job_a']} on {row['gpus_a']} GPU(s): its code, input and optimizer are not in the file",
+        **_device(row["gpu"].upper()),
+        batch_size=int(batch[1]) if batch else None,
+        step_time_ms=1e3 / per_second if per_second else None,
+    )
+    if per_second is None:
+        run |= {"status": "invalid", "error_type": None, "error": "no iterations a second"}
+    yield run
+
+
+def _gavel_ratios(rows: Sequence[Cells]) -> dict[int, float]:
+    """Return the factor between the file's tables for each job alone, by the index of its row."""
+    speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
+    for index, row in enumerate(rows):
+        per_second = _figure(row["iters_per_s_a"])
+        if not row["job_b"] and per_second is not None:
+            speeds[row["gpu"], row["job_a"], row["gpus_a"]][index] = per_second
+    return {index: max(group.values()) / min(group.values()) for group in speeds.values() for index in group}
+
+
+def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
+    """Return the columns that mark the jobs alone whose figures differ between the file's tables."""
+    doubt = f"the file's tables differ by more than {_GAVEL_SPREAD:.0%} for this job on this GPU"
+    return {
+        index: {
+            "error_type": DOUBT,
+            "error": doubt,
+            "quality_reasons": json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"}),
+        }
+        for index, ratio in _gavel_ratios(rows).items()
+        if ratio > 1 + _GAVEL_SPREAD
+    }
+
+
+def _gavel_left_out(rows: Sequence[Cells]) -> str | None:
+    pairs = sum(bool(row["job_b"]) for row in rows)
+    return f"{pairs:,} rows are of pairs of jobs, for which the warehouse has no table" if pairs else None
+
+
 def _unnamed_instrument(column: str, kind: str) -> Columns:
     words = f"the file's instrument is {kind or 'not named'}: the figure is in origin alone"
     return {column: None, "quality_reasons": json.dumps({column: words})}
@@ -239,6 +289,8 @@ class _Table:
 
     names: str
     read: Callable[[Cells], Iterator[Columns]]
+    doubts: Callable[[Sequence[Cells]], Mapping[int, Columns]] | None = None  # of rows that others contradict
+    left_out: Callable[[Sequence[Cells]], str | None] | None = None  # rows that give no run
 
     @property
     def columns(self) -> frozenset[str]:
@@ -277,6 +329,9 @@ _TABLES = {
         "model, gpu, gpus, precision, batch, seq, layout, throughput",
         _deep_learning_examples,
     ),
+    "gavel": _Table(
+        "table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b", _gavel, _gavel_doubts, _gavel_left_out
+    ),
     "lucid": _Table("model, dataset, batchsize, amp, speed, gpu_util, gmem_util, gmem", _lucid_single),
 }
 TABLES = tuple(_TABLES)
@@ -308,8 +363,9 @@ def read_table(path: Path, source: str, device_name: str | None = None) -> Impor
     except (UnicodeDecodeError, csv.Error):
         return None
     other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
+    doubts = {} if table.doubts is None else table.doubts(lines)
     runs = [
-        (at, part, {**run, **other, "origin": canonical_json(row)})
+        (at, part, {**run, **other, **doubts.get(at - 1, {}), "origin": canonical_json(row)})
         for at, row in enumerate(lines, 1)
         for part, run in enumerate(table.read(row))
     ]
@@ -318,7 +374,7 @@ def read_table(path: Path, source: str, device_name: str | None = None) -> Impor
         imported_row(at, source, run_id, run)
         for (at, _, run), run_id in zip(runs, run_ids(source, contents), strict=True)
     ]
-    return ImportedFile(path, tuple(rows))
+    return ImportedFile(path, tuple(rows), left_out=None if table.left_out is None else table.left_out(lines))
 
 
 def _text(value: str | list[str] | None) -> str:

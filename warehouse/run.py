@@ -101,6 +101,7 @@ class Run:
     prepared: bool | None = None
     origin: Mapping[str, str] | None = None
     convolutions: Mapping[str, Any] | None = None
+    kernel_rows: int | None = None
 
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.

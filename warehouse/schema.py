@@ -1,15 +1,15 @@
-"""The Arrow schemas of runs and telemetry samples, with their words and units.
+"""The Arrow schemas of runs, telemetry samples and kernels, with their words and units.
 
-Start reading at `RUN_SCHEMA`. Every column that can be missing is NULL when it was not measured; ratios lie in
-[0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION` grows; older files stay
-readable, since views unite by name.
+Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. Every column that can be missing is NULL when it
+was not measured; ratios lie in [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION`
+grows; older files stay readable, since views unite by name.
 """
 
 from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
@@ -103,6 +103,8 @@ RUN_SCHEMA = pa.schema(
         # added in version 3
         ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported run was read from
         ("convolutions", pa.string()),  # JSON: cuDNN's answers; see featurize.cudnn.recorded. NULL: it was not asked
+        # added in version 4
+        ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: its kernels were not asked for
     ]
 )
 
@@ -156,6 +158,46 @@ TELEMETRY_SCHEMA = pa.schema(
     ]
 )
 
+KERNEL_PHASES = ("forward", "backward", "optimizer")
+# How a duration was taken. `cupti`: of the kernel alone, on the GPU. `cuda_events`: of a whole operator between two
+# events, its launch included. `cpu`: of an operator on the CPU. `model`: priced.
+KERNEL_TIMINGS = ("cupti", "cuda_events", "cpu", "model")
+
+# A row stands for all launches of one kernel by one operator on inputs of the same shapes.
+KERNEL_SCHEMA = pa.schema(
+    [
+        ("kernel_row", pa.string()),  # id of the row, the same whenever the same content is imported
+        # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
+        ("run_id", pa.string()),
+        ("source", pa.string()),
+        ("device_name", pa.string()),  # as conf/device names it, where it does
+        ("torch_version", pa.string()),
+        ("cuda_version", pa.string()),
+        ("cudnn_version", pa.string()),
+        ("phase", pa.string()),
+        ("operator", pa.string()),  # aten name, as in aten::addmm
+        ("dims", pa.string()),  # JSON: `shapes` of the inputs ([]: no tensor), and `arguments`, as stride
+        ("dtype", pa.string()),  # of the first tensor, as in float32
+        ("kernel", pa.string()),  # name on the device
+        ("grid_x", pa.int64()),  # blocks
+        ("grid_y", pa.int64()),
+        ("grid_z", pa.int64()),
+        ("block_x", pa.int64()),  # threads
+        ("block_y", pa.int64()),
+        ("block_z", pa.int64()),
+        ("blocks_per_sm", pa.float64()),
+        ("warps_per_sm", pa.float64()),
+        ("registers_per_thread", pa.int64()),
+        ("shared_memory_bytes", pa.int64()),  # of a block, static and dynamic
+        ("stream", pa.int64()),
+        ("duration_us", pa.float64()),  # of one launch: median
+        ("count", pa.int64()),  # launches that the row stands for
+        ("steps", pa.int64()),  # training steps that they were seen in; NULL outside a training step
+        ("timing", pa.string()),
+        ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
+    ]
+)
+
 JOB_SCHEMA = pa.schema(
     [
         ("job_id", pa.string()),
@@ -188,3 +230,12 @@ STALE_SCHEMA = pa.schema(
         ("cycle", pa.string()),
     ]
 )
+
+# Every table of the warehouse by its name.
+TABLES = {
+    "runs": RUN_SCHEMA,
+    "telemetry": TELEMETRY_SCHEMA,
+    "kernels": KERNEL_SCHEMA,
+    "jobs": JOB_SCHEMA,
+    "stale": STALE_SCHEMA,
+}

@@ -37,9 +37,18 @@ from warehouse.disk_errors import disk_errors_named, is_disk_error
 from warehouse.file_check import file_problem
 from warehouse.folder import DataFolder
 from warehouse.held_rows import run_ids_of
-from warehouse.layout import KINDS, LISTING_SCHEMA, TEMPORARY_SUFFIX, checked_name, sync, write_bytes, write_parquet
+from warehouse.layout import (
+    KINDS,
+    LISTING_SCHEMA,
+    OF_RUNS,
+    TEMPORARY_SUFFIX,
+    checked_name,
+    sync,
+    write_bytes,
+    write_parquet,
+)
 from warehouse.merged import is_merged_name
-from warehouse.schema import JOB_SCHEMA, RUN_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.schema import SCHEMA_VERSION, TABLES
 from warehouse.settle import settled_listings
 from warehouse.views import VIEWS, view_statements
 
@@ -47,8 +56,7 @@ FORMAT = "gpufarm-snapshot"
 MANIFEST = "manifest.json"
 NOW = "now"  # in a diff: the folder as it is
 ALL = "all"  # in verify=
-_SCHEMAS = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
-_TABLES = (*KINDS, "jobs", "stale", "compactions")
+_FOLDERS = (*TABLES, "compactions")
 # Hard links fail across file systems, where there are none, for another user's file, and beyond their maximum.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -219,8 +227,8 @@ def _lock(folder: DataFolder, tell: Callable[[str], None] | None) -> Iterator[No
 def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     """Link the files that count into `building`; return the damaged ones, which are left out.
 
-    Runs are linked before telemetry, so every linked run has its samples, which land first. Samples without a run
-    belong to a run that is landing or was lost, and are left out.
+    Runs are linked before their samples and kernels, so every linked run has those, which land first. Samples without
+    a run belong to a run that is landing or was lost, and are left out.
     """
     refuse_lost(folder)
     mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
@@ -235,16 +243,17 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
 
     building.write_anchors()
     there: set[str] = set()
-    counting: dict[str, list[Path]] = {"runs": [], "telemetry": []}
+    counting: dict[str, list[Path]] = {kind: [] for kind in KINDS}
     for family in folder.families("runs"):
         for path in counting_files(folder, "runs", family, settled["runs"]):
             if is_whole(path):
                 counting["runs"].append(path)
                 there |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
-    for family in folder.families("telemetry"):
-        for path in counting_files(folder, "telemetry", family, settled["telemetry"]):
-            if (is_merged_name(path.name) or path.stem in there) and is_whole(path):
-                counting["telemetry"].append(path)
+    for kind in OF_RUNS:
+        for family in folder.families(kind):
+            for path in counting_files(folder, kind, family, settled[kind]):
+                if (is_merged_name(path.name) or path.stem in there) and is_whole(path):
+                    counting[kind].append(path)
     for kind, paths in counting.items():
         for path in paths:
             _link(path, building.root / path.relative_to(folder.root))
@@ -287,7 +296,7 @@ def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime
         "taken_at": taken_at.isoformat(),
         "rows": _view_rows(building),
         "columns": {
-            kind: {field.name: str(field.type) for field in schema} for kind, schema in _SCHEMAS.items()
+            kind: {field.name: str(field.type) for field in schema} for kind, schema in TABLES.items()
         },
         "files": files,
         "left_out": left_out,
@@ -319,7 +328,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _parquet_files(root: Path) -> list[Path]:
-    return sorted(path for table in _TABLES for path in (root / table).rglob("*.parquet"))
+    return sorted(path for table in _FOLDERS for path in (root / table).rglob("*.parquet"))
 
 
 def read_manifest(path: Path) -> Snapshot:

@@ -1,4 +1,4 @@
-"""The views `runs`, `attempts`, `telemetry`, `jobs` and `stale` of `warehouse.duckdb`; `warehouse.connection` opens it.
+"""The views of `warehouse.duckdb`: `runs`, `attempts` and one for each other table; `warehouse.connection` opens it.
 
 Start reading at `view_statements`; `_partitioned_view` is where a file is decided to count or not.
 """
@@ -18,16 +18,16 @@ from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import (
     ENVIRONMENT,
     JOB_SCHEMA,
-    RUN_SCHEMA,
     SCHEMA_VERSION,
     STALE_SCHEMA,
     STATUSES,
-    TELEMETRY_SCHEMA,
+    TABLES,
 )
 from warehouse.sql_text import escaped_glob, sql_text
 
-VIEWS = ("runs", "attempts", "telemetry", "jobs", "stale")
+VIEWS = ("runs", "attempts", "telemetry", "kernels", "jobs", "stale")
 
+_FIRST_KINDS = ("runs", "telemetry")  # of which every data folder has a file
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
     pa.bool_(): "BOOLEAN",
@@ -63,8 +63,7 @@ def view_statements(folder: FolderLayout) -> list[str]:
         files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
         marks = _with_every_column(STALE_SCHEMA, files)
     return _statements(
-        _partitioned_view(folder, "runs", RUN_SCHEMA),
-        _partitioned_view(folder, "telemetry", TELEMETRY_SCHEMA),
+        *(_partitioned_view(folder, kind, TABLES[kind]) for kind in KINDS),
         _with_every_column(JOB_SCHEMA, snapshots),
         marks,
     )
@@ -74,14 +73,12 @@ def reading_statements() -> list[str]:
     """Return the SQL that creates the same views for `warehouse.connect`, whose file system knows which files count."""
     from warehouse.folder_files import files_of
 
-    schemas = {"runs": RUN_SCHEMA, "telemetry": TELEMETRY_SCHEMA, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}
-
     def read(kind: str) -> str:
         # With explicit columns, no file is opened before its rows are needed. A column that a file lacks is NULL.
         columns = ", ".join(
             f"{sql_text(field.name)}: {{name: {sql_text(field.name)}, type: '{_SQL_TYPES[field.type]}', "
             "default_value: NULL::VARCHAR}"
-            for field in schemas[kind]
+            for field in TABLES[kind]
             if kind not in KINDS or field.name != "family"
         )
         source = f"read_parquet('{files_of(kind)}', schema=MAP {{{columns}}}, hive_partitioning=false, filename=true)"
@@ -89,16 +86,13 @@ def reading_statements() -> list[str]:
         family = ", regexp_extract(filename, '/family=([^/]*)/', 1) AS family" if kind in KINDS else ""
         return f"SELECT * EXCLUDE (filename){family} FROM {source}"
 
-    runs, telemetry = (
-        f"SELECT {_columns(schema, 'file')}{'' if 'family' in schema.names else ', file.family'} "
-        f"FROM ({read(kind)}) AS file WHERE true"
-        for kind, schema in schemas.items()
-        if kind in KINDS
+    partitioned = (
+        f"SELECT {_partitioned_columns(TABLES[kind])} FROM ({read(kind)}) AS file WHERE true" for kind in KINDS
     )
-    return _statements(runs, telemetry, read("jobs"), read("stale"))
+    return _statements(*partitioned, read("jobs"), read("stale"))
 
 
-def _statements(attempts: str, telemetry: str, job_rows: str, marks: str) -> list[str]:
+def _statements(attempts: str, telemetry: str, kernels: str, job_rows: str, marks: str) -> list[str]:
     counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
     counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
     return [
@@ -106,6 +100,7 @@ def _statements(attempts: str, telemetry: str, job_rows: str, marks: str) -> lis
         f"CREATE VIEW runs AS {attempts} AND file.final IS NOT FALSE",
         f"CREATE VIEW attempts AS {attempts}",
         f"CREATE VIEW telemetry AS {telemetry}",
+        f"CREATE VIEW kernels AS {kernels}",
         f"""CREATE VIEW jobs AS
             SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
             FROM ({job_rows}) AS snapshot
@@ -131,7 +126,11 @@ def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str
     left of a RIGHT JOIN, and not in a CTE or subquery of WHERE, whose globs DuckDB expands last.
     """
     root = folder.root / kind
-    columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
+    if kind not in _FIRST_KINDS and next(root.glob("family=*/*.parquet"), None) is None:
+        # A folder from before there was this kind has no file of it.
+        nothing = ", ".join([*_typed_nulls(schema), "NULL::VARCHAR AS family"])
+        return f"SELECT * FROM (SELECT {nothing}) AS file WHERE false"
+    columns = _partitioned_columns(schema)
     files = f"""read_parquet(
             {sql_text(escaped_glob(root) + "/family=*/*.parquet")},
             union_by_name=true, filename=true, hive_partitioning=true, hive_types={{'family': VARCHAR}})"""
@@ -145,6 +144,14 @@ def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str
         RIGHT JOIN ({_with_every_column(schema, files)}) AS file ON listed.path = file.filename
         WHERE CASE WHEN listed.path IS NULL THEN NOT contains(file.filename, '/{MERGED_PREFIX}')
                    ELSE NOT listed.hidden END"""
+
+
+def _partitioned_columns(schema: pa.Schema) -> str:
+    columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
+    if "kernel_row" not in schema.names:
+        return columns
+    # Compaction needs an id of every row; that of an imported batch is no run's.
+    return columns.replace("file.run_id", "CASE WHEN file.source <> 'imported' THEN file.run_id END AS run_id", 1)
 
 
 def _with_every_column(schema: pa.Schema, files: str) -> str:

@@ -1,4 +1,4 @@
-"""Lands runs in the warehouse: checks them against the schema, then writes telemetry before its run, atomically.
+"""Lands runs in the warehouse: checks them, then writes telemetry and kernels before their run, atomically.
 
 Start reading at `RunWriter.write`.
 """
@@ -21,6 +21,9 @@ from warehouse.merged_index import MergedIndex
 from warehouse.run import Run
 from warehouse.schema import (
     JOB_SCHEMA,
+    KERNEL_PHASES,
+    KERNEL_SCHEMA,
+    KERNEL_TIMINGS,
     METRICS,
     OOM_KINDS,
     QUALITIES,
@@ -36,6 +39,9 @@ REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
 TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
 WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # of telemetry
+KERNEL_REQUIRED = ("kernel_row", "source", "operator", "duration_us", "count", "timing")
+KERNEL_WORDS = {"source": SOURCES, "phase": KERNEL_PHASES, "timing": KERNEL_TIMINGS}
+_OF_RUN = ("source", "device_name", "torch_version", "cuda_version", "cudnn_version")  # columns that kernels take over
 
 
 class RunWriter:
@@ -45,12 +51,13 @@ class RunWriter:
         self._folder = folder.create()
         self._merged = MergedIndex(self._folder)
 
-    def write(self, run: Run | Mapping[str, Any], telemetry: pa.Table) -> Path:
+    def write(self, run: Run | Mapping[str, Any], telemetry: pa.Table, kernels: pa.Table | None = None) -> Path:
         """Make a run durable; return the path of the file that holds its row.
 
         Args:
             run: a `Run`, or its columns by name; absent ones are NULL.
             telemetry: columns of `TELEMETRY_SCHEMA`; `run_id` may be absent.
+            kernels: columns of `KERNEL_SCHEMA` without those that the run has; None if they were not asked for.
 
         A repeat of a run_id replaces the run, or is without effect once compaction has merged it, so its row is never
         there twice. Raises `ValueError` naming every column that breaks the schema's rules, and `OSError` (full disk)
@@ -58,17 +65,25 @@ class RunWriter:
         """
         given = run.columns() if isinstance(run, Run) else run
         columns = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **given}
+        if kernels is not None:
+            columns["kernel_rows"] = kernels.num_rows
         run_row = run_table(columns)
         run_id, family = columns["run_id"], columns["family"]
         samples = telemetry_table(run_id, telemetry)
+        kernel_rows = None if kernels is None else kernels_of_run(columns, kernels)
         runs = self._folder.partition("runs", family)
         # On first attempts too: the queue may have been lost, or restored from an older copy.
         landed = self._merged.file_with(family, run_id)
         if landed is not None:
             return landed
         name = f"{run_id}.parquet"
-        # Telemetry first, so readers of the run see its samples.
+        # Telemetry and kernels first, so readers of the run see them.
         write_parquet(self._folder.partition("telemetry", family) / name, samples)
+        own_kernels = self._folder.partition("kernels", family) / name
+        if kernel_rows is not None and kernel_rows.num_rows:
+            write_parquet(own_kernels, kernel_rows)
+        else:  # of an earlier execution, which was killed before its run landed
+            own_kernels.unlink(missing_ok=True)
         write_parquet(runs / name, run_row)
         return runs / name
 
@@ -134,40 +149,81 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
 
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
     """Return the samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL. Raises as `run_table`."""
-    if not isinstance(telemetry, pa.Table):
-        raise ValueError(f"telemetry must be a pyarrow.Table, got {type(telemetry).__name__}")
-    problems = _unknown(telemetry.column_names, TELEMETRY_SCHEMA)
-    rows, columns = telemetry.num_rows, []
-    for field in TELEMETRY_SCHEMA:
-        if field.name not in telemetry.column_names:
-            filler = pa.array([run_id] * rows) if field.name == "run_id" else pa.nulls(rows, field.type)
-            columns.append(filler)
+    problems: list[str] = []
+    samples = _conformed(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
+    if telemetry.num_rows and "t_ms" not in telemetry.column_names:
+        problems.append("t_ms is required")
+    return _accepted(samples, "telemetry", problems)
+
+
+def kernels_of_run(run: Mapping[str, Any], kernels: pa.Table) -> pa.Table:
+    """Return a run's kernels with every column of `KERNEL_SCHEMA`, identity and software of the run. Raises alike."""
+    if not isinstance(kernels, pa.Table):
+        raise ValueError(f"kernels must be a pyarrow.Table, got {type(kernels).__name__}")
+    run_id = run["run_id"]
+    own = kernels.drop_columns([name for name in ("kernel_row", "run_id", *_OF_RUN) if name in kernels.column_names])
+    names = pa.array([f"{run_id}-k{index:05d}" for index in range(own.num_rows)], pa.string())
+    return kernel_table(
+        own.append_column("kernel_row", names), {"run_id": run_id, **{name: run.get(name) for name in _OF_RUN}}
+    )
+
+
+def kernel_table(kernels: pa.Table, same: Mapping[str, Any]) -> pa.Table:
+    """Return kernels with every column of their schema; `same` fills absent ones with a value. Raises `ValueError`."""
+    problems: list[str] = []
+    table = _conformed(kernels, "kernels", KERNEL_SCHEMA, same, KERNEL_WORDS, problems)
+    if not problems:
+        problems += [f"{name} is required" for name in ("run_id", *KERNEL_REQUIRED) if table.column(name).null_count]
+    return _accepted(table, "kernels", problems)
+
+
+def _accepted(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Table:
+    if problems:
+        raise ValueError(f"{table_name} breaks the schema: " + "; ".join(problems))
+    return table
+
+
+def _conformed(
+    table: pa.Table,
+    table_name: str,
+    schema: pa.Schema,
+    same: Mapping[str, Any],
+    words: Mapping[str, Sequence[str]],
+    problems: list[str],
+) -> pa.Table:
+    """Return the rows with every column of `schema`, absent ones from `same` or NULL; add the rules that they break."""
+    if not isinstance(table, pa.Table):
+        raise ValueError(f"{table_name} must be a pyarrow.Table, got {type(table).__name__}")
+    problems += _unknown(table.column_names, schema)
+    rows, columns = table.num_rows, []
+    for field in schema:
+        if field.name not in table.column_names:
+            value = same.get(field.name)
+            columns.append(pa.nulls(rows, field.type) if value is None else pa.array([value] * rows, field.type))
             continue
-        column = telemetry.column(field.name)
+        column = table.column(field.name)
         if column.type != field.type:
             try:
                 column = column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 problems.append(f"{field.name}: {error}")
+                columns.append(pa.nulls(rows, field.type))
                 continue
         columns.append(column)
         if column.null_count == rows:
             continue
-        if field.name == "run_id" and (column.null_count or pc.any(pc.not_equal(column, run_id)).as_py()):
+        run_id = same.get(field.name) if field.name == "run_id" else None
+        if run_id is not None and (column.null_count or pc.any(pc.not_equal(column, run_id)).as_py()):
             problems.append(f"run_id must be {run_id!r} in every row")
-        elif field.name in WORDS and not pc.all(pc.is_in(column.drop_null(), pa.array(WORDS[field.name]))).as_py():
-            problems.append(f"{field.name} must be one of {', '.join(WORDS[field.name])} or NULL")
+        elif field.name in words and not pc.all(pc.is_in(column.drop_null(), pa.array(words[field.name]))).as_py():
+            problems.append(f"{field.name} must be one of {', '.join(words[field.name])} or NULL")
         elif pa.types.is_floating(field.type) and not pc.all(pc.is_finite(column)).as_py():
             problems.append(f"{field.name} must be finite or NULL")
-        elif field.name in TELEMETRY_RATIOS:
+        elif table_name == "telemetry" and field.name in TELEMETRY_RATIOS:
             low, high = pc.min_max(column).as_py().values()
             if low < 0 or high > 1:
                 problems.append(f"{field.name} must be in [0, 1], got {low!r} to {high!r}")
-    if rows and "t_ms" not in telemetry.column_names:
-        problems.append("t_ms is required")
-    if problems:
-        raise ValueError("telemetry breaks the schema: " + "; ".join(problems))
-    return pa.Table.from_arrays(columns, schema=TELEMETRY_SCHEMA)
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _one_row(values: Mapping[str, Any], schema: pa.Schema, table_name: str, problems: list[str]) -> pa.Table:

@@ -17,6 +17,8 @@ from workers.reports import (
     ConvolutionsAsked,
     DeviceOpened,
     Failure,
+    KernelsSeen,
+    Profiled,
     Reading,
     Report,
     TrialResult,
@@ -37,6 +39,8 @@ class Observed:
     missing: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     half_widths: dict[str, float] = field(default_factory=dict)  # label -> of its 95 % confidence interval
+    kernels: list[dict[str, Any]] = field(default_factory=list)  # rows of `kernels`
+    profiled: Profiled | None = None
     failure: Failure | None = None
     broken: BrokenReport | None = None
     finished: bool = False
@@ -74,11 +78,26 @@ def take(report: Report, observed: Observed) -> None:
             observed.window_end_ns = report.window_end_ns
             observed.half_widths |= report.half_widths
             observed.values |= {"window_ended": report.window_ended, **report.values}
+        case KernelsSeen(rows):
+            observed.kernels += rows
+        case Profiled():
+            observed.profiled = report
         case Failure():
             observed.failure = report
             observed.values |= report.values
         case BrokenReport():
             observed.broken = report
+
+
+def kernels_missing(observed: Observed) -> str | None:
+    """Return why a finished trial that was to report its kernels has none; None if it has."""
+    if observed.profiled is not None:
+        return observed.profiled.problem
+    if observed.broken is not None:
+        return f"the trial reported {observed.broken.reason}"
+    ended = observed.exit
+    how = signal_name(ended.signal) if ended.signal is not None else f"code {ended.code}"
+    return f"the trial's process ended with {how} before it had reported them"
 
 
 def outcome_of(

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from featurize.cudnn.recorded import read_answers
-from warehouse.schema import METRICS, OOM_KINDS
+from warehouse.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.safe_text import ERROR_CHARACTERS, quoted, safe_text
 
 LINE_BYTES = 1 << 20  # of one report; an error's text is cut to far less before it is sent
 READINGS_KEPT = 100_000  # of steps and samples: three hours at the usual ten a second
+KERNELS_KEPT = 20_000  # rows of `kernels` of one trial
 _NAME_CHARACTERS = 200
+_KERNEL_CHARACTERS = 4_000  # of a kernel's name or its shapes
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 1e18
 _LATEST_VIRTUAL_NS = 2**62
@@ -26,6 +28,15 @@ _LATEST_VIRTUAL_NS = 2**62
 _FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
 _WINDOW_ENDS = ("steady", "max_seconds", "fixed")
 _STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
+# Columns of `kernels` that a trial gives itself, with their types; the others are its run's.
+KERNEL_COLUMNS = {
+    name: str(KERNEL_SCHEMA.field(name).type)
+    for name in (
+        "phase", "operator", "dims", "dtype", "kernel", "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z",
+        "blocks_per_sm", "warps_per_sm", "registers_per_thread", "shared_memory_bytes", "stream", "duration_us",
+        "count", "steps", "timing",
+    )
+}  # fmt: skip
 # Columns of `runs` that a trial gives itself.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
 
@@ -91,6 +102,20 @@ class BrokenReport:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class KernelsSeen:
+    """Rows of `kernels`, by the names of its columns; checked."""
+
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The end of the kernels' reports; `problem` says why there are none."""
+
+    problem: str | None
+
+
 Report = (
     Built
     | DeviceOpened
@@ -100,6 +125,8 @@ Report = (
     | Reading
     | TrialResult
     | Failure
+    | KernelsSeen
+    | Profiled
     | BrokenReport
 )
 
@@ -112,15 +139,22 @@ class ReportReader:
     """Turns the bytes that a trial sends into reports; holds `LINE_BYTES` at most. Used from one thread.
 
     Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
-    `TrialResult`, a `Failure` or a `BrokenReport` everything is ignored. Beyond `READINGS_KEPT`, readings are only
-    counted.
+    `TrialResult`, a `Failure` or a `BrokenReport` everything is ignored; with `kernels`, the step's kernels follow a
+    `TrialResult`, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted.
     """
 
     def __init__(
-        self, since_ns: int = 0, virtual: bool = False, clock_ns: Callable[[], int] = time.monotonic_ns
+        self,
+        since_ns: int = 0,
+        virtual: bool = False,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        kernels: bool = False,
     ) -> None:
         self.since_ns = since_ns
         self.virtual = virtual
+        self.kernels = kernels
+        self._kernel_rows = 0
+        self._finished = False
         self.readings = 0
         self._clock_ns = clock_ns
         self._buffer = bytearray()
@@ -166,6 +200,8 @@ class ReportReader:
             read, keys = _EVENTS[event]
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
             raise _Broken(f"unknown report: {quoted(line)}") from None
+        if self._finished != (event in _AFTER_RESULT):
+            raise _Broken(f"{event!r} cannot come {'after' if self._finished else 'before'} the result: {quoted(line)}")
         if message.keys() != keys:
             raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {quoted(line)}")
         try:
@@ -213,7 +249,7 @@ class ReportReader:
         values = dict(_mapping("values", values))
         half_widths = _numbers(values.pop("half_widths", {}), _STEP_METRICS)
         labels = _labels(values)
-        self._over = True
+        self._over, self._finished = not self.kernels, True
         return TrialResult(end_ns, window_ended, labels, half_widths)
 
     def _failed(
@@ -235,6 +271,20 @@ class ReportReader:
         )
         self._over = True
         return failure
+
+    def _kernels(self, rows: Any) -> Report:
+        if not isinstance(rows, list):
+            raise _Broken("rows must be a list")
+        self._kernel_rows += len(rows)
+        if self._kernel_rows > KERNELS_KEPT:
+            raise _Broken(f"more than {KERNELS_KEPT:,} kernels")
+        return KernelsSeen([_kernel(row) for row in rows])
+
+    def _profiled(self, problem: Any) -> Report:
+        self._over = True
+        if problem is not None and not isinstance(problem, str):
+            raise _Broken("problem must be text")
+        return Profiled(None if problem is None else safe_text(problem, _KERNEL_CHARACTERS))
 
     def _once(self, event: str, t_ns: int = 0) -> int:
         if event in self._said:
@@ -268,11 +318,43 @@ _EVENTS: dict[str, tuple[Callable[..., Report | None], frozenset[str]]] = {
     "step": (ReportReader._step, frozenset({"t_ns", "values"})),
     "sample": (ReportReader._sample, frozenset({"sensor", "t_ns", "values"})),
     "result": (ReportReader._result, frozenset({"window_end_ns", "window_ended", "values"})),
+    "kernels": (ReportReader._kernels, frozenset({"rows"})),
+    "profiled": (ReportReader._profiled, frozenset({"problem"})),
     "failed": (
         ReportReader._failed,
         frozenset({"status", "oom_kind", "error_type", "error", "device_fault", "values"}),
     ),
 }
+
+
+_AFTER_RESULT = frozenset({"kernels", "profiled"})
+
+
+def _kernel(row: Any) -> dict[str, Any]:
+    """Return one row of `kernels` as a trial reports it; columns that it does not name are NULL."""
+    checked: dict[str, Any] = {}
+    for name, value in _mapping("rows", row).items():
+        if name not in KERNEL_COLUMNS:
+            raise _Broken(f"{name!a} is no column that a trial gives to kernels"[:_NAME_CHARACTERS])
+        if value is None:
+            continue
+        kind = KERNEL_COLUMNS[name]
+        if kind == "string":
+            if not isinstance(value, str):
+                raise _Broken(f"{name} must be text")
+            checked[name] = safe_text(value, _KERNEL_CHARACTERS).replace("\n", " ")
+        else:
+            checked[name] = _integer(name, value) if kind == "int64" else _number(name, value)
+    if "dims" in checked:
+        try:
+            json.loads(checked["dims"])
+        except (ValueError, RecursionError):
+            raise _Broken("dims must be JSON") from None
+    if not checked.keys() >= {"operator", "duration_us", "count", "timing"} or checked["timing"] not in KERNEL_TIMINGS:
+        raise _Broken("a kernel must have operator, duration_us, count and timing")
+    if checked.get("phase") not in (None, *KERNEL_PHASES):
+        raise _Broken(f"phase must be one of {', '.join(KERNEL_PHASES)}")
+    return checked
 
 
 def _integer(key: str, value: Any) -> int:

@@ -16,6 +16,7 @@ from conf.settings import key
 from workers.telemetry.sampler import TelemetrySettings
 
 QUALITY_REPEATS = (0, 1, 2)  # a repeat is one of a task's three attempts
+MOST_KERNEL_STEPS = 100
 PREPARE_AHEAD = ("auto", "always", "never")
 
 
@@ -86,14 +87,35 @@ class TrialRules:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelSettings:
+    """The `kernels` key of a command: which trials are profiled once their labels are taken."""
+
+    steps: int = key(
+        0,
+        "training steps that run under torch.profiler after the window; their kernels land in `kernels`; 0 for none",
+        "int 0 to 100",
+    )
+
+    def __post_init__(self) -> None:
+        _check(self, "kernels", steps=0)
+        if not isinstance(self.steps, int) or self.steps > MOST_KERNEL_STEPS:
+            raise UsageError(f"kernels.steps must be an integer from 0 to {MOST_KERNEL_STEPS}, got {self.steps!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrialSettings(TrialRules):
     """How each trial of a job is run: everything but its config and the device."""
 
     window: WindowSettings
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
+    kernels: KernelSettings = field(default_factory=KernelSettings)
 
     def to_mapping(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Return the fields, without `kernels` where none are asked for, so that ids of older jobs stay the same."""
+        values = dataclasses.asdict(self)
+        if self.kernels == KernelSettings():
+            del values["kernels"]
+        return values
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> TrialSettings:
@@ -102,6 +124,8 @@ class TrialSettings(TrialRules):
         window = WindowSettings(**values.pop("window"))
         if "telemetry" in values:
             values["telemetry"] = TelemetrySettings(**values["telemetry"])
+        if "kernels" in values:
+            values["kernels"] = KernelSettings(**values["kernels"])
         return cls(window=window, **values)
 
 

@@ -2,7 +2,8 @@
 
 Start reading at `run_trial`. Events: `built` (parameters), `convolutions` (what cuDNN answers, of families
 that ask it on a simulated device), `warmup`, `window` (their monotonic times), `result`
-(labels, step times, telemetry), or `failed` (status, kind of memory, traceback); `workers.reports` reads them, and
+(labels, step times, telemetry), or `failed` (status, kind of memory, traceback); after `result` and `bye`, where they
+are asked for, `kernels` (rows of that table) and `profiled` (why there are none). `workers.reports` reads them, and
 holds the trial to their order and types. The worker answers in words, one a
 line: `go` (to a trial that was made ready while another ran), `steady` (every sampled figure is, so the window may
 end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so that a last sample sees it.
@@ -36,6 +37,7 @@ class TrialLink:
         self._pid = os.getpid()
         self._buffer = b""
         self._words: set[str] = set()
+        self.reported_result = False
         self._ended = False  # the worker has closed its end: no more words will come
 
     def report(self, event: str, **values: Any) -> None:
@@ -43,6 +45,7 @@ class TrialLink:
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
+        self.reported_result |= event == "result"
 
     def received(self, word: str) -> bool:
         """Return whether the worker has sent this word; never waits."""
@@ -68,6 +71,10 @@ class TrialLink:
             os._exit(0)  # the worker has no use for this trial any more: nothing has been measured
         return True
 
+    def labels_taken(self) -> bool:
+        """Wait for the worker's `bye`, after which nothing that the trial does is a label any more."""
+        return self.wait("bye", _ACKNOWLEDGE_TIMEOUT_S)
+
     def _listen(self, timeout_s: float | None) -> None:
         if self._ended or not select.select([self._channel], [], [], timeout_s)[0]:
             return
@@ -86,6 +93,8 @@ def run_trial(trial: dict[str, Any], channel: socket.socket) -> None:
     try:
         _measure(trial, link)
     except BaseException as error:
+        if link.reported_result:  # what comes after it is none of the run's business
+            return
         backend, error_type = trial["device"]["backend"], type(error).__name__
         status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial))
         text = cut(_traceback())

@@ -21,8 +21,8 @@ from workers.devices import DeviceChoice, make_device
 from workers.environment import core_count, host_memory_share_mib
 from workers.host_memory import HostMemoryGuard, kernel_oom_kills
 from workers.labels import Course, label_run
-from workers.outcome import Observed, outcome_of, startup_s, take
-from workers.reports import READINGS_KEPT, Failure, Reading, ReportReader, TrialResult, WindowBegun
+from workers.outcome import Observed, kernels_missing, outcome_of, startup_s, take
+from workers.reports import KERNEL_COLUMNS, READINGS_KEPT, Failure, Reading, ReportReader, TrialResult, WindowBegun
 from workers.safe_text import safe_text
 from workers.server_client import RunningTrial, ServerLost, TrialExit, TrialServer
 from workers.settings import TrialSettings
@@ -60,11 +60,14 @@ class TaskSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One row of `runs` and its rows of `telemetry`. `retryable`: the failure was not the trial's own, try again.
-    `repeat`: the trial ended, but its labels cannot be trusted."""
+    """One row of `runs`, its rows of `telemetry` and of `kernels`.
+
+    `retryable`: the failure was not the trial's own, try again. `repeat`: the trial ended, but its labels
+    cannot be trusted."""
 
     run: Run
     telemetry: pa.Table
+    kernels: pa.Table | None = None  # columns of `kernels` that are not its run's; None: not asked for, or none came
     retryable: bool = False
     repeat: bool = False
 
@@ -164,6 +167,7 @@ class Worker:
                 stayed_processes=observed.exit.stayed,
             )
         )
+        kernels = self._kernels(task, observed)
         # What the trial reported of its software takes the place of what its server knew.
         run = Run(
             **{**self._identity(task), **outcome, **labels},
@@ -185,7 +189,19 @@ class Worker:
             observed.window_ns,
             observed.window_end_ns,
         )
-        return RunResult(run=run, telemetry=table, retryable=retryable, repeat=run.quality == "untrusted")
+        return RunResult(
+            run=run, telemetry=table, kernels=kernels, retryable=retryable, repeat=run.quality == "untrusted"
+        )
+
+    def _kernels(self, task: TaskSpec, observed: Observed) -> pa.Table | None:
+        """Return the kernels that a finished trial reported; where they were asked for and lack, note the reason."""
+        if not (task.settings.kernels.steps and observed.finished):
+            return None
+        problem = kernels_missing(observed)
+        if problem is not None:
+            observed.missing["kernels"] = problem
+            return None
+        return kernel_rows(observed.kernels)
 
     def close(self) -> None:
         self._discard_server()
@@ -212,10 +228,12 @@ class Worker:
                 observed.prepared = True
                 return trial
             self._started().discard(trial)
-        return self._started().start(self._described(task), self._reader())
+        return self._started().start(self._described(task), self._reader(task))
 
-    def _reader(self) -> ReportReader:
-        return ReportReader(since_ns=time.monotonic_ns(), virtual=not self._device.sampled)
+    def _reader(self, task: TaskSpec) -> ReportReader:
+        return ReportReader(
+            since_ns=time.monotonic_ns(), virtual=not self._device.sampled, kernels=task.settings.kernels.steps > 0
+        )
 
     def _prepare(self, task: TaskSpec | None) -> None:
         """Start the next trial's process, which builds what it can on the host and waits."""
@@ -224,7 +242,7 @@ class Worker:
         settings = task.settings
         if settings.prepare_ahead == "never" or (settings.prepare_ahead == "auto" and not self.prepares):
             return
-        self._prepared = task, self._started().start({**self._described(task), "ahead": True}, self._reader())
+        self._prepared = task, self._started().start({**self._described(task), "ahead": True}, self._reader(task))
 
     def _described(self, task: TaskSpec) -> dict[str, Any]:
         """Return the message that describes the task to its process."""
@@ -342,3 +360,14 @@ class Worker:
             "precision": task.config.precision,
             "optimizer": task.config.optimizer,
         }
+
+
+def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
+    """Return checked rows of `kernels` as a table of the columns that a trial gives itself."""
+    import pyarrow as pa
+
+    from warehouse.schema import KERNEL_SCHEMA
+
+    return pa.table(
+        {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in KERNEL_COLUMNS}
+    )

@@ -21,7 +21,7 @@ NEED_LIBRARIES = ("cudnn", "timm", "zoo")  # families that are measured only whe
 # What decides a cycle and is written down with it; the other keys are of the command that works on it.
 WRITTEN = (
     "n", "hours", "policy", "families", "space", "pool", "seed", "canaries", "limits", "learn", "device", "window",
-    "trial", "telemetry",
+    "trial", "telemetry", "kernels",
 )  # fmt: skip
 
 

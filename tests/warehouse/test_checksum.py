@@ -47,7 +47,7 @@ def test_every_file_that_the_project_writes_carries_its_checksum(folder):
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2))
     paths = sorted(folder.root.rglob("*.parquet"))
     assert {path.relative_to(folder.root).parts[0] for path in paths} == {
-        "runs", "telemetry", "jobs", "stale", "compactions"
+        "runs", "telemetry", "kernels", "jobs", "stale", "compactions"
     }  # fmt: skip
     assert [path for path in paths if verify(path) != (True, None)] == []
 

@@ -24,6 +24,19 @@ def run_row(index: int, **changes) -> dict:
     }
 
 
+def kernels(rows: int = 2, **columns) -> pa.Table:
+    """`rows` kernels, as a worker reports them."""
+    return pa.table(
+        {
+            "operator": [f"aten::mm{index}" for index in range(rows)],
+            "duration_us": [10.0 + index for index in range(rows)],
+            "count": [2] * rows,
+            "timing": ["cupti"] * rows,
+            **columns,
+        }
+    )
+
+
 def samples(rows: int = 3, **columns) -> pa.Table:
     """`rows` telemetry samples."""
     return pa.table({"t_ms": [100.0 * i for i in range(rows)], "smact": [0.5] * rows, **columns})

@@ -33,6 +33,10 @@ class Link(Protocol):
         """Return whether the worker has sent this word; never waits."""
         ...
 
+    def labels_taken(self) -> bool:
+        """Wait until the worker has taken its last sample, after `result`. Return False if it never says so."""
+        ...
+
     def wait_for_go(self) -> bool:
         """Wait until it is this trial's turn. Return False at once if the trial was not prepared ahead."""
         ...

@@ -6,8 +6,10 @@ Start reading at `SimulatedDevice.measure`. Rows say so: `source` is `simulated`
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from warehouse.schema import KERNEL_PHASES
 from workers.devices.base import DeviceChoice, Link, Slot
 from workers.environment import TRACES_ONLY
 
@@ -96,6 +98,35 @@ class SimulatedDevice:
                 "energy_j": step.power_w * window_s,
             },
         )
+
+        if settings.kernels.steps and link.labels_taken():
+            self._report_priced(trace, config, link)
+
+    def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
+        """Report the operators of one step at the price that the modelled time is made of."""
+        from featurize.roofline import price
+        from workers.devices.profiling import dims_text, report_rows
+
+        priced = zip(trace.operators, price(trace, self.spec, config).operators, strict=True)
+        counts = Counter(
+            (op.phase, op.name, op.input_shapes, op.dtype, cost.seconds * 1e6)
+            for op, cost in priced
+            if cost.seconds > 0
+        )
+        rows = [
+            {
+                "phase": phase if phase in KERNEL_PHASES else None,
+                "operator": name,
+                "dims": dims_text(shapes),
+                "dtype": dtype,
+                "duration_us": microseconds,
+                "count": count,
+                "steps": 1,
+                "timing": "model",
+            }
+            for (phase, name, shapes, dtype, microseconds), count in counts.items()
+        ]
+        report_rows(rows, None, link)
 
     def _report_samples(self, step, warmup_s: float, window_s: float, link: Link) -> None:
         """Report a sample every 100 ms of virtual time. The model gives means only, so every sample holds the mean."""

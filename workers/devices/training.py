@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from workers.devices.base import Link
+from workers.devices.profiling import report_kernels
 from workers.devices.window import MemoryWatch, measure_window, warm_up
 
 if TYPE_CHECKING:
@@ -78,13 +79,16 @@ def measure_training(
     memory = MemoryWatch(meter.memory)
     reporter = _StepReporter(memory, link)
 
-    def run_step() -> tuple[int, float]:
-        start_ns = time.monotonic_ns()
+    def train_step() -> None:
         step(
             tuple(tensor.to(meter.device, non_blocking=True) for tensor in inputs),
             targets.to(meter.device, non_blocking=True),
         )
         meter.synchronize()
+
+    def run_step() -> tuple[int, float]:
+        start_ns = time.monotonic_ns()
+        train_step()
         end_ns = time.monotonic_ns()
         step_ms = (end_ns - start_ns) / 1e6
         memory.step(end_ns)
@@ -114,6 +118,9 @@ def measure_training(
             "half_widths": half_widths,
         },
     )
+
+    if settings.kernels.steps and link.labels_taken():
+        report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
 
 
 class _StepReporter:

@@ -1,0 +1,213 @@
+"""Reads NeuSight's published kernel times (arXiv 2407.13853) as rows of `kernels`.
+
+Start reading at `read_kernel_times`. What their collection script does (`neusight/Dataset/collect.py`): each operator
+runs 25 times on the same inputs under `torch.no_grad`, between two CUDA events, and the 5 shortest times are averaged.
+So a duration holds the launch (some 25 us at least) and every kernel of the operator, with a warm L2 cache, in fp32
+(TF32 off), forward only. The kernel, its grid and its block are of one further call under the profiler; where an
+operator takes several kernels, one of them is named. `cudnn.benchmark` is on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.errors import EnvironmentProblem
+from conf.identity import canonical_json
+from conf.plain_text import first_line
+from warehouse.imported_rows import run_ids
+from warehouse.schema import KERNEL_SCHEMA
+from warehouse.writer import kernel_table
+
+SOURCE = "neusight"
+COLUMNS = ("op", "device", "latency_ms", "dims", "kernel", "warps_per_sm", "blocks_per_sm", "grid", "block", "torch",
+           "cuda", "cudnn")  # fmt: skip
+_DEVICES = {  # as CUDA names them -> names in conf/device
+    "NVIDIA A100-PCIE-40GB": "A100-PCIE-40GB",
+    "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",
+    "Tesla P4": "P4",
+    "Tesla P100-PCIE-16GB": "P100-PCIE-16GB",
+    "Tesla T4": "T4",
+    "Tesla V100-PCIE-32GB": "V100-PCIE-32GB",
+}
+_EXTENT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})")
+_CHUNK_ROWS = 20_000
+
+Shapes = Sequence[Sequence[int]]
+Sizes = Mapping[str, int]
+
+
+def _bmm(sizes: Sizes) -> Shapes:
+    # Theirs is (M x N) times (N x K): N is what is summed over.
+    batch, rows, depth, columns = (sizes[name] for name in "BMNK")
+    return [[batch, rows, depth], [batch, depth, columns]]
+
+
+def _linear(sizes: Sizes) -> Shapes:
+    (_, rows, depth), (_, _, columns) = _bmm(sizes)
+    return [[columns], [sizes["B"] * rows, depth], [depth, columns]]
+
+
+def _convolution(sizes: Sizes) -> Shapes:
+    batch, inputs, outputs = sizes["B"], sizes["Input_Channel"], sizes["Output_Channel"]
+    side, kernel = sizes["Input_Size"], sizes["Kernel_Szie"]
+    return [[batch, inputs, side, side], [outputs, inputs, kernel, kernel], []]
+
+
+def _one(sizes: Sizes) -> Shapes:
+    return [[sizes["B"], sizes["H"]]]
+
+
+def _two(sizes: Sizes) -> Shapes:
+    return _one(sizes) * 2
+
+
+def _with_number(sizes: Sizes) -> Shapes:
+    return [*_one(sizes), []]
+
+
+def _layer_norm(sizes: Sizes) -> Shapes:
+    return [*_one(sizes), [], [sizes["H"]], [sizes["H"]]]
+
+
+# op -> aten operator, shapes of its inputs. `u` at the end: one operand is a number.
+_OPERATORS: dict[str, tuple[str, Callable[[Sizes], Shapes]]] = {
+    "bmm": ("aten::bmm", _bmm),
+    "linear": ("aten::addmm", _linear),
+    "conv": ("aten::convolution", _convolution),
+    "ln": ("aten::native_layer_norm", _layer_norm),
+    "softmax": ("aten::_softmax", _one),
+    **{name: (f"aten::{name}", _one) for name in ("relu", "gelu", "tanh")},
+    **{name: (f"aten::{name}", _two) for name in ("add", "mul", "div", "pow")},
+    **{f"{name}u": (f"aten::{name}", _with_number) for name in ("add", "mul", "div", "pow")},
+}
+
+
+@dataclass
+class KernelFile:
+    """Kernels of one file, as rows of `kernels` without `run_id`. `invalid`: reason -> rows, 1 for the first."""
+
+    path: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    invalid: dict[str, list[int]] = field(default_factory=dict)
+
+    def table(self, run_id: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+        """Return some of the rows as a table of `KERNEL_SCHEMA`."""
+        names = [name for name in KERNEL_SCHEMA.names if name not in ("run_id", "stream", "steps")]
+        columns = {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in names}
+        return kernel_table(pa.table(columns), {"run_id": run_id})
+
+
+def read_kernel_times(
+    path: Path, device_name: str | None = None, progress: Callable[[int, int], None] | None = None
+) -> KernelFile | None:
+    """Read a file of kernel times; None if it is a Parquet file of other columns.
+
+    Args:
+        path: Parquet file with one row an operator and shape.
+        device_name: GPU model that was measured, in place of the file's own.
+        progress: is called with the rows read and the rows in all.
+
+    Returns:
+        The rows. Rows that make no sense are named in `invalid` and left out.
+
+    Raises:
+        EnvironmentProblem: The file cannot be read.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            if not set(COLUMNS) <= set(file.schema_arrow.names):
+                return None
+            kernels = KernelFile(path)
+            total, place = file.metadata.num_rows, 0
+            contents: list[str] = []
+            for batch in file.iter_batches(_CHUNK_ROWS, columns=list(COLUMNS)):
+                for cells in batch.to_pylist():
+                    place += 1
+                    try:
+                        kernels.rows.append(_row(cells, device_name))
+                    except ValueError as error:
+                        kernels.invalid.setdefault(str(error), []).append(place)
+                        continue
+                    contents.append("\n".join([*map(repr, cells.values()), device_name or ""]))
+                if progress is not None:
+                    progress(place, total)
+    except (pa.ArrowException, OSError) as error:
+        raise EnvironmentProblem(f"path={path} is damaged or no Parquet file: {first_line(error)}") from error
+    for row, kernel_row in zip(kernels.rows, run_ids(SOURCE, contents), strict=True):
+        row["kernel_row"] = kernel_row
+    return kernels
+
+
+def _row(cells: Mapping[str, Any], device_name: str | None) -> dict[str, Any]:
+    """Return the columns of one row. Raises `ValueError` with the reason for a row that makes no sense."""
+    op, device = cells["op"], cells["device"]
+    if op not in _OPERATORS:
+        raise ValueError(f"unknown op {str(op)[:40]!r}; known: {', '.join(_OPERATORS)}")
+    milliseconds = cells["latency_ms"]
+    if not isinstance(milliseconds, float) or not (math.isfinite(milliseconds) and milliseconds > 0):
+        raise ValueError("latency_ms is no time > 0")
+    operator, shapes_of = _OPERATORS[op]
+    sizes = _sizes(cells["dims"])
+    try:
+        dims: dict[str, Any] = {"shapes": shapes_of(sizes)}
+        if op == "conv":
+            both = {name.lower(): [sizes[name]] * 2 for name in ("Stride", "Padding")}
+            dims["arguments"] = {**both, "dilation": [1, 1], "groups": 1}
+    except KeyError as error:
+        raise ValueError(f"dims of {op} lack {error.args[0]}") from None
+    return {
+        "source": "imported",
+        "device_name": device_name or _DEVICES.get(device, device),
+        "torch_version": _text(cells["torch"]).removeprefix("p") or None,
+        "cuda_version": _cuda(_text(cells["cuda"])),
+        "cudnn_version": _text(cells["cudnn"]) or None,
+        "phase": "forward",
+        "operator": operator,
+        "dims": canonical_json(dims),
+        "dtype": "float32",
+        "kernel": cells["kernel"],
+        **_extent("grid", cells["grid"]),
+        **_extent("block", cells["block"]),
+        "blocks_per_sm": cells["blocks_per_sm"],
+        "warps_per_sm": cells["warps_per_sm"],
+        "duration_us": milliseconds * 1e3,
+        "count": 1,
+        "timing": "cuda_events",
+        "origin": canonical_json({"op": op, "device": device, "dims": sizes}),
+    }
+
+
+def _sizes(text: Any) -> dict[str, int]:
+    try:
+        sizes = {str(name): int(size) for name, size in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise ValueError("dims is no JSON object of whole numbers") from None
+    if any(not 0 <= size < 2**40 for size in sizes.values()):
+        raise ValueError("dims holds a size below 0, or beyond any tensor")
+    return sizes
+
+
+def _extent(name: str, text: Any) -> dict[str, int | None]:
+    match = _EXTENT.fullmatch(_text(text))
+    if match is None and text:
+        raise ValueError(f"{name} is not of the form 1x2x3")
+    values: Sequence[int | None] = [None] * 3 if match is None else [int(part) for part in match.groups()]
+    return {f"{name}_{axis}": value for axis, value in zip("xyz", values, strict=True)}
+
+
+def _cuda(text: str) -> str | None:
+    digits = text.removeprefix("cu")
+    return f"{digits[:-1]}.{digits[-1]}" if len(digits) > 1 and digits.isdigit() else text or None
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value).strip()
