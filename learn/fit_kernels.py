@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LEAST_ROWS = 20
 FOLDS = 5
 # Sources whose rows count more or less than the square root of their number.
-WEIGHTS = {"kernels": 0.3, "llm_foundry": 1.5}
+WEIGHTS = {"kernels": 0.1, "llm_foundry": 1.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class FitKernelsSettings:
     """What to fit on. Raises `UsageError` that names every bad key together.
 
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv data=steps
+      python -m warehouse.ingest source=neusight path=kernel_times.parquet data=steps
       python -m learn.fit_kernels data=steps out=parameters.json
 
     Learns the efficiencies of kernels from all measured steps of a data folder (its own trials' and imported ones) and
@@ -40,6 +41,10 @@ class FitKernelsSettings:
     data: str | None = data_key()
     out: str | None = key(
         None, "file to write; default featurize/kernel_model/parameters.json of this checkout", "new path"
+    )
+
+    kernels: int = key(
+        60, "rows of the table kernels that are learned from, of each operator on each GPU model", "int 0 to 100000"
     )
 
     def __post_init__(self) -> None:
@@ -72,12 +77,13 @@ def fit_kernels(
     import warehouse
     from learn.kernels.fitting import TimeFit
     from learn.kernels.judging import judged, learned_of
-    from learn.kernels.rows import measured_times
+    from learn.kernels.rows import kernel_times, measured_times
     from warehouse.layout import write_bytes
 
     connection = warehouse.connect(settings.data)
     try:
         rows, left_out = measured_times(connection, progress)
+        kernels, kernels_left_out = kernel_times(connection, settings.kernels)
     finally:
         connection.close()
     if len(rows) < LEAST_ROWS:
@@ -86,10 +92,10 @@ def fit_kernels(
             f"data={settings.data}: {len(rows)} measured steps can be learned from, and {LEAST_ROWS} are needed"
             + (f" (left out: {reasons})" if reasons else "")
         )
-    fit = TimeFit(rows, WEIGHTS)
+    fit = TimeFit([*rows, *kernels], WEIGHTS)
     scores, held_out = judged(fit, FOLDS, progress)
     write_bytes(settings.path, learned_of(fit, held_out).encode())
-    return scores, left_out
+    return scores, left_out | kernels_left_out
 
 
 def entry(settings: FitKernelsSettings) -> None:

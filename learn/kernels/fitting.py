@@ -182,6 +182,21 @@ class TimeFit:
             },
         )
 
+    def roofline(self) -> FittedTimes:
+        """Return what the described rates alone say: every kernel reaches them."""
+        nothing = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
+        at_once = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
+        single = {name: -np.inf if name in ("half_head", "latency_us") else 0.0 for name in SINGLE_VALUES}
+        parameters = Parameters(
+            names=self.names,
+            compute=np.zeros(len(self.names[0])),
+            bandwidth=np.zeros(len(self.names[1])),
+            by_group={**nothing, **at_once},
+            by_units={name: np.zeros(len(UNITS)) for name in UNIT_VALUES},
+            single=single,
+        )
+        return FittedTimes(parameters=parameters, instrument_ms={})
+
     def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
         """Return the logarithm of estimated over measured time of each row; the host's time is the described one."""
         seconds = np.zeros(len(self.rows))

@@ -13,6 +13,8 @@ import numpy as np
 from featurize.kernel_model.step_time import LearnedEfficiencies, efficiencies_text
 from learn.kernels.fitting import KERNELS, TimeFit, held_out_by
 
+ROOFLINE = "nothing learned"  # the described rates alone
+_OF_KERNELS = (ROOFLINE, "learned from", "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
@@ -61,7 +63,7 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         return ratios
 
     progress("fitting", done, fits)
-    ratios = {"learned from": fit.log_ratios(fit.fitted(everything))}
+    ratios = {ROOFLINE: fit.log_ratios(fit.roofline()), "learned from": fit.log_ratios(fit.fitted(everything))}
     done += 1
     ratios["families left out"] = held_out("families left out", held_out_by(fit.groups, folds))
     if len(sources) > 1:
@@ -73,9 +75,10 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         for split, values in ratios.items()
         for name, mask in (
             *((str(source), fit.sources == source) for source in sources),
+            *([(KERNELS, ~steps)] if split in _OF_KERNELS else []),
             *((str(device), (fit.devices == device) & steps) for device in devices),
         )
-        if np.isfinite(values[mask]).any()
+        if mask.any() and np.isfinite(values[mask]).any()
     ]
     return scores, ratios["families left out"][steps]
 

@@ -2,8 +2,11 @@
 
 import csv
 import dataclasses
+import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from learn_rows import make_configs, write_runs
 
@@ -16,7 +19,7 @@ from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
 from learn.kernels.judging import judged, table_of
-from learn.kernels.rows import measured_times
+from learn.kernels.rows import kernel_times, measured_times
 from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
@@ -75,7 +78,7 @@ def test_every_split_is_judged_and_printed(fit):
     small = TimeFit(fit.rows[:12], {})
     scores, held_out = judged(small, 2, silent)
     assert {score.split for score in scores} == {
-        "learned from", "families left out", "sources left out", "GPU models left out",
+        "nothing learned", "learned from", "families left out", "sources left out", "GPU models left out",
     }  # fmt: skip
     assert {"one", "two", *DEVICES} == {score.rows for score in scores}
     assert np.isfinite(held_out).all() and len(held_out) == 12
@@ -116,6 +119,37 @@ def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reaso
     assert step.measured_ms == pytest.approx(4 * 512 / 409_600 * 1e3)  # one micro-step of one GPU
     assert step.device.name == "H100-SXM5-80GB"
     assert step.calls.kind.count("attention") == 1  # twelve equal layers are one kernel that runs twelve times
+
+
+def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
+    sizes = [
+        ("linear", {"B": 1, "M": 64, "N": 96, "K": 32}), ("bmm", {"B": 4, "M": 8, "N": 16, "K": 24}),
+        ("conv", {"B": 2, "Input_Channel": 3, "Input_Size": 16, "Kernel_Szie": 3, "Output_Channel": 8, "Padding": 1,
+                  "Stride": 2}),
+        ("relu", {"B": 5, "H": 7}), ("ln", {"B": 5, "H": 7}),
+    ]  # fmt: skip
+    text = {"kernel": "sgemm", "grid": "1x2x3", "block": "128x1x1", "torch": "p2.1.0", "cuda": "cu121", "cudnn": "8902"}
+    rows = [
+        {"op": op, "device": "Tesla T4", "latency_ms": 0.1, "warps_per_sm": 1.0, "blocks_per_sm": 1.0, **text,
+         "dims": json.dumps({name: str(size) for name, size in dims.items()})}
+        for op, dims in sizes
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "kernels.parquet")
+    ingest(IngestSettings(source="neusight", path=str(tmp_path / "kernels.parquet"), data=str(tmp_path / "data")))
+    connection = warehouse.connect(tmp_path / "data")
+    times, left_out = kernel_times(connection, 10)
+    connection.close()
+    assert not left_out
+    product, batched, convolution, relu, norm = (
+        next(one for one in times if one.group == f"aten::{name}")
+        for name in ("addmm", "bmm", "convolution", "relu", "native_layer_norm")
+    )
+    assert product.calls.flops.tolist() == [2 * 64 * 96 * 32]  # M x N times N x K
+    assert (batched.calls.rows[0], batched.calls.depth[0], batched.calls.columns[0]) == (8, 16, 24)
+    assert convolution.calls.flops.tolist() == [2 * (2 * 8 * 8 * 8) * 27]
+    assert relu.calls.nbytes.tolist() == [2 * 4 * 35]
+    assert norm.calls.kind == ("layer_norm",)
+    assert {one.measured_ms for one in times} == {0.1}
 
 
 def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path):
