@@ -11,21 +11,27 @@ from conf.errors import UsageError, shown, unknown_name
 
 # What drivers call models whose data sheets have other names; in lower case, without the vendor.
 _DRIVER_NAMES = {
+    "a100 80gb pcie": "a100-pcie-80gb",
     "h100 80gb hbm3": "h100-sxm5-80gb",
+    "h100 pcie": "h100-pcie-80gb",
+    "h100 nvl": "h100-nvl-94gb",
     "h200": "h200-sxm-141gb",
+    "gh200 480gb": "gh200-96gb",  # the host's memory
     "b200": "b200-sxm-180gb",
-    "geforce rtx 3090": "rtx-3090",
-    "geforce rtx 4090": "rtx-4090",
-    "geforce rtx 5090": "rtx-5090",
-    "tesla t4": "t4",
-    "tesla v100-sxm2-32gb": "v100-sxm2-32gb",
+    "rtx 6000 ada generation": "rtx-6000-ada",
 }
+# What a short name means: the model that the others are variants of.
+_USUAL = {"a100": "a100-sxm4-40gb", "h100": "h100-sxm5-80gb", "v100": "v100-sxm2-32gb", "p100": "p100-pcie-16gb"}
 
 
 def plain_device(name: str | None) -> str:
     """Return a device name in lower case without the vendor, as the data sheet spells it."""
     plain = (name or "").strip().lower().removeprefix("nvidia ").strip()
-    return _DRIVER_NAMES.get(plain, plain)
+    if plain in _DRIVER_NAMES:
+        return _DRIVER_NAMES[plain]
+    for brand in ("geforce ", "tesla "):
+        plain = plain.removeprefix(brand)
+    return plain.replace(" ", "-") if plain.startswith("rtx ") else plain
 
 
 def resolve_device(name: object, known: Iterable[str]) -> str:
@@ -35,6 +41,7 @@ def resolve_device(name: object, known: Iterable[str]) -> str:
     """
     known = sorted(known)
     wanted = plain_device(name) if isinstance(name, str) else ""
+    wanted = _USUAL.get(wanted, wanted)
     equal = [candidate for candidate in known if plain_device(candidate) == wanted]
     starting = [candidate for candidate in known if wanted and plain_device(candidate).startswith(wanted)]
     candidates = equal or starting
