@@ -275,9 +275,6 @@ class WarehouseConnection(_Planned):
         self._is_fetched = True
         return getattr(relation.materialize(), name)(*args, **options)
 
-    def _renew(self) -> None:
-        """Open a new database in place of one that DuckDB has given up; a relation is of its connection, and cannot."""
-
     def _own(self, result: Any) -> Any:
         return self if result is self._wrapped else super()._own(result)
 

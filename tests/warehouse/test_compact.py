@@ -236,7 +236,7 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
         report = compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
         assert (report.deleted_files, report.kept_files) == (0, 9)
         assert "kept, because the warehouse is open" in report.lines()[-1]
-        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 6
+        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 9
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
     assert not is_open_somewhere(folder)
 
