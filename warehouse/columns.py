@@ -93,8 +93,8 @@ TELEMETRY = {
 }
 
 KERNELS = {
-    "kernel_row": "id of the row, unique in the data set",
     "run_id": "the run in the table runs; NULL of imported rows",
+    "kernel_row": "id of the row, unique in the data set",
     "source": "measured, simulated or imported",
     "device_name": "model of the device",
     "torch_version": "version of PyTorch",

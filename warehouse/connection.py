@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
 
@@ -27,6 +28,9 @@ from warehouse.folder import DataFolder
 from warehouse.lock_file import hold_shared
 from warehouse.reader import WarehouseConnection
 from warehouse.sql_text import sql_text
+
+if TYPE_CHECKING:
+    from warehouse.folder_files import FolderFiles
 
 _NOWHERE = Path("/nonexistent")
 _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary folder is full
@@ -59,19 +63,24 @@ def connect(
         views.refresh(folder)
     lock = _reader_lock(folder)
     try:
-        files = FolderFiles(folder)
-        connection = _open_copy(_views_file(tuple(views.reading_statements())))
-        try:
-            connection.register_filesystem(files)
-            _confine(connection, spill := _spill_folder())
-        except BaseException:
-            connection.close()
-            raise
+        files, spill = FolderFiles(folder), _spill_folder()
+        return WarehouseConnection.opened(lambda: _opened_views(files, spill), files, lock, spill)
     except BaseException:
         if lock is not None:
             os.close(lock)
         raise
-    return WarehouseConnection.opened(connection, files, lock, spill)
+
+
+def _opened_views(files: FolderFiles, spill: Path) -> duckdb.DuckDBPyConnection:
+    """Open the views over `files` and nothing else."""
+    connection = _open_copy(_views_file(tuple(views.reading_statements())))
+    try:
+        connection.register_filesystem(files)
+        _confine(connection, spill)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 @functools.lru_cache(1)

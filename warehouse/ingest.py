@@ -64,7 +64,6 @@ class IngestSettings:
       python -m warehouse.ingest source=gpumemnet path=GPUMemNet/Datasets
       python -m warehouse.ingest source=timm path=timm_a100.csv data=/srv/farm
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv
-      python -m warehouse.ingest source=neusight path=kernel_times.parquet
       python -m warehouse.ingest source=csv path=mine.csv family=timm device_name=NVIDIA-L4 \
         columns='{peak_memory_mib: mem, batch_size: bs, config.model: net}' constants='{optimizer: sgd}'
 

@@ -67,7 +67,7 @@ def _one(sizes: Sizes) -> Shapes:
 
 
 def _two(sizes: Sizes) -> Shapes:
-    return _one(sizes) * 2
+    return [*_one(sizes), *_one(sizes)]
 
 
 def _with_number(sizes: Sizes) -> Shapes:

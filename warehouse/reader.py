@@ -35,6 +35,8 @@ _OF_A_FILE = re.compile(
     r"dictionary|bit.?pack|\brle\b|out of buffer|unicode|utf-?8",
     re.IGNORECASE,
 )
+# Some damage ends in an error after which DuckDB refuses every further query of the database.
+_GIVES_UP = (duckdb.InternalException, duckdb.FatalException)
 _ROWS = ("fetchone", "fetchmany", "fetchall")
 # Their rows are read after the call has returned, when nothing can be planned again.
 _STREAMS = (
@@ -50,8 +52,11 @@ _DERIVED = tuple(
 class _Opened:
     """State shared by a connection and its cursors: the folder's files, and the lock against deletion by compaction."""
 
-    def __init__(self, files: FolderFiles, lock: int | None, spill: Path) -> None:
+    def __init__(
+        self, files: FolderFiles, lock: int | None, spill: Path, renew: Callable[[], duckdb.DuckDBPyConnection]
+    ) -> None:
         self.files = files
+        self.renew = renew
         self._lock = lock
         self._remove_spill = weakref.finalize(self, _removed, spill, os.getpid())
 
@@ -115,10 +120,15 @@ class _Planned:
                     raise files.failure from error
                 if files.lost == lost and (is_of_the_statement(error) or not files.leave_out_damaged()):
                     raise
+                if isinstance(error, _GIVES_UP):
+                    self._renew()
                 failed = error
                 if before_retry is not None:
                     before_retry()
         raise failed
+
+    def _renew(self) -> None:
+        """Open a new database in place of one that DuckDB has given up; a relation is of its connection, and cannot."""
 
     def _own(self, result: Any) -> Any:
         if isinstance(result, _DERIVED):
@@ -177,9 +187,18 @@ class WarehouseConnection(_Planned):
         self._rows: deque[tuple[Any, ...]] | None = None
 
     @classmethod
-    def opened(cls, wrapped: duckdb.DuckDBPyConnection, files: FolderFiles, lock: int | None, spill: Path) -> Self:
-        """Wrap a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it."""
-        return cls(wrapped, _Opened(files, lock, spill))
+    def opened(
+        cls, renew: Callable[[], duckdb.DuckDBPyConnection], files: FolderFiles, lock: int | None, spill: Path
+    ) -> Self:
+        """Open a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it.
+
+        `renew` opens it, and opens it anew where a damaged file has made DuckDB give up its database. Tables that were
+        registered are gone then.
+        """
+        return cls(renew(), _Opened(files, lock, spill, renew))
+
+    def _renew(self) -> None:
+        self._wrapped = self._opened.renew()
 
     def __enter__(self) -> Self:
         return self

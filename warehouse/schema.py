@@ -166,9 +166,9 @@ KERNEL_TIMINGS = ("cupti", "cuda_events", "cpu", "model")
 # A row stands for all launches of one kernel by one operator on inputs of the same shapes.
 KERNEL_SCHEMA = pa.schema(
     [
-        ("kernel_row", pa.string()),  # id of the row, the same whenever the same content is imported
         # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
         ("run_id", pa.string()),
+        ("kernel_row", pa.string()),  # id of the row, the same whenever the same content is imported
         ("source", pa.string()),
         ("device_name", pa.string()),  # as conf/device names it, where it does
         ("torch_version", pa.string()),

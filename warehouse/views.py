@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
-from warehouse.layout import KINDS, FolderLayout, write_bytes
+from warehouse.layout import KINDS, OF_RUNS, FolderLayout, write_bytes
 from warehouse.merged import MERGED_PREFIX
 from warehouse.schema import (
     ENVIRONMENT,
@@ -62,11 +62,8 @@ def view_statements(folder: FolderLayout) -> list[str]:
     if next(folder.stale.glob("*.parquet"), None) is not None:
         files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
         marks = _with_every_column(STALE_SCHEMA, files)
-    return _statements(
-        *(_partitioned_view(folder, kind, TABLES[kind]) for kind in KINDS),
-        _with_every_column(JOB_SCHEMA, snapshots),
-        marks,
-    )
+    partitioned = {kind: _partitioned_view(folder, kind, TABLES[kind]) for kind in KINDS}
+    return _statements(partitioned, _with_every_column(JOB_SCHEMA, snapshots), marks)
 
 
 def reading_statements() -> list[str]:
@@ -86,21 +83,21 @@ def reading_statements() -> list[str]:
         family = ", regexp_extract(filename, '/family=([^/]*)/', 1) AS family" if kind in KINDS else ""
         return f"SELECT * EXCLUDE (filename){family} FROM {source}"
 
-    partitioned = (
-        f"SELECT {_partitioned_columns(TABLES[kind])} FROM ({read(kind)}) AS file WHERE true" for kind in KINDS
-    )
-    return _statements(*partitioned, read("jobs"), read("stale"))
+    partitioned = {
+        kind: f"SELECT {_partitioned_columns(TABLES[kind])} FROM ({read(kind)}) AS file WHERE true" for kind in KINDS
+    }
+    return _statements(partitioned, read("jobs"), read("stale"))
 
 
-def _statements(attempts: str, telemetry: str, kernels: str, job_rows: str, marks: str) -> list[str]:
+def _statements(partitioned: Mapping[str, str], job_rows: str, marks: str) -> list[str]:
+    attempts = partitioned["runs"]
     counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
     counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
     return [
         # `runs` has each task once; `attempts` also what was measured and not trusted, before the task ran again.
         f"CREATE VIEW runs AS {attempts} AND file.final IS NOT FALSE",
         f"CREATE VIEW attempts AS {attempts}",
-        f"CREATE VIEW telemetry AS {telemetry}",
-        f"CREATE VIEW kernels AS {kernels}",
+        *(f"CREATE VIEW {kind} AS {partitioned[kind]}" for kind in OF_RUNS),
         f"""CREATE VIEW jobs AS
             SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
             FROM ({job_rows}) AS snapshot

@@ -7,7 +7,7 @@ import pytest
 
 from featurize.families import family_names, get_family
 from workers.devices import DeviceChoice, DeviceUnavailable, make_device
-from workers.settings import TrialSettings, WindowSettings
+from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.worker import TaskSpec, Worker
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "featurize"))
@@ -115,3 +115,18 @@ def test_a_share_of_the_card_plays_a_smaller_one(worker):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_every_precision_trains(worker, precision):
     assert run(worker, "cnn", **cnn(precision=precision)).run.status == "ok"
+
+
+def test_kernels_of_a_trial_come_from_cupti_after_its_labels(worker):
+    plain = worker.run(task(get_family("cnn").Config(**cnn()), 0)).run
+    asked = worker.run(task(get_family("cnn").Config(**cnn()), 1, kernels=KernelSettings(steps=3)))
+    assert asked.run.status == "ok", asked.run.error
+    assert asked.kernels is not None, asked.run.telemetry_missing
+    kernels = [row for row in asked.kernels.to_pylist() if row["grid_x"] is not None]
+    assert {row["phase"] for row in kernels} >= {"forward", "backward", "optimizer"}
+    assert all(row["timing"] == "cupti" and row["duration_us"] > 0 and row["registers_per_thread"] for row in kernels)
+    operators = {row["operator"] for row in kernels}
+    assert {"aten::convolution", "aten::convolution_backward"} <= operators and "unknown" not in operators
+    busy_ms = sum(row["duration_us"] * row["count"] for row in kernels) / 3 / 1e3
+    assert 0 < busy_ms < 2 * asked.run.step_time_ms
+    assert asked.run.peak_memory_mib == pytest.approx(plain.peak_memory_mib, rel=0.01)  # the profiler's is not counted

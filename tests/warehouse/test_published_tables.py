@@ -12,6 +12,7 @@ from featurize.trial import config_from_mapping, config_hash
 from learn.data import load_rows
 from warehouse.ingest import IngestSettings, ingest
 from warehouse.published_tables import TABLES
+from warehouse.schema import SCHEMA_VERSION
 
 TIMM = {
     "model": "resnet18", "gpu": "RTX-3090", "precision": "amp fp16", "layout": "nhwc", "torch": "1.12", "cuda": "11.3",
@@ -44,9 +45,14 @@ EXAMPLES = {"model": "resnet50v1.5", "gpu": "A100-80GB", "gpus": 1, "precision":
             "layout": "nhwc", "throughput": 2560}  # fmt: skip
 LUCID = {"model": "BERT", "dataset": "SQuAD", "batchsize": 32, "amp": 1, "speed": 84.9, "gpu_util": 50,
          "gmem_util": 62.5, "gmem": 20162}  # fmt: skip
+GAVEL = {
+    "table": "simulation_throughputs.json", "gpu": "p100", "job_a": "ResNet-18 (batch size 32)", "gpus_a": 1,
+    "job_b": "", "gpus_b": "", "iters_per_s_a": 40.0, "iters_per_s_b": "", "slowdown_a": "", "provenance": "gavel",
+}  # fmt: skip
 ROWS = {
     "timm_benchmark": TIMM, "litgpt": LITGPT, "torchtune": TORCHTUNE, "torchtitan": TORCHTITAN, "peft": PEFT,
     "llm_foundry": LLM_FOUNDRY, "deeplearningexamples": EXAMPLES, "lucid": LUCID,
+    "gavel": GAVEL,
 }  # fmt: skip
 
 
@@ -105,6 +111,7 @@ def test_each_instruments_figure_lands_in_its_own_column(tmp_path, take):
         memory[run["job_id"].removeprefix("import-")] = {name: mib for name, mib in figures.items() if mib is not None}
     assert memory == {
         "timm_benchmark": {}, "deeplearningexamples": {}, "llm_foundry": {}, "lucid": {"memory": 20162},
+        "gavel": {},
         "litgpt": {"allocated": 4e9 / 2**20}, "torchtune": {"allocated": 25.5 * 1024},
         "torchtitan": {"reserved": 80 * 1024}, "peft": {"reserved": 24934},
     }  # fmt: skip
@@ -128,7 +135,7 @@ def test_every_cell_is_kept_and_a_repeat_or_another_name_of_the_file_adds_nothin
         assert (first.already_there, again.new, again.rows) == (0, 0, first.rows)
         for run in runs(tmp_path, f"job_id = 'import-{source}'"):
             assert json.loads(run["origin"]) == {name: str(cell) for name, cell in line.items()}
-            assert run["source"] == "imported" and run["schema_version"] == 3
+            assert run["source"] == "imported" and run["schema_version"] == SCHEMA_VERSION
 
 
 def test_what_no_trial_config_describes_is_untraceable_with_its_reason_and_is_not_fitted(tmp_path, take):
@@ -173,3 +180,23 @@ def test_a_foreign_file_is_one_clear_message(tmp_path, source):
     with pytest.raises(UsageError, match=f"no file of source={source}; foreign.csv: not of this source"):
         ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data")))
     assert not (tmp_path / "data").exists()
+
+
+def test_jobs_alone_of_three_tables_are_kept_and_marked_where_they_differ_and_pairs_are_left_out(tmp_path, take):
+    pair = {**GAVEL, "job_b": "A3C", "gpus_b": 1, "iters_per_s_a": 20.0, "iters_per_s_b": 3.0}
+    other = {**GAVEL, "table": "oracle_throughputs.json"}
+    faster, close = {**other, "iters_per_s_a": 80.0}, {**other, "gpu": "v100", "iters_per_s_a": 41.0}
+    nothing = {**GAVEL, "gpu": "k80", "iters_per_s_a": 0.0}
+    report = take("gavel", GAVEL, pair, faster, {**GAVEL, "gpu": "v100"}, close, nothing)
+    assert report.rows == 5
+    found = [(run["device_name"], run["step_time_ms"], run["batch_size"]) for run in runs(tmp_path, "status = 'ok'")]
+    assert sorted(found) == [
+        ("P100", 12.5, 32),
+        ("P100", 25.0, 32),
+        ("V100", pytest.approx(1e3 / 41), 32),
+        ("V100", 25.0, 32),
+    ]
+    doubted = runs(tmp_path, "error_type = 'doubt'")
+    assert {run["device_name"] for run in doubted} == {"P100"} and len(doubted) == 2
+    assert all("factor of 2.00" in run["quality_reasons"] for run in doubted)
+    assert len(runs(tmp_path, "status = 'invalid'")) == 1

@@ -23,7 +23,10 @@ from warehouse.writer import RunWriter
 
 NOW_S = 4_000_000_000.0
 EVERY_RUN = "SELECT run_id FROM runs ORDER BY run_id"
-COUNTS = "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry), (SELECT sum(runs) FROM jobs), (SELECT count(*) FROM kernels)"
+COUNTS = (
+    "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry), (SELECT sum(runs) FROM jobs), "
+    "(SELECT count(*) FROM kernels)"
+)
 
 
 def ask(folder, sql=COUNTS):

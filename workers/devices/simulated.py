@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from warehouse.schema import KERNEL_PHASES
 from workers.devices.base import DeviceChoice, Link, Slot
 from workers.environment import TRACES_ONLY
 
@@ -105,6 +104,7 @@ class SimulatedDevice:
     def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
         """Report the operators of one step at the price that the modelled time is made of."""
         from featurize.roofline import price
+        from warehouse.schema import KERNEL_PHASES  # with pyarrow, whose threads the trial server must not have
         from workers.devices.profiling import dims_text, report_rows
 
         priced = zip(trace.operators, price(trace, self.spec, config).operators, strict=True)

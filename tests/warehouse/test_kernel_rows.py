@@ -1,0 +1,233 @@
+"""The table `kernels`: of runs and imported, through landing, compaction, snapshots, checks and publication."""
+
+import contextlib
+import json
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from warehouse_rows import kernels, run_row, samples
+
+import warehouse
+from conf.errors import EnvironmentProblem, UsageError
+from warehouse.checks import check
+from warehouse.compact import CompactionSettings, compact
+from warehouse.ingest import IngestSettings, ingest, print_report
+from warehouse.neusight import COLUMNS
+from warehouse.publish import PublishSettings, publish
+from warehouse.snapshot import take_snapshot
+from warehouse.writer import RunWriter
+
+NOW_S = 4_000_000_000.0
+
+CELLS = {
+    "op": "bmm", "device": "NVIDIA A100-PCIE-40GB", "latency_ms": 0.0358,
+    "dims": '{"B": "6", "K": "390", "M": "27", "N": "21"}', "kernel": "ampere_sgemm_128x128_nn",
+    "warps_per_sm": 1.5, "blocks_per_sm": 0.25, "grid": "4x1x6", "block": "256x1x1",
+    "torch": "p2.1.0", "cuda": "cu121", "cudnn": "8902",
+}  # fmt: skip
+CONVOLUTION = CELLS | {
+    "op": "conv", "device": "Tesla T4",
+    "dims": json.dumps(dict(B="38", Input_Channel="893", Input_Size="5", Kernel_Szie="3", Output_Channel="326",
+                            Padding="1", Stride="2")),
+}  # fmt: skip
+VECTORS = {"dims": '{"B": "127", "H": "168"}'}
+
+
+def ask(folder, sql, **how):
+    with contextlib.closing(warehouse.connect(folder, **how)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def kernel_file(path, *rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def take_in(folder, path, **changes):
+    return ingest(IngestSettings(source="neusight", path=str(path), data=str(folder.root), **changes))
+
+
+def test_kernels_land_before_their_run_with_its_device_and_software(folder):
+    run = run_row(1, source="measured", device_name="T4", torch_version="2.13.0", cudnn_version="91200")
+    RunWriter(folder).write(run, samples(1), kernels(2, phase=["forward", "backward"], grid_x=[4, 8]))
+    assert ask(folder, "SELECT kernel_rows FROM runs") == [(2,)]
+    columns = "kernel_row, run_id, family, source, device_name, torch_version, cudnn_version, phase, operator, grid_x"
+    assert ask(folder, f"SELECT {columns} FROM kernels ORDER BY 1") == [
+        ("J-000001-k00000", "J-000001", "cnn", "measured", "T4", "2.13.0", "91200", "forward", "aten::mm0", 4),
+        ("J-000001-k00001", "J-000001", "cnn", "measured", "T4", "2.13.0", "91200", "backward", "aten::mm1", 8),
+    ]
+
+
+def test_a_run_whose_kernels_were_not_asked_for_has_none_and_leaves_no_file(folder):
+    RunWriter(folder).write(run_row(1), samples(1))
+    assert ask(folder, "SELECT kernel_rows, (SELECT count(*) FROM kernels) FROM runs") == [(None, 0)]
+    assert not folder.partition("kernels", "cnn").exists()
+
+
+def test_kernels_of_an_execution_that_was_killed_go_when_the_task_lands_without(folder):
+    writer = RunWriter(folder)
+    path = writer.write(run_row(1), samples(1), kernels())
+    path.unlink()  # as killed before its run landed
+    writer.write(run_row(1), samples(1))
+    assert ask(folder, "SELECT count(*) FROM kernels") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"timing": ["stopwatch"] * 2}, "timing must be one of"),
+        ({"operator": ["aten::mm", None]}, "operator is required"),
+        ({"duration_us": [1.0, float("nan")]}, "duration_us must be finite"),
+        ({"colour": ["red"] * 2}, "unknown column colour"),
+    ],
+)
+def test_kernels_that_break_the_schema_are_refused_and_nothing_is_written(folder, broken, words):
+    with pytest.raises(ValueError, match=words):
+        RunWriter(folder).write(run_row(1), samples(1), kernels(2, **broken) if "colour" in broken else _with(broken))
+    assert ask(folder, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM kernels)") == [(0, 0)]
+
+
+def _with(columns):
+    table = kernels(2)
+    for name, values in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+    return table
+
+
+def test_a_folder_from_before_there_were_kernels_is_read_by_any_client(folder):
+    RunWriter(folder).write(run_row(1), samples(1))
+    for path in sorted(folder.kernels.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    folder.kernels.rmdir()
+    assert ask(folder, "SELECT count(*), count(family) FROM kernels") == [(0, 0)]
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        assert connection.execute("SELECT count(*), count(kernel_row) FROM kernels").fetchall() == [(0, 0)]
+
+
+def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp_path):
+    for at in range(3):
+        take_in(folder, kernel_file(tmp_path / f"{at}.parquet", CELLS | {"latency_ms": 1.0 + at}))
+    writer = RunWriter(folder)
+    for index in range(3):
+        writer.write(run_row(index), samples(1), kernels())
+    before = ask(folder, "SELECT * FROM kernels ORDER BY kernel_row")
+    for hours in (0, 2):
+        report = compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
+        assert report.problems == []
+    assert len(list(folder.partition("kernels", "unknown").glob("*.parquet"))) == 1
+    assert ask(folder, "SELECT * FROM kernels ORDER BY kernel_row") == before
+    assert ask(folder, "SELECT count(*), count(run_id) FROM kernels") == [(9, 6)]  # imported rows have no run
+    with contextlib.closing(duckdb.connect(str(folder.warehouse), read_only=True)) as connection:
+        assert connection.execute("SELECT count(*), count(run_id) FROM kernels").fetchall() == [(9, 6)]
+    assert take_snapshot(folder, "s").rows["kernels"] == 9
+    take_in(folder, kernel_file(tmp_path / "later.parquet", CELLS))
+    assert ask(folder, "SELECT count(*) FROM kernels", snapshot="s") == [(9,)]
+    assert [finding.line() for finding in check(folder) if "kernel" in finding.rule] == []
+
+
+def test_checks_name_kernels_that_are_lost_or_cannot_be(folder):
+    writer = RunWriter(folder)
+    writer.write(run_row(0), samples(1), kernels())
+    writer.write(run_row(1), samples(1), _with({"duration_us": [0.0, 1.0]}))
+    writer.write(run_row(2), samples(1), kernels(1, block_x=[2048], block_y=[1], block_z=[1], dims=["{"]))
+    (folder.partition("kernels", "cnn") / "J-000000.parquet").unlink()
+    findings = {finding.rule: finding.examples for finding in check(folder)}
+    assert findings["kernels.rows"] == ("J-000000: 0 kernels, kernel_rows=2",)
+    assert findings["range.kernels.launches"] == ("J-000001-k00000 duration_us=0.0",)
+    assert findings["impossible.kernels.block"] == ("J-000002-k00000 block_x=2048",)
+    assert findings["schema.kernels.dims"] == ("J-000002-k00000 dims={",)
+
+
+def test_publication_has_kernels_of_its_runs_and_imported_ones_where_they_are_named(folder, tmp_path):
+    RunWriter(folder).write(run_row(1, source="measured", device_uuid="GPU-1"), samples(1), kernels())
+    take_in(folder, kernel_file(tmp_path / "k.parquet", CELLS))
+    for sources, count in ((["measured"], 2), (["measured", "imported"], 3)):
+        out = tmp_path / "-".join(sources)
+        publish(PublishSettings(out=str(out), data=str(folder.root), licence="CC-BY-4.0", sources=sources))
+        runs, rows = (pq.read_table(out / table).to_pylist() for table in ("runs", "kernels"))
+        assert len(rows) == count and runs[0]["kernel_rows"] == 2
+        own = [row for row in rows if row["source"] == "measured"]
+        assert {row["run_id"] for row in own} == {runs[0]["run_id"]} and runs[0]["run_id"] != "J-000001"
+        assert all(row["kernel_row"].startswith(runs[0]["run_id"]) for row in own)
+        assert "Columns of kernels" in (out / "README.md").read_text()
+
+
+def test_a_matrix_product_of_the_file_becomes_its_operator_and_shapes(folder, tmp_path):
+    # The file's N is what is summed over, as its grid shows: 390 columns take four tiles of 128.
+    rows = [CELLS, CELLS | {"op": "linear", "dims": '{"B": "1", "M": "58", "N": "13", "K": "141"}'}, CONVOLUTION]
+    rows += [CELLS | VECTORS | {"op": op} for op in ("add", "addu", "softmax", "ln")]
+    report = take_in(folder, kernel_file(tmp_path / "k.parquet", *rows))
+    assert (report.files[0].new, report.files[0].invalid) == (7, {})
+    dims = dict(ask(folder, "SELECT operator || ' ' || (origin::JSON ->> 'op'), dims FROM kernels"))
+    assert {name: json.loads(text) for name, text in dims.items()} == {
+        "aten::bmm bmm": {"shapes": [[6, 27, 21], [6, 21, 390]]},
+        "aten::addmm linear": {"shapes": [[141], [58, 13], [13, 141]]},
+        "aten::convolution conv": {
+            "shapes": [[38, 893, 5, 5], [326, 893, 3, 3], []],
+            "arguments": {"stride": [2, 2], "padding": [1, 1], "dilation": [1, 1], "groups": 1},
+        },
+        "aten::add add": {"shapes": [[127, 168], [127, 168]]},
+        "aten::add addu": {"shapes": [[127, 168], []]},
+        "aten::_softmax softmax": {"shapes": [[127, 168]]},
+        "aten::native_layer_norm ln": {"shapes": [[127, 168], [], [168], [168]]},
+    }
+    columns = "device_name, torch_version, cuda_version, cudnn_version, phase, dtype, grid_x, grid_y, grid_z, block_x, "
+    columns += "duration_us, timing, run_id"
+    assert ask(folder, f"SELECT {columns} FROM kernels WHERE operator = 'aten::bmm'") == [
+        ("A100-PCIE-40GB", "2.1.0", "12.1", "8902", "forward", "float32", 4, 1, 6, 256, 35.8, "cuda_events", None)
+    ]
+
+
+def test_kernels_land_once_whatever_file_they_are_in(folder, tmp_path):
+    path = kernel_file(tmp_path / "k.parquet", CELLS, CELLS, CONVOLUTION)  # equal rows of a file are two measurements
+    assert take_in(folder, path).files[0].new == 3
+    assert take_in(folder, path).files[0].already_there == 3
+    more = kernel_file(tmp_path / "more.parquet", CONVOLUTION, CELLS | {"latency_ms": 2.0})
+    assert take_in(folder, more).files[0].new == 1
+    assert ask(folder, "SELECT count(*), count(DISTINCT kernel_row) FROM kernels") == [(4, 4)]
+
+
+def test_rows_that_make_no_sense_are_named_and_left_out(folder, tmp_path, capsys):
+    bad = [
+        {"op": "conv4d"},
+        {"latency_ms": 0.0},
+        {"dims": "[]"},
+        {"dims": "{}"},
+        {"grid": "4x1"},
+        {"dims": '{"B": -1}'},
+    ]
+    report = take_in(folder, kernel_file(tmp_path / "k.parquet", CELLS, *(CELLS | change for change in bad)))
+    (file,) = report.files
+    assert (file.rows, file.new, file.already_there) == (7, 1, 0)
+    assert sorted(place for places in file.invalid.values() for place in places) == [2, 3, 4, 5, 6, 7]
+    print_report(report)
+    assert "invalid: grid is not of the form 1x2x3: 1 (k.parquet:6)" in capsys.readouterr().out
+    assert ask(folder, "SELECT count(*) FROM kernels") == [(1,)]
+
+
+def test_a_damaged_file_of_kernels_is_one_message_and_nothing_lands(folder, tmp_path):
+    files = tmp_path / "published"
+    files.mkdir()
+    path = kernel_file(files / "k.parquet", CELLS)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(EnvironmentProblem, match=r"k\.parquet is damaged or no Parquet file"):
+        take_in(folder, path)
+    good = kernel_file(files / "l.parquet", CELLS)
+    other = kernel_file(files / "m.parquet", {"op": "bmm"})
+    report = take_in(folder, files)
+    assert [file.path for file in report.files] == [good] and report.left.keys() == {path, other}
+    assert all(name in report.left[other] for name in COLUMNS)
+    with pytest.raises(UsageError, match="holds no file of source=neusight"):
+        take_in(folder, other)
+
+
+def test_kernels_of_an_importing_that_was_killed_do_not_count_and_come_again(folder, tmp_path, monkeypatch):
+    path = kernel_file(tmp_path / "k.parquet", CELLS)
+    monkeypatch.setattr("warehouse.merged.Listing.write", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        take_in(folder, path)
+    monkeypatch.undo()
+    assert ask(folder, "SELECT count(*) FROM kernels") == [(0,)]
+    assert take_in(folder, path).files[0].new == 1

@@ -1,0 +1,214 @@
+"""Kernels of a trial: from the profiler's trace to rows, over the trial's socket, and what costs them."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from conf.errors import UsageError
+from featurize.trial import config_from_mapping
+from workers.devices import DeviceChoice, profiling
+from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
+from workers.reports import BrokenReport, KernelsSeen, Profiled, ReportReader, TrialResult
+from workers.settings import KernelSettings, TrialSettings, WindowSettings
+from workers.worker import TaskSpec, Worker, kernel_rows
+
+MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
+
+
+def call(name, ts, dur, external=0, thread=1, category="cpu_op", **args):
+    shapes = args.pop("shapes", [])
+    given = {"External id": external, "Input Dims": shapes, "Input type": ["float"] * len(shapes), **args}
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": ts, "dur": dur, "args": given}
+
+
+def kernel(name, external, dur, **args):
+    figures = {
+        "stream": 7, "registers per thread": 40, "shared memory": 1024, "blocks per SM": 0.5, "warps per SM": 4.0,
+        "grid": [4, 2, 1], "block": [256, 1, 1],
+    }  # fmt: skip
+    args = {"External id": external, **figures, **args}
+    return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": 5000 + external, "dur": dur,
+            "args": args}  # fmt: skip
+
+
+CONVOLUTION = [[2, 3, 8, 8], [4, 3, 3, 3], []]
+# As torch.profiler exports a step on a GPU: the calls of the host by thread, nested, and kernels by External id.
+RECORDED = [
+    call("aten::conv2d", 0, 100, 1, shapes=CONVOLUTION),
+    call(
+        "aten::convolution", 1, 90, 2, shapes=CONVOLUTION,
+        **{"Concrete Inputs": ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1"]},
+    ),
+    call("aten::cudnn_convolution", 2, 80, 3, shapes=CONVOLUTION),
+    kernel("ampere_scudnn_128x32", 3, 12.0),
+    kernel("ampere_scudnn_128x32", 3, 14.0),
+    kernel("ampere_scudnn_128x32", 3, 90.0),
+    call("autograd::engine::evaluate_function: ConvolutionBackward0", 0, 50, 10, thread=2),
+    call("ConvolutionBackward0", 1, 48, 11, thread=2),
+    call("aten::convolution_backward", 2, 40, 12, thread=2, shapes=CONVOLUTION),
+    kernel("dgrad", 12, 30.0, stream=9),
+    call("Optimizer.step#SGD.step", 200, 50, 20, category="user_annotation"),
+    call("aten::_foreach_add_", 205, 20, 21, shapes=[[[4, 3, 3, 3], [4]]]),
+    kernel("multi_tensor_apply", 21, 5.0),
+    kernel("lost", 99, 3.0),
+    {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "pid": 0, "tid": 7, "ts": 1, "dur": 2,
+     "args": {"External id": 31, "stream": 7, "bytes": 4}},
+    call("aten::copy_", 300, 9, 31, shapes=[[4], [4]]),
+    {"ph": "i", "name": "Record Window End"},
+]  # fmt: skip
+
+
+def test_a_kernel_is_of_the_operator_that_pytorch_dispatches_with_its_launch_and_median_time():
+    rows = {row["kernel"]: row for row in kernels_of_trace(RECORDED, 3)}
+    assert rows["ampere_scudnn_128x32"] == {
+        "phase": "forward", "operator": "aten::convolution", "dtype": "float32", "kernel": "ampere_scudnn_128x32",
+        "dims": dims_text(CONVOLUTION, {"stride": [2, 2], "padding": [1, 1], "dilation": [1, 1], "transposed": False,
+                                        "output_padding": [0, 0], "groups": 1}),
+        "grid_x": 4, "grid_y": 2, "grid_z": 1, "block_x": 256, "block_y": 1, "block_z": 1, "blocks_per_sm": 0.5,
+        "warps_per_sm": 4.0, "registers_per_thread": 40, "shared_memory_bytes": 1024, "stream": 7, "timing": "cupti",
+        "duration_us": 14.0, "count": 3, "steps": 3,
+    }  # fmt: skip
+    of = {name: (row["operator"], row["phase"]) for name, row in rows.items()}
+    assert of["dgrad"] == ("aten::convolution_backward", "backward")
+    assert of["multi_tensor_apply"] == ("aten::_foreach_add_", "optimizer")
+    assert of["lost"] == ("unknown", None)
+    copied = rows["Memcpy HtoD (Pageable -> Device)"]
+    assert (copied["operator"], copied["grid_x"], copied["duration_us"]) == ("aten::copy_", None, 2.0)
+    kernel_rows(list(rows.values()))
+
+
+def test_dims_of_very_many_tensors_are_their_number_and_size():
+    assert json.loads(dims_text([[[2, 3]] * 4000, [5], []])) == {"elements": 24_005, "tensors": 4001}
+
+
+class FakeLink:
+    def __init__(self):
+        self.events = []
+
+    def report(self, event, **values):
+        self.events.append((event, values))
+
+
+def reported(monkeypatch, trace, step_time_ms=1.0, train_step=lambda: None):
+    if trace is not None:
+        monkeypatch.setattr(profiling, "profiled_trace", lambda *_: trace)
+    link = FakeLink()
+    report_kernels(train_step, 3, step_time_ms, "cpu", link)
+    return link.events
+
+
+def test_kernels_come_in_parts_and_are_ended(monkeypatch):
+    trace = [kernel(f"k{index}", 0, 1.0 + index) for index in range(250)]
+    events = reported(monkeypatch, trace)
+    assert [name for name, _ in events] == ["kernels"] * 3 + ["profiled"]
+    assert sum(len(values.get("rows", ())) for _, values in events) == 250 and events[-1][1] == {"problem": None}
+
+
+def test_whatever_fails_while_profiling_is_a_reason_and_no_error(monkeypatch):
+    def out_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert reported(monkeypatch, None, train_step=out_of_memory) == [
+        ("profiled", {"problem": "OutOfMemoryError: CUDA out of memory"})
+    ]
+    ((_, values),) = reported(monkeypatch, [])
+    assert "saw no kernel" in values["problem"]
+    ((_, values),) = reported(monkeypatch, RECORDED, step_time_ms=11_000.0)
+    assert values["problem"] == "a step takes 11.0 s, more than the profiler may"
+
+
+def line(event, **values):
+    return json.dumps({"event": event, **values}).encode() + b"\n"
+
+
+RESULT = line("warmup", t_ns=1) + line("window", t_ns=2)
+RESULT += line("result", window_end_ns=3, window_ended="fixed", values={"steps": 5})
+ROW = {"operator": "aten::mm", "duration_us": 3.5, "count": 2, "timing": "cupti", "grid_x": 4, "kernel": None}
+
+
+def test_kernels_follow_the_result_where_they_were_asked_for():
+    content = RESULT + line("kernels", rows=[ROW]) + line("profiled", problem=None) + line("kernels", rows=[ROW])
+    taken = ReportReader(virtual=True, kernels=True).feed(content)
+    assert taken[-2:] == [
+        KernelsSeen([{name: value for name, value in ROW.items() if value is not None}]),
+        Profiled(None),
+    ]
+    assert isinstance(ReportReader(virtual=True).feed(content)[-1], TrialResult)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        line("kernels", rows=[ROW]),
+        RESULT + line("step", t_ns=4, values={}),
+        RESULT + line("kernels", rows=ROW),
+        RESULT + line("kernels", rows=[ROW | {"run_id": "another"}]),
+        RESULT + line("kernels", rows=[ROW | {"grid_x": -1}]),
+        RESULT + line("kernels", rows=[ROW | {"timing": "mine"}]),
+        RESULT + line("kernels", rows=[ROW | {"phase": "sleep"}]),
+        RESULT + line("kernels", rows=[ROW | {"dims": "{"}]),
+        RESULT + line("kernels", rows=[{"operator": "aten::mm"}]),
+        RESULT + line("profiled", problem=7),
+    ],
+)
+def test_a_trial_that_reports_other_kernels_broke_the_rules(content):
+    assert isinstance(ReportReader(virtual=True, kernels=True).feed(content)[-1], BrokenReport)
+
+
+def test_settings_of_jobs_without_kernels_are_as_they_were():
+    plain = TrialSettings(window=WindowSettings())
+    assert "kernels" not in plain.to_mapping() and TrialSettings.from_mapping(plain.to_mapping()) == plain
+    asked = TrialSettings(window=WindowSettings(), kernels=KernelSettings(steps=3))
+    assert TrialSettings.from_mapping(asked.to_mapping()) == asked
+    for steps in (-1, 101, 1.5, True):
+        with pytest.raises(UsageError, match=r"kernels\.steps must be"):
+            KernelSettings(steps=steps)
+
+
+@pytest.fixture(scope="module", params=["cpu", "simulated"])
+def worker(request):
+    running = Worker(DeviceChoice(backend=request.param, count=1), "0", request.param)
+    yield running
+    running.close()
+
+
+def task(steps):
+    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=0.05), kernels=KernelSettings(steps=steps))
+    return TaskSpec(
+        job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings, seed=0
+    )
+
+
+def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(worker):
+    result = worker.run(task(2))
+    rows = result.kernels.to_pylist()
+    assert result.run.status == "ok" and "kernels" not in (result.run.telemetry_missing or {})
+    assert {row["timing"] for row in rows} == {"cpu" if worker.name == "cpu" else "model"}
+    product = next(row for row in rows if row["operator"] == "aten::addmm")
+    assert json.loads(product["dims"])["shapes"][1][0] == 8 and product["dtype"] == "float32"
+    assert {"forward", "backward", "optimizer"} <= {row["phase"] for row in rows}
+    assert worker.run(task(0)).kernels is None
+
+
+def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(monkeypatch):
+    running = Worker(DeviceChoice(backend="cpu"), "0", "dies")
+    try:
+        running.ready()
+        server = running._server
+        tell = server.tell
+
+        def kill_instead(trial, word):
+            if word == "bye":  # the labels are taken
+                os.kill(trial.pid, signal.SIGKILL)
+            else:
+                tell(trial, word)
+
+        monkeypatch.setattr(server, "tell", kill_instead)
+        result = running.run(task(2))
+    finally:
+        running.close()
+    assert result.run.status == "ok" and result.run.step_time_ms > 0 and result.kernels is None
+    assert "SIGKILL" in result.run.telemetry_missing["kernels"]
