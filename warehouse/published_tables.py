@@ -41,6 +41,9 @@ _DEVICES = {  # the files' names -> names in conf/device, and MiB that CUDA can 
     "a100_40gb": ("A100-SXM4-40GB", 40_960.0),
     "a100_80gb": ("A100-SXM4-80GB", 81_920.0),
     "h100_80gb": ("H100-SXM5-80GB", 81_559.0),
+    "A100-80GB": ("A100-SXM4-80GB", 81_920.0),
+    "V100-16GB": ("V100-SXM2-16GB", 16_384.0),
+    "V100-32GB": ("V100-SXM2-32GB", 32_768.0),
     "NVIDIA L40S": ("L40S", 46_068.0),
 }
 _GAVEL_BATCH = re.compile(r"\(batch size (\d{1,9})\)")
