@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from conf.errors import UsageError
 from featurize.cudnn.libraries import OLDEST
 from featurize.cudnn.workspaces import GUESSED, ORACLE, ConvolutionWorkspace, guessed_workspace
 from featurize.device_spec import DeviceSpec
@@ -42,6 +43,31 @@ def cudnn_of(torch_version: str) -> Version | None:
     """Return the cuDNN that comes with a release of PyTorch, as `2.4.1+cu121`; None for an unknown release."""
     release = re.match(r"(\d+)\.(\d+)", torch_version)
     return _CUDNN_OF_TORCH.get((int(release[1]), int(release[2]))) if release is not None else None
+
+
+def require_release(given: object) -> str | None:
+    """Return a release of PyTorch whose cuDNN is known, as text such as `2.4`; None for None.
+
+    Raises:
+        UsageError: No release, or an unknown one; the message gives the known range.
+    """
+    if given is None:
+        return None
+    oldest, newest = (".".join(map(str, pick(_CUDNN_OF_TORCH))) for pick in (min, max))
+    is_release = isinstance(given, str) and re.fullmatch(r"\d+\.\d+(\.\d+)?(\+\w+)?", given) is not None
+    if not (isinstance(given, str) and is_release and cudnn_of(given) is not None):
+        raise UsageError(f"torch_version is a release of PyTorch as text, {oldest} to {newest}, got {given!r}")
+    return given
+
+
+def traced_release_note(torch_version: str | None) -> str | None:
+    """Return what of an estimate does not follow the release that was asked for; None where none was."""
+    if torch_version is None:
+        return None
+    return (
+        f"torch_version={torch_version}: only cuDNN's workspaces follow it (workspaces=cudnn, distilled or auto); "
+        f"the step is traced with PyTorch {torch.__version__.partition('+')[0]}, which is installed"
+    )
 
 
 def for_release(
@@ -79,19 +105,17 @@ def release_note(
     torch_version = torch_version or torch.__version__
     release = cudnn_of(torch_version)
     asked = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
-    if (
-        release is None
-        or not asked
-        or all(version.split(".")[:2] == _text(release).split(".")[:2] for version in asked)
-    ):
+    if release is None:
+        return None
+    kept = sum(workspace.problem == _NOT_AS_ASKED.format(_text(release)) for workspace in workspaces.values())
+    brings = f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {_text(release)}"
+    if kept and not asked:
+        return f"{brings}; {kept} convolutions with 1x1 kernels stay guessed"
+    if not asked or (all(version.split(".")[:2] == _text(release).split(".")[:2] for version in asked)):
         return None
     distilled = all(workspace.source != ORACLE for workspace in workspaces.values())
     answered = "is what the distilled models were fitted on" if distilled else "was asked"
-    note = (
-        f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {_text(release)}, and "
-        f"{' and '.join(asked)} {answered}: two versions can choose different engines"
-    )
-    kept = sum(workspace.problem == _NOT_AS_ASKED.format(_text(release)) for workspace in workspaces.values())
+    note = f"{brings}, and {' and '.join(asked)} {answered}: two versions can choose different engines"
     return f"{note}; {kept} convolutions with 1x1 kernels stay guessed" if kept else note
 
 

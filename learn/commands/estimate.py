@@ -24,6 +24,7 @@ from learn.commands.estimate_fits import FINDS, print_fits
 from learn.commands.model_inputs import model_batches, model_inputs
 from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
+from learn.estimation.known_runs import RUNS
 from learn.estimation.model_names import load_factory
 from learn.estimation.past_run import known_to, load_run
 from learn.estimators import LEVEL
@@ -128,6 +129,12 @@ class EstimateSettings(TrainingKeys):
         "of convolutions, in the trace: guessed; cudnn: asks cuDNN, without a GPU (extra cudnn); distilled: from "
         "models of its answers; auto: cudnn where it is installed, else distilled; default guessed",
     )
+    torch_version: str | None = key(
+        None,
+        "release of PyTorch that the job runs, as 2.4; only cuDNN's workspaces follow it, with "
+        "workspaces=cudnn, distilled or auto; default the installed one",
+        "text | null",
+    )
     coverage: float = key(
         LEVEL,
         "share of jobs that stay below the bound, above 0.5 and at most 0.99; method=fast has 0.99 only",
@@ -179,6 +186,10 @@ class EstimateSettings(TrainingKeys):
             raise UsageError("batches is for model=; a trial config has its own inputs")
         if self.model is None and self.batch is not None:
             raise UsageError("batch is for model=; a trial config has its batch_size")
+        if self.run is not None and self.known == RUNS:
+            raise UsageError(
+                "known=runs would take run=ID itself, whose figures stand beside the estimate; leave it out"
+            )
         self._require_what_find_takes()
 
     def _require_what_find_takes(self) -> None:
@@ -244,6 +255,7 @@ def entry(settings: EstimateSettings) -> int:
         "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
         "coverage": settings.coverage, "known": settings.known, "data": settings.data,
         "allocator": settings.allocator, "input_dtype": input_dtype, "workspaces": settings.workspaces,
+        "torch_version": settings.torch_version,
         **{name: getattr(settings, name) for name in SETTINGS},
     }  # fmt: skip
     if settings.find is not None:
@@ -281,6 +293,7 @@ def _print_many(path: str, settings: EstimateSettings) -> int:
         configs, device=settings.device or DEFAULT_DEVICE, method=settings.method, estimator=settings.estimator,
         data=settings.data, trust=settings.trust, loop=settings.loop, machine=settings.machine,
         coverage=settings.coverage, workspaces=settings.workspaces, known=settings.known,
+        torch_version=settings.torch_version,
     ):  # fmt: skip
         print(json.dumps(done.to_mapping()))
     return 0

@@ -44,6 +44,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
         loop=settings.loop,
         machine=settings.machine,
         workspaces=settings.workspaces,
+        torch_version=settings.torch_version,
         coverage=settings.coverage,
         known=settings.known,
         report=settings.report,

@@ -75,6 +75,7 @@ class Question:
     loop: str | None = None
     machine: str | MachineProfile | None = None
     workspaces: str | None = None
+    torch_version: str | None = None
     coverage: float = LEVEL
     known: tuple[KnownRun, ...] = ()
     known_in_folder: bool = False
@@ -155,7 +156,7 @@ class Question:
             if gathered.beyond_fit or (estimator is None and "memory" not in gathered.by):
                 limit_mib = _limit_mib(device, self.allocator, traced)
                 _bound_by_causes(gathered, traced, device, on, self.coverage, limit_mib)
-        done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on)
+        done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on, self.torch_version)
         done = self._moved(done, traced, device, on, traces)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
@@ -172,6 +173,7 @@ class Question:
         return placed(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
             timeline=timeline, workspaces=workspaces, search=job.search,
+            torch_version=self.torch_version,
         )  # fmt: skip
 
     def _moved(
@@ -256,6 +258,7 @@ def _assembled(
     allocator: AllocatorSettings | None,
     loop: str | None,
     on: MachineProfile,
+    torch_version: str | None,
 ) -> Estimate:
     """Return what was gathered, and the trace's figures for the rest."""
     from learn.analytical.trace import NO_BOUND
@@ -298,12 +301,14 @@ def _assembled(
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
             notes.append(_of_mix(mix, job.shape_text(), traced))
+        from featurize.cudnn.releases import release_note, traced_release_note
+
+        notes += filter(None, [traced_release_note(torch_version)])
         if memory.workspaces:
-            from featurize.cudnn.releases import release_note
             from featurize.cudnn.workspaces import workspaces_note
 
             notes.append(workspaces_note(memory.workspaces))
-            if (other_release := release_note(memory.workspaces)) is not None:
+            if (other_release := release_note(memory.workspaces, torch_version=torch_version)) is not None:
                 notes.append(other_release)
             if by["memory"] != "trace" and not gathered.beyond_fit:
                 notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")

@@ -70,6 +70,7 @@ def estimate(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
+    torch_version: str | None = None,
     coverage: float = LEVEL,
     known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
     **training: Any,
@@ -122,6 +123,8 @@ def estimate(
             without a GPU (extra `cudnn`); `distilled`: models that were fitted on its answers; `auto`:
             `cudnn` where it is installed, else `distilled`, else `guessed`. It changes the trace's figures; models were
             fitted on guessed ones. The job is taken to allow TF32 in convolutions, PyTorch's default.
+        torch_version: The release of PyTorch that the job runs, as "2.4"; None: the installed one. Only cuDNN's
+            workspaces follow it: with `workspaces` other than `guessed`.
         coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
@@ -160,7 +163,7 @@ def estimate(
     if method == "fast":
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
-            "known": known, **of_modules,
+            "known": known, "torch_version": torch_version, **of_modules,
         }  # fmt: skip
         if coverage != LEVEL:
             raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
@@ -176,7 +179,7 @@ def estimate(
     question = question_of(
         model, inputs, batches=batches, training=given, allocator=allocator, estimator=estimator, data=data,
         input_dtype=input_dtype, target=target, loss=loss, name=name, trust=trust, loop=loop, machine=machine,
-        workspaces=workspaces, coverage=coverage, known=known,
+        workspaces=workspaces, torch_version=torch_version, coverage=coverage, known=known,
     )  # fmt: skip
     done, traced = question.answered(device, timeline=page is not None)
     done = replace(done, seconds=(time.monotonic_ns() - began) / 1e9)
@@ -198,6 +201,7 @@ def estimate_many(
     batches: Batches | None = None,
     coverage: float = LEVEL,
     workspaces: str | None = None,
+    torch_version: str | None = None,
     known: Sequence[Any] | Mapping[str, Any] | str | None = None,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> list[Estimate]:
@@ -207,7 +211,7 @@ def estimate_many(
 
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
-        device, method, estimator, data, trust, loop, machine, coverage, workspaces: As in `estimate`.
+        device, method, estimator, data, trust, loop, machine, coverage, workspaces, torch_version: As in `estimate`.
         known: `"runs"`: each config's own runs in the data folder. A list of runs would be of one job.
         batches: None; a trial config has its own inputs. `estimate` takes batches of several shapes for modules.
         progress: Is called with the number of configs done and their total, before each config that is traced.
@@ -233,7 +237,11 @@ def estimate_many(
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
         if require_coverage(coverage) != LEVEL:
             raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
-        if given_too := [key for key, value in (("workspaces", workspaces), ("known", known)) if value is not None]:
+        if given_too := [
+            key
+            for key, value in (("workspaces", workspaces), ("known", known), ("torch_version", torch_version))
+            if value is not None
+        ]:
             raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
         return fast_estimates(jobs, described, machine_for(machine, described, data))
     estimates = []
@@ -241,7 +249,8 @@ def estimate_many(
         progress(done, len(jobs))
         one = estimate(
             config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
-            coverage=coverage, workspaces=workspaces, known=None if known is None else RUNS,
+            coverage=coverage, workspaces=workspaces, torch_version=torch_version,
+            known=None if known is None else RUNS,
         )  # fmt: skip
         estimates.append(one)
     return estimates
@@ -330,6 +339,7 @@ def question_of(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
+    torch_version: str | None = None,
     coverage: float = LEVEL,
     known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
 ) -> Question:
@@ -341,6 +351,7 @@ def question_of(
     Raises:
         UsageError: As in `estimate`.
     """
+    from featurize.cudnn.releases import require_release
     from learn.workload import of_config
 
     if isinstance(allocator, str):
@@ -369,7 +380,7 @@ def question_of(
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
         workspaces=require_workspaces(workspaces), coverage=require_coverage(coverage), known=runs,
-        known_in_folder=known == RUNS, known_jobs=jobs,
+        known_in_folder=known == RUNS, known_jobs=jobs, torch_version=require_release(torch_version),
     )  # fmt: skip
 
 

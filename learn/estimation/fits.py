@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BOUND, POINT = BY = ("bound", "point")
 _OF_QUESTION = (
     "allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine",
-    "workspaces", "coverage", "known",
+    "workspaces", "torch_version", "coverage", "known",
 )  # fmt: skip
 _OF_ESTIMATE = ("method", "report")
 

@@ -73,11 +73,13 @@ def placed(
     timeline: bool,
     workspaces: str | None = None,
     search: SearchSettings | None = None,
+    torch_version: str | None = None,
 ) -> TracedStep:
     """Return the traced step on a machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
 
     The step is replayed anew only where the capacity that differs can matter, and with `workspaces`: cuDNN, or what was
-    distilled from it, is asked here about its convolutions, as `search` says, or else as this process searches.
+    distilled from it, is asked here about its convolutions, as `search` says, or else as this process searches, for the
+    cuDNN of the release `torch_version`, or else of the installed one.
 
     Raises:
         EnvironmentProblem: cuDNN cannot be asked.
@@ -90,7 +92,9 @@ def placed(
     memory = traced.memory
     taken_mib = process_mib + on.other_mib
     near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
-    asked = _answers(traced, device, cudnn_benchmark, workspaces, search) if workspaces is not None else None
+    asked = None
+    if workspaces is not None:
+        asked = _answers(traced, device, cudnn_benchmark, workspaces, search, torch_version)
     if near_limit or asked is not None:
         memory = replay(
             traced.trace, device, cudnn_benchmark=cudnn_benchmark, allocator=allocator, timeline=timeline,
@@ -150,7 +154,12 @@ def prepare_workspaces(
 
 
 def _answers(
-    traced: TracedStep, device: DeviceSpec, benchmark: bool, workspaces: str, search: SearchSettings | None
+    traced: TracedStep,
+    device: DeviceSpec,
+    benchmark: bool,
+    workspaces: str,
+    search: SearchSettings | None,
+    torch_version: str | None,
 ) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
     """The answers about the trace's convolutions; None, with `auto`, where neither source knows the GPU model."""
     from featurize.cudnn.distilled import distilled_for
@@ -168,7 +177,7 @@ def _answers(
         if workspaces not in (name, AUTO):
             continue
         with contextlib.suppress(CommandError) if workspaces == AUTO else contextlib.nullcontext():
-            return for_release(answers(), device, benchmark=chosen.benchmark)
+            return for_release(answers(), device, torch_version=torch_version, benchmark=chosen.benchmark)
     return None
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from conf.errors import UsageError
 from conf.plain_text import one_line
 from featurize.allocator_settings import AllocatorSettings
+from featurize.cudnn.releases import require_release
 from featurize.device_spec import describe_device
 from featurize.machine import MachineProfile
 from featurize.training_settings import Training
@@ -79,6 +80,7 @@ def estimate_script(
     loop: str | None = None,
     machine: str | MachineProfile | None = None,
     workspaces: str | None = None,
+    torch_version: str | None = None,
     coverage: float = LEVEL,
     known: Sequence[KnownRun | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
     report: str | os.PathLike[str] | None = None,
@@ -101,7 +103,8 @@ def estimate_script(
         device: A GPU model of `conf/device`, by name or as its description.
         allocator: Settings of the caching allocator, as PYTORCH_ALLOC_CONF spells them.
         estimator, data: As in `learn.estimate`. Of the estimators, trace, hybrid and gnn read a recorded step.
-        machine, workspaces, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the script's own settings.
+        machine, workspaces, torch_version, coverage: As in `learn.estimate`. `workspaces="cudnn"` asks with the
+            script's own settings.
         known: Measured runs of this script, as in `learn.estimate`; each at the batch size that the script has here.
         loop: As in `learn.estimate`, for utilization and step time; memory is of the script's own loop.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
@@ -129,7 +132,7 @@ def estimate_script(
         allocator = AllocatorSettings.parse(allocator)
     runs = _known_runs(known, estimator)
     on = machine_for(machine, spec, data)
-    workspaces = require_workspaces(workspaces)
+    workspaces, torch_version = require_workspaces(workspaces), require_release(torch_version)
     page = None
     if report is not None:
         from learn.estimation.step_report import checked_path, write_step_report
@@ -140,7 +143,7 @@ def estimate_script(
     _require_batch_of_script(runs, job.batch_size)
     question = Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=loop, machine=on, workspaces=workspaces,
-        coverage=coverage, known=runs,
+        coverage=coverage, known=runs, torch_version=torch_version,
     )  # fmt: skip
     done, traced = question.answered(spec, timeline=page is not None)
     notes = tuple(_notes(record))

@@ -98,6 +98,32 @@ def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, capsys):
     assert "accumulation is for modules" in capsys.readouterr().err
 
 
+def test_a_run_is_not_estimated_with_its_own_measurement(capsys):
+    assert run("run=job-000001", "known=runs") == 2
+    assert "known=runs would take run=ID itself" in capsys.readouterr().err
+
+
+def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces():
+    from featurize.cudnn.workspaces import GUESSED
+
+    convolutions = nn.Sequential(
+        nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(64 * 64, 4)
+    )
+    answers = {}
+    for release in ("2.4", "2.13"):
+        done = estimate(convolutions, (8, 64, 8, 8), workspaces="distilled", torch_version=release)
+        answers[release] = " ".join(done.warnings)
+        assert f"torch_version={release}: only cuDNN's workspaces follow it" in answers[release]
+    assert "PyTorch 2.4 comes with cuDNN 9.1.0" in answers["2.4"] and f"stay {GUESSED}" in answers["2.4"]
+    assert f"stay {GUESSED}" not in answers["2.13"]
+
+
+@pytest.mark.parametrize("given", ["1.13", "newest", "2.4 beta", 2.4, "9.0"])
+def test_what_is_no_known_release_of_torch_is_refused_with_the_known_range(given):
+    with pytest.raises(UsageError, match=r"torch_version is a release of PyTorch as text, 2\.0 to 2\.14, got"):
+        estimate(net, SHAPE, torch_version=given)
+
+
 @pytest.mark.parametrize(
     "wrap, words",
     [

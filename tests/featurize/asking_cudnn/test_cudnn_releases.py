@@ -55,6 +55,16 @@ def test_another_release_than_was_asked_is_said_with_what_stays_guessed(answered
     assert note is not None and note.endswith("; 2 convolutions with 1x1 kernels stay guessed")
 
 
+def test_a_release_that_leaves_every_convolution_guessed_is_said():
+    _, trace = calls_of(nn.Conv2d(64, 64, 1))
+    old = for_release(
+        convolution_workspaces(trace, A100, Answering(2**20), SearchSettings()), A100, torch_version="2.4"
+    )
+    note = release_note(old, torch_version="2.4")
+    assert note is not None and note.startswith("workspaces: PyTorch 2.4 comes with cuDNN 9.1.0; ")
+    assert note.endswith(f"{len(old)} convolutions with 1x1 kernels stay guessed")
+
+
 def test_the_same_release_and_an_unknown_one_need_no_note(answered, monkeypatch):
     monkeypatch.setattr(Answering, "version", "9.10.1")
     _, trace = calls_of(nn.Conv2d(64, 64, 3))
