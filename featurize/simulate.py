@@ -1,6 +1,7 @@
 """What a device would show of one traced training step: memory, time, utilization, power. A model, not a measurement.
 
-Start reading at `simulate`. Memory is `featurize.replay`'s, time `featurize.roofline`'s.
+Start reading at `simulate`. Memory is `featurize.replay`'s, time `featurize.kernel_model`'s, the rest is
+`featurize.roofline`'s.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.step_time import time_step
 from featurize.replay import MemoryProfile, outside_mib, replay
 from featurize.roofline import price, python_loader_ms
 from featurize.step_trace import StepTrace
-from featurize.training import TrainingSettings
+from featurize.training_settings import Training, TrainingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,7 @@ class SimulatedStep:
     peak_memory_mib: float
     fits: bool
     step_time_ms: float
+    step_time_upper_ms: float  # what 90 of 100 measured steps stay below
     smact: float
     smocc: float
     drama: float
@@ -45,18 +48,22 @@ def simulate(
 
     Memory: live blocks rounded to 512 bytes (`peak_allocated_mib`), in the caching allocator's segments
     (`peak_reserved_mib`), plus context and libraries (`peak_memory_mib`); `memory` is a replay that is at hand already.
-    Time: `featurize.roofline.price`, with `input_ms` a step for the input pipeline.
+    Time: `featurize.kernel_model`, with `input_ms` a step for the input pipeline. Utilization and power:
+    `featurize.roofline.price`, whose own time is not the step's.
     """
     if memory is None:
         memory = replay(trace, spec, cudnn_benchmark=settings is not None and settings.cudnn_benchmark)
+    settings = settings or Training()
     cost = price(trace, spec, settings, input_ms=input_ms)
+    timed = time_step(trace, spec, settings, input_ms=input_ms)
     return SimulatedStep(
         parameters=trace.parameters,
         peak_allocated_mib=memory.peak_allocated / MIB,
         peak_reserved_mib=memory.peak_reserved / MIB,
         peak_memory_mib=memory.peak_reserved / MIB + outside_mib(trace, spec),
         fits=memory.fits,
-        step_time_ms=cost.step_time_ms,
+        step_time_ms=timed.step_time_ms,
+        step_time_upper_ms=timed.upper_ms(),
         smact=cost.smact,
         smocc=cost.smocc,
         drama=cost.drama,

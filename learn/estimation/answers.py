@@ -275,6 +275,8 @@ def _assembled(
             if column not in values:
                 values[column], by[target] = getattr(step, column), "trace"
                 gathered.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
+                if target == "step_time":
+                    values["step_time_upper_ms"] = step.step_time_upper_ms
         notes += traced.trace.notes
         memory = traced.memory
         largest = list(memory.peak_modules.items())[:TOP_MODULES]

@@ -151,6 +151,8 @@ def figures(done: Estimate):
     yield "smocc (SM occupancy)", done.smocc, ratio, "smocc"
     yield "drama (DRAM activity)", done.drama, ratio, "drama"
     yield "step time", done.step_time_ms, ms, "step_time"
+    if done.step_time_upper_ms is not None:
+        yield "step time, 90 % below", done.step_time_upper_ms, ms, "step_time"
 
 
 def _difference(done: Estimate, past: PastRun, target: str) -> str:

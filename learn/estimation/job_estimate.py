@@ -30,6 +30,7 @@ class Estimate:
     uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
+    step_time_upper_ms  what 90 of 100 measured steps stay below, where the trace times the step; else None
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
                   which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
                   estimator itself tells apart
@@ -75,6 +76,7 @@ class Estimate:
     coverage: float = LEVEL
     uncertain: Mapping[str, float] = field(default_factory=dict)
     distribution: tuple[tuple[float, float], ...] = ()
+    step_time_upper_ms: float | None = None
 
     def quantile_mib(self, p: float) -> float | None:
         """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.

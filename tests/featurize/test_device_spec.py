@@ -46,7 +46,7 @@ def test_backend_choices_name_a_described_model(choice):
 
 @pytest.mark.parametrize("name", ("B1000", "auto", "../device/A100-SXM4-40GB", "a'; echo foo"))
 def test_an_unknown_device_lists_the_known_ones(name):
-    with pytest.raises(UsageError, match=r"unknown device .*; known: A100-SXM4-40GB, B200"):
+    with pytest.raises(UsageError, match=r"unknown device .*; known: A10, A100-PCIE-40GB, "):
         load_device(name)
 
 

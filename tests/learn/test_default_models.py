@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from featurize.device_spec import device_names
 from featurize.families import cnn, get_family, mlp, transformer
 from featurize.layers import totals
 from featurize.version import FEATURES_STAMP
@@ -14,6 +13,7 @@ from learn.artifacts import DEFAULT_MODELS, default_artifact
 from learn.build_defaults import LIMIT_MIB, TARGETS
 from learn.cases import of_configs
 from learn.fastpath.fast import FastPath
+from learn.fastpath.fast_configs import DISTILLED_DEVICES
 from learn.model_card import write_card
 from learn.targets import TARGETS as KNOWN_TARGETS
 
@@ -67,7 +67,7 @@ def test_the_fast_path_loads_and_answers_the_same_targets_and_more():
     path = FastPath.load(DEFAULT_MODELS / "fast")
     assert set(path.families) == {config.family for config in CONFIGS}
     assert set(TARGETS) | {"drama", "step_time"} == set(path.targets)
-    assert set(path.devices.values()) == set(device_names())
+    assert set(path.devices.values()) == set(DISTILLED_DEVICES)
     for name, figures in path.answer(CONFIGS[:1], A100).figures.items():
         assert np.isfinite(figures).all() and (figures > 0).all(), name
 
@@ -130,7 +130,7 @@ def test_a_gpu_never_measured_has_a_warning_the_traces_figure_and_a_bound_by_cau
     here = estimate(config, machine="described")
     assert here.answered_by["memory"] == "hybrid (default)"
     assert not any("nothing was measured on" in text for text in here.warnings)
-    for device in device_names():
+    for device in DISTILLED_DEVICES:
         if device == A100:
             continue
         there = estimate(config, device=device, machine="described")

@@ -19,8 +19,9 @@ NAMES = [
     ("h100", "H100-SXM5-80GB"),
     ("H100-sxm5-80gb", "H100-SXM5-80GB"),
     ("H200", "H200-SXM-141GB"),
-    ("Rtx-4", "RTX-4090"),
-    ("a", "A100-SXM4-40GB"),
+    ("Rtx-409", "RTX-4090"),
+    ("a100", "A100-SXM4-40GB"),
+    ("b", "B200-SXM-180GB"),
     ("V100-SXM2-32GB", "V100-SXM2-32GB"),
 ]
 
@@ -44,10 +45,12 @@ def test_case_and_a_beginning_are_enough_on_the_command_line(given, name):
 
 
 def test_an_ambiguous_beginning_lists_its_candidates(capsys):
-    with pytest.raises(UsageError, match=r"^device 'H' is ambiguous: H100-SXM5-80GB, H200-SXM-141GB$"):
+    with pytest.raises(
+        UsageError, match=r"^device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB, H200-SXM-141GB$"
+    ):
         estimate(CONFIG, device="H")
     assert run("device=H", f"config='{json.dumps(CONFIG)}'") == 2
-    assert "device 'H' is ambiguous: H100-SXM5-80GB, H200-SXM-141GB" in capsys.readouterr().err
+    assert "device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB" in capsys.readouterr().err
     assert cli.run("submit", entry, ["+arch=mlp", "n=1", "device=c", "polcy=x"]) == 2
     said = capsys.readouterr().err
     assert "device 'c' is ambiguous: cpu, cuda" in said and "unknown key 'polcy'" in said
@@ -67,7 +70,7 @@ def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(capsys):
 
 @pytest.mark.parametrize("name", ["", None, 7, "h1000"])
 def test_what_is_no_name_lists_the_known(name):
-    with pytest.raises(UsageError, match=r"unknown device .*; known: A100-SXM4-40GB, "):
+    with pytest.raises(UsageError, match=r"unknown device .*; known: A10, A100-PCIE-40GB, "):
         resolve_device(name, device_names())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device_spec import device_names, load_device
+from featurize.device_spec import load_device
 from featurize.families import get_family
 from featurize.layers import totals
 from learn.artifact_files import stamped
@@ -18,7 +18,7 @@ from learn.estimators import ResidualPrediction
 from learn.fastpath import fast_nets
 from learn.fastpath.fast import FastPath, Taught
 from learn.fastpath.fast_bound import calibrate
-from learn.fastpath.fast_configs import FAMILIES, distillation_cases, distillation_configs
+from learn.fastpath.fast_configs import DISTILLED_DEVICES, FAMILIES, distillation_cases, distillation_configs
 from learn.fastpath.fast_features import step_sketch
 from learn.learned.scaled_prediction import ScaledPrediction
 from learn.model_card import write_card
@@ -261,7 +261,7 @@ def test_every_other_config_is_one_that_the_farm_could_sample_by_default_and_the
 def test_half_of_the_cases_run_on_the_gpu_model_that_was_measured_whatever_their_settings():
     cases = distillation_cases(960, seed=5)
     assert tuple(case.config for case in cases) == distillation_configs(960, seed=5)
-    assert {case.device for case in cases} == set(device_names()) and all(case.training_loop for case in cases)
+    assert {case.device for case in cases} == set(DISTILLED_DEVICES) and all(case.training_loop for case in cases)
     for family in FAMILIES:
         mine = [case for case in cases if case.family == family]
         for cases_of_a_kind in (mine[::2], mine[1::2]):
