@@ -20,6 +20,7 @@ from typing import Any
 from conf.cli import command
 from conf.errors import CommandError, EnvironmentProblem, unknown_name
 from conf.settings import data_key, group, key, section
+from farm.described_device import described_device, device_rows
 from farm.settings import DeviceKeys, device_choice
 from warehouse.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
@@ -43,6 +44,7 @@ class DoctorSettings:
 
       python -m farm.doctor                    what is here, what is missing, and why
       python -m farm.doctor format=json        the same for programs
+      python -m farm.doctor device=L4          the description of a GPU model, too
       python -m farm.doctor data=/mnt/farm telemetry.dcgm_url=http://localhost:9400/metrics
       python -m farm.doctor data=/mnt/farm repair=true      repair the data folder
 
@@ -107,7 +109,7 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
         "gpus": [{**asdict(gpu), "usable": gpu.excluded_reason is None} for gpu in gpus.gpus],
         "gpus_reason": gpus.reason,
         "driver_version": gpus.driver_version,
-        "device": device_state(choice),
+        "device": {**device_state(choice), "description": described_device(choice.spec)},
         "telemetry": telemetry_state(gpus, dcgm_url),
         "torch": {"version": package_version("torch"), "cuda": torch_cuda_build()},
         "ray": {"version": package_version("ray"), "importable": ray_importable()},
@@ -398,7 +400,13 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
     ]
     return [
         ("GPUs", [*gpus, ("driver", None, report["driver_version"] or "none")]),
-        ("device", [(device["asked"], device["chosen"] is not None, device["said"])]),
+        (
+            "device",
+            [
+                (device["asked"], device["chosen"] is not None, device["said"]),
+                *(device_rows(device["description"]) if device["description"] is not None else []),
+            ],
+        ),
         ("telemetry", telemetry),
         ("software", software),
         ("machine", host),

@@ -59,6 +59,15 @@ def _opened(nvml):
     return nvml
 
 
+def test_a_described_gpu_model_is_shown_with_what_follows_from_it(capsys, tmp_path, no_gpu):
+    shown = report(capsys, override(made(tmp_path)), "device=L4")["device"]["description"]
+    assert (shown["name"], shown["compute_capability"], shown["sm_count"]) == ("L4", "8.9", 58)
+    assert shown["ridge_flop_per_byte"]["bf16"] == pytest.approx(121e12 / 300e9)
+    assert run("doctor", doctor.entry, ["device=L4", override(made(tmp_path))]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "ridge, FLOP/byte fp32 101, tf32 200, bf16 403, fp16 403" in table
+
+
 def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(capsys, tmp_path, no_gpu):
     doctor_report = report(capsys, override(tmp_path / "a'; echo foo"), refused=True)
     assert doctor_report["gpus"] == [] and "Driver Not Loaded" in doctor_report["gpus_reason"]

@@ -261,7 +261,7 @@ BAD = {
     "n=1 trial.timeout_s=soon": "trial.timeout_s must be a number",
     "n=1 device=tpu": "unknown device 'tpu'; known: ",
     "n=1 device=cuda": "cuda",
-    "n=1 device=simulated device.model=A1000": "unknown device 'A1000'; known: A100-SXM4-40GB",
+    "n=1 device=simulated device.model=A1000": "unknown device 'A1000'; known: A10, A100-PCIE-40GB",
     "n=1 device=simulated device.count=0": "device.count must be an integer >= 1, got 0",
     "n=1 device=simulated device.memory_fraction=0": "device.memory_fraction must be a number > 0 and <= 1, got 0",
     "n=1 device=cpu device.memory_fraction=0.5": "unknown key 'device.memory_fraction'",

@@ -189,8 +189,8 @@ def test_jobs_alone_of_three_tables_are_kept_and_marked_where_they_differ_and_pa
     nothing = {**GAVEL, "gpu": "k80", "iters_per_s_a": 0.0}
     report = take("gavel", GAVEL, pair, faster, {**GAVEL, "gpu": "v100"}, close, nothing)
     assert report.rows == 5
-    found = [(run["device_name"], run["step_time_ms"], run["batch_size"]) for run in runs(tmp_path, "status = 'ok'")]
-    assert sorted(found) == [
+    landed = [(run["device_name"], run["step_time_ms"], run["batch_size"]) for run in runs(tmp_path, "status = 'ok'")]
+    assert sorted(landed) == [
         ("P100", 12.5, 32),
         ("P100", 25.0, 32),
         ("V100", pytest.approx(1e3 / 41), 32),

@@ -1,0 +1,47 @@
+"""What the description of a GPU model says, and what follows from it, for `python -m farm.doctor device=NAME`.
+
+Start reading at `described_device`. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from featurize.device_spec import device_from_mapping
+
+_RATES = ("fp32", "tf32", "bf16", "fp16")
+
+
+def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a GPU model's figures, with `ridge_flop_per_byte` for each of its rates; None without a description.
+
+    Below its ridge a kernel is bound by memory, above it by arithmetic.
+    """
+    if spec is None:
+        return None
+    device = device_from_mapping(dict(spec))
+    rates = {name: rate for name in _RATES if (rate := getattr(device.peak_tflops, name)) is not None}
+    return {
+        **device.to_mapping(),
+        "peak_tflops": rates,
+        "ridge_flop_per_byte": {name: rate * 1e3 / device.bandwidth_gb_s for name, rate in rates.items()},
+    }
+
+
+def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, str]]:
+    """Return the figures as rows of the report: name, no judgement, text."""
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in described["peak_tflops"].items())
+    ridge = ", ".join(f"{name} {value:.0f}" for name, value in described["ridge_flop_per_byte"].items())
+    texts = {
+        "model": f"{described['name']}, compute capability {described['compute_capability']}",
+        "usable memory": f"{described['memory_mib']:,.0f} MiB, of which a process's context takes "
+        f"{described['context_mib']:,.0f}",
+        "bandwidth": f"{described['bandwidth_gb_s']:,.0f} GB/s, L2 cache {described['l2_mib']:g} MiB",
+        "TFLOP/s": rates,
+        "ridge, FLOP/byte": ridge,
+        "multiprocessors": f"{described['sm_count']}, each of {described['warps_per_sm']} warps",
+        "power": f"{described['idle_power_w']:g} W idle, at most {described['power_limit_w']:g} W",
+        "launch": f"{described['launch_overhead_us']:g} µs of the host",
+    }
+    return [(name, None, text) for name, text in texts.items()]
