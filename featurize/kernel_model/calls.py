@@ -9,6 +9,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +85,8 @@ class KernelCall(NamedTuple):
     aligned: bool
 
 
-class Calls(NamedTuple):
+@dataclass(frozen=True)
+class Calls:
     """The distinct kernels of a step, as columns of equal length, and how often each runs."""
 
     count: np.ndarray
@@ -129,16 +131,24 @@ def kernel_calls(
 
 def as_calls(counts: Counter[KernelCall], launches: float) -> Calls:
     """Return kernels, and how often each runs, as columns."""
-    columns = list(zip(*counts, strict=True)) or [()] * len(KernelCall._fields)
-    kind, group, pipe, *numbers, aligned = columns
+    kernels = list(counts)
+
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(kernel, name) for kernel in kernels], dtype=float)
+
     return Calls(
-        np.array(list(counts.values()), dtype=float),
-        tuple(kind),
-        np.array([GROUPS.index(name) for name in group], dtype=int),
-        np.array([PIPES.index(name) for name in pipe], dtype=int),
-        *(np.array(column, dtype=float) for column in numbers),
-        np.array(aligned, dtype=bool),
-        launches,
+        count=np.array(list(counts.values()), dtype=float),
+        kind=tuple(kernel.kind for kernel in kernels),
+        group=np.array([GROUPS.index(kernel.group) for kernel in kernels], dtype=int),
+        pipe=np.array([PIPES.index(kernel.pipe) for kernel in kernels], dtype=int),
+        flops=column("flops"),
+        nbytes=column("nbytes"),
+        rows=column("rows"),
+        columns=column("columns"),
+        depth=column("depth"),
+        batch=column("batch"),
+        aligned=np.array([kernel.aligned for kernel in kernels], dtype=bool),
+        launches=launches,
     )
 
 

@@ -111,7 +111,7 @@ class Kernels:
     unaligned: Any
     searched: Any
 
-    def converted(self, convert: Callable[[np.ndarray], Any]) -> Kernels:
+    def converted(self, convert: Callable[[Any], Any]) -> Kernels:
         """Return the same as arrays of another library."""
         return Kernels(**{name: convert(column) for name, column in vars(self).items()})
 

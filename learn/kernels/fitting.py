@@ -126,8 +126,8 @@ class TimeFit:
         self.one_kernel = torch.tensor([row.source == KERNELS for row in rows])
         instruments = [(row.device.name, row.group) if row.source == KERNELS else ("", "") for row in rows]
         self.instruments = list(dict.fromkeys(instruments))
-        places = {instrument: at for at, instrument in enumerate(self.instruments)}
-        self.instrument = torch.tensor([places[instrument] for instrument in instruments])
+        place = {instrument: at for at, instrument in enumerate(self.instruments)}
+        self.instrument = torch.tensor([place[instrument] for instrument in instruments])
         self.hosts, places = np.unique(self.sources, return_inverse=True)
         self.host = torch.tensor(places)
         self.batches = list(self._batches())
@@ -282,8 +282,20 @@ def _compute_of(name: str) -> float:
 
 
 def _joined(many: Sequence[Calls]) -> Calls:
-    columns = [
-        sum((calls.kind for calls in many), ()) if name == "kind" else np.concatenate([getattr(c, name) for c in many])
-        for name in Calls._fields[:-1]
-    ]
-    return Calls(*columns, launches=sum(calls.launches for calls in many))
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([getattr(calls, name) for calls in many])
+
+    return Calls(
+        count=column("count"),
+        kind=tuple(kind for calls in many for kind in calls.kind),
+        group=column("group"),
+        pipe=column("pipe"),
+        flops=column("flops"),
+        nbytes=column("nbytes"),
+        rows=column("rows"),
+        columns=column("columns"),
+        depth=column("depth"),
+        batch=column("batch"),
+        aligned=column("aligned"),
+        launches=sum(calls.launches for calls in many),
+    )

@@ -20,13 +20,13 @@ from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training
 from learn.kernels.fitting import KERNELS, MeasuredTime
-from warehouse.published_tables import DOUBT
+from warehouse.imported_rows import DOUBT
 
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
     from torch import nn
 
     from featurize.trial_config import TrialConfig
+    from warehouse.reader import WarehouseConnection
 
 Progress = Callable[[str, int, int], None]
 FARM = "farm"  # source of what this folder's own trials measured
@@ -40,7 +40,7 @@ _MPT_TOKENS = 50_368
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
 
-def measured_times(connection: DuckDBPyConnection, progress: Progress) -> tuple[list[MeasuredTime], dict[str, int]]:
+def measured_times(connection: WarehouseConnection, progress: Progress) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
 
     Args:
@@ -76,7 +76,7 @@ def measured_times(connection: DuckDBPyConnection, progress: Progress) -> tuple[
     return times, dict(left_out)
 
 
-def kernel_times(connection: DuckDBPyConnection, most: int) -> tuple[list[MeasuredTime], dict[str, int]]:
+def kernel_times(connection: WarehouseConnection, most: int) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
 
     Args:
@@ -120,6 +120,7 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
     """Return the forward operator of a row; None where its output does not follow from its inputs' shapes."""
     shapes = [tuple(shape) for shape in dims["shapes"]]
     inputs = tuple(shape for shape in shapes if shape)
+    output: tuple[int, ...]
     if name == "aten::addmm":
         (rows, depth), (_, columns) = inputs[1:]
         output, flops = (rows, columns), 2 * rows * depth * columns
