@@ -152,7 +152,7 @@ def figures(done: Estimate):
     yield "drama (DRAM activity)", done.drama, ratio, "drama"
     yield "step time", done.step_time_ms, ms, "step_time"
     if done.step_time_upper_ms is not None:
-        yield "step time, 90 % below", done.step_time_upper_ms, ms, "step_time"
+        yield "90 % of steps below", done.step_time_upper_ms, ms, "step_time"
 
 
 def _difference(done: Estimate, past: PastRun, target: str) -> str:

@@ -10,7 +10,8 @@ from conf import cli
 from conf.errors import UsageError
 from featurize.device_spec import describe_device
 from featurize.families import mlp
-from featurize.simulate import simulate
+from featurize.kernel_model.step_time import time_step
+from featurize.simulate import input_ms, simulate
 from featurize.trace import trace_config
 from learn import FitSettings, estimate, fit
 from learn.artifacts import default_artifact
@@ -73,7 +74,9 @@ def test_of_a_plain_loop_every_figure_waits_for_the_input():
     traced = compute(looped).values
     assert set(done.loops.values()) == {PIPELINE}
     assert done.smact == pytest.approx(float(default_artifact("smact").estimator.predict([looped]).point[0]))
-    assert done.step_time_ms == pytest.approx(traced["job_step_time_ms"])
+    trace = trace_config(CONFIG, training_loop=True, device=DEVICE)
+    waits = input_ms(trace, CONFIG.batch_size)
+    assert done.step_time_ms == pytest.approx(time_step(trace, DEVICE, CONFIG, input_ms=waits).step_time_ms, rel=0.01)
     assert done.drama == pytest.approx(traced["job_roofline_drama"])
     assert done.step_time_ms > estimate(CONFIG, loop=RESIDENT).step_time_ms
 
@@ -125,7 +128,7 @@ def test_a_run_that_other_code_simulated_shows_its_difference(tmp_path, capsys, 
     write_runs(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
     assert command("run=job-000000", f"data={tmp_path / 'd'}") == 0
     shown = capsys.readouterr().out
-    (line,) = (line for line in shown.splitlines() if "step time" in line and "│" in line)
+    (line,) = (line for line in shown.splitlines() if "│ step time " in line)
     assert "+11.1%" in line and "by construction" not in shown
 
 
