@@ -149,7 +149,10 @@ def kernels_on(
     waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / spec.sm_count
     splits = np.clip(calls.depth / _SPLIT_DEPTH, 1.0, _MOST_SPLITS)
     filled = np.where(waves < 1, np.minimum(waves * splits, 1.0), waves / np.maximum(np.ceil(waves), 1.0))
-    padded = np.maximum(narrow, 1.0) / np.maximum(np.ceil(narrow / 16) * 16, 1.0)
+    # Below one tile `half_width` says it, and a larger batch must not take less time.
+    padded = np.where(
+        narrow > _LEAST_WIDTH, narrow / np.maximum(np.ceil(narrow / _LEAST_WIDTH) * _LEAST_WIDTH, 1.0), 1.0
+    )
     short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
     layout = "/channels_last" if channels_last else ""
     return Kernels(
