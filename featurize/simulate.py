@@ -1,7 +1,6 @@
 """What a device would show of one traced training step: memory, time, utilization, power. A model, not a measurement.
 
-Start reading at `simulate`. Memory is `featurize.replay`'s, time `featurize.kernel_model`'s, the rest is
-`featurize.roofline`'s.
+Start reading at `simulate`. Memory is `featurize.replay`'s, the rest `featurize.kernel_model`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.step_time import time_step
 from featurize.replay import MemoryProfile, outside_mib, replay
-from featurize.roofline import price, python_loader_ms
+from featurize.roofline import python_loader_ms
 from featurize.step_trace import StepTrace
 from featurize.training_settings import Training, TrainingSettings
 
@@ -48,13 +47,11 @@ def simulate(
 
     Memory: live blocks rounded to 512 bytes (`peak_allocated_mib`), in the caching allocator's segments
     (`peak_reserved_mib`), plus context and libraries (`peak_memory_mib`); `memory` is a replay that is at hand already.
-    Time: `featurize.kernel_model`, with `input_ms` a step for the input pipeline. Utilization and power:
-    `featurize.roofline.price`, whose own time is not the step's.
+    Time, utilization and power: `featurize.kernel_model`, with `input_ms` a step for the input pipeline.
     """
     if memory is None:
         memory = replay(trace, spec, cudnn_benchmark=settings is not None and settings.cudnn_benchmark)
     settings = settings or Training()
-    cost = price(trace, spec, settings, input_ms=input_ms)
     timed = time_step(trace, spec, settings, input_ms=input_ms)
     return SimulatedStep(
         parameters=trace.parameters,
@@ -64,11 +61,11 @@ def simulate(
         fits=memory.fits,
         step_time_ms=timed.step_time_ms,
         step_time_upper_ms=timed.upper_ms(),
-        smact=cost.smact,
-        smocc=cost.smocc,
-        drama=cost.drama,
-        gpu_util=cost.gpu_util,
-        power_w=cost.power_w,
+        smact=timed.activity.smact,
+        smocc=timed.activity.smocc,
+        drama=timed.activity.drama,
+        gpu_util=timed.activity.gpu_util,
+        power_w=timed.activity.power_w,
     )
 
 

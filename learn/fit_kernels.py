@@ -5,7 +5,7 @@ Start reading at `fit_kernels`. It writes the file that `featurize.kernel_model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from conf.settings import data_key, key
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from learn.kernels.activity_fit import ActivityScore
     from learn.kernels.judging import TimeScore
 
 LEAST_ROWS = 20
@@ -36,6 +37,9 @@ class FitKernelsSettings:
     from its table of kernels. Each step is traced first, which takes most of the time: half a second a row. The table
     says by which factor estimates are off: of rows that were learned from, and of families of models, of sources and of
     GPU models that were left out in turn.
+
+    Jobs with measured SM activity and occupancy (GPUMemNet's rows, your own trials on GPUs with those counters) say
+    what the kernels keep busy. A folder without them keeps what the file that comes along says of it.
     """
 
     data: str | None = data_key()
@@ -63,21 +67,32 @@ class FitKernelsSettings:
         return Path(next(iter(featurize.kernel_model.__path__))) / "parameters.json"
 
 
-def fit_kernels(
-    settings: FitKernelsSettings, progress: Callable[[str, int, int], None]
-) -> tuple[Sequence[TimeScore], dict[str, int]]:
-    """Trace, fit, judge, and write the file.
+@dataclass(frozen=True, kw_only=True)
+class FittedKernels:
+    """What was judged.
 
-    Returns:
-        What was judged, and how many rows were left out for which reason.
+    Args:
+        times, activity: Scores; of activity none without measured jobs.
+        left_out: Reason -> number of rows.
+    """
+
+    times: Sequence[TimeScore]
+    activity: Sequence[ActivityScore]
+    left_out: dict[str, int]
+
+
+def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int], None]) -> FittedKernels:
+    """Trace, fit, judge, and write the file.
 
     Raises:
         UsageError: The folder holds too few measured steps.
     """
     import warehouse
+    from featurize.kernel_model.step_time import efficiencies_text, load_efficiencies
+    from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
     from learn.kernels.judging import judged, learned_of
-    from learn.kernels.rows import kernel_times, measured_times
+    from learn.kernels.rows import kernel_times, measured_activity, measured_times
     from warehouse.layout import write_bytes
 
     connection = warehouse.connect(settings.data)
@@ -94,19 +109,28 @@ def fit_kernels(
         )
     fit = TimeFit([*rows, *kernels], WEIGHTS)
     scores, held_out = judged(fit, FOLDS, progress)
-    write_bytes(settings.path, learned_of(fit, held_out).encode())
-    return scores, left_out | kernels_left_out
+    learned = learned_of(fit, held_out, load_efficiencies().activity)
+    jobs, jobs_left_out = measured_activity(settings.data, progress)
+    of_activity: Sequence[ActivityScore] = ()
+    if len(jobs) >= LEAST_ROWS:
+        of_activity, activity = judged_activity(ActivityFit(jobs, learned), FOLDS, progress)
+        learned = replace(learned, activity=activity)
+    write_bytes(settings.path, efficiencies_text(learned).encode())
+    return FittedKernels(times=scores, activity=of_activity, left_out=left_out | kernels_left_out | jobs_left_out)
 
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
     from conf.bars import StepBar
+    from learn.kernels.activity_fit import activity_table
     from learn.kernels.judging import table_of
 
     with StepBar("fitting kernels") as bar:
-        scores, left_out = fit_kernels(settings, bar.update)
-    print(table_of(scores))
-    for reason, number in left_out.items():
+        fitted = fit_kernels(settings, bar.update)
+    print(table_of(fitted.times))
+    if fitted.activity:
+        print(activity_table(fitted.activity))
+    for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
     print(f"written: {settings.path}")
 

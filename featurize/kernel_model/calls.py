@@ -57,7 +57,7 @@ _WORDS = (
     ("upsample", "pool"),
 )  # fmt: skip
 _WITH_BACKWARD = {kind for _, kind in _WORDS}
-_ROWS = ("layer_norm", "softmax")
+_ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 
 
 class KernelCall(NamedTuple):
@@ -69,7 +69,7 @@ class KernelCall(NamedTuple):
     flops     of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
     nbytes    of distinct tensors, read and written
     rows, columns, depth, batch   of the product that it is: output sizes, inner size, how many of them. Of attention:
-              queries, head size, 0, heads. Of a stream: its elements (or rows), 1, 0, 1
+              queries, head size, 0, heads. Of a stream: what its blocks share (elements, rows or channels), 1, 0, 1
     aligned   sizes that tensor cores take without padding
     """
 
@@ -152,9 +152,9 @@ def as_calls(counts: Counter[KernelCall], launches: float) -> Calls:
     )
 
 
-def stream(kind: str, nbytes: float, elements: float, flops: float = 0.0) -> KernelCall:
-    """Return a kernel that only moves its tensors through the GPU."""
-    return KernelCall(kind, STREAM, FP32, flops, nbytes, elements, 1, 0, 1, True)
+def stream(kind: str, nbytes: float, units: float, flops: float = 0.0) -> KernelCall:
+    """Return a kernel that only moves its tensors through the GPU: of so many elements, rows or channels."""
+    return KernelCall(kind, STREAM, FP32, flops, nbytes, units, 1, 0, 1, True)
 
 
 def product(rows: float, columns: float, depth: float, batch: float, pipe: str, nbytes: float) -> KernelCall:
@@ -224,8 +224,8 @@ def _of_operator(
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return tuple(_recurrent(op, pipe)), op.launches, 0
     if name.startswith(("_foreach_", "_fused_")):
-        elements = max((math.prod(shape) for shape in op.output_shapes), default=1)
-        return ((stream("optimizer", nbytes, elements), 1),), op.launches, len(op.output_shapes)
+        elements = sum(map(math.prod, op.output_shapes)) / max(op.launches, 1)
+        return ((stream("optimizer", nbytes, elements, op.flops), 1),), op.launches, len(op.output_shapes)
     return ((_simple(op, name, nbytes, pipe), 1),), op.launches, 0
 
 
@@ -245,8 +245,11 @@ def _simple(op: Operator, name: str, nbytes: int, pipe: str) -> KernelCall:
         return KernelCall(kind, ATTENTION, pipe, op.flops, nbytes, length, query[-1], 0, heads, True)
     if kind.startswith(_ROWS):
         shape = op.input_shapes[0] if op.input_shapes else ()
-        return stream(kind, nbytes, math.prod(shape[:-1]))
-    return stream(kind, nbytes, max(map(math.prod, (*op.input_shapes, *op.output_shapes)), default=1))
+        return stream(kind, nbytes, math.prod(shape[:-1]), op.flops)
+    if kind.startswith(_CHANNELS):
+        shape = op.input_shapes[0]
+        return stream(kind, nbytes, shape[1] if len(shape) > 1 else 1, op.flops)
+    return stream(kind, nbytes, max(map(math.prod, (*op.input_shapes, *op.output_shapes)), default=1), op.flops)
 
 
 def _kind(op: Operator, name: str) -> str:
@@ -294,8 +297,9 @@ def _convolutions(op: Operator, pipe: str) -> Iterator[KernelCall]:
         )  # fmt: skip
     if with_bias:
         yield stream(
-            "reduction" if backward else "elementwise", size * elements[y] * (1 if backward else 2), elements[y]
-        )
+            "reduction" if backward else "elementwise", size * elements[y] * (1 if backward else 2), elements[y],
+            elements[y],
+        )  # fmt: skip
 
 
 def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:

@@ -16,6 +16,14 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.activity import (
+    CLASS_VALUES,
+    CLASSES,
+    STEP_VALUES,
+    ActivityParameters,
+    StepActivity,
+    step_activity,
+)
 from featurize.kernel_model.calls import kernel_calls
 from featurize.kernel_model.times import (
     GROUP_VALUES,
@@ -28,7 +36,7 @@ from featurize.kernel_model.times import (
 from featurize.step_trace import StepTrace
 from featurize.training_settings import TrainingSettings
 
-VERSION = 1
+VERSION = 2
 _FILE = "parameters.json"
 _OVERLAP = 6  # how sharply the longer of GPU and host decides
 
@@ -39,13 +47,20 @@ class LearnedEfficiencies:
 
     Args:
         parameters: The efficiencies.
+        activity: What the kernels keep busy.
         error_quantiles: Coverage -> factor by which measured steps are at most longer, of jobs that were held out.
         fitted_on: Source -> number of its rows.
     """
 
     parameters: Parameters
+    activity: ActivityParameters
     error_quantiles: Mapping[float, float]
     fitted_on: Mapping[str, int]
+
+    @property
+    def latency_s(self) -> float:
+        """Of each kernel: its time that is no work."""
+        return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +72,7 @@ class TimedStep:
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
         by_kind_ms: Kind of kernel -> its time, the longest first.
+        activity: What the step keeps busy.
         error_quantiles: Coverage -> factor on `step_time_ms` that a step stays below.
     """
 
@@ -64,6 +80,7 @@ class TimedStep:
     busy_ms: float
     host_ms: float
     by_kind_ms: Mapping[str, float]
+    activity: StepActivity
     error_quantiles: Mapping[float, float]
 
     def upper_ms(self, coverage: float = 0.9) -> float:
@@ -108,16 +125,19 @@ def time_step(
     kernels = kernels_on(
         calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark
     )
-    total_ms = calls.count * call_seconds(kernels, learned.parameters) * 1e3
+    seconds = call_seconds(kernels, learned.parameters)
+    total_ms = calls.count * seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
     busy_ms, host_ms = float(total_ms.sum()), calls.launches * spec.launch_overhead_us * 1e-3
+    step_ms = input_ms + overlapped(busy_ms, host_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
-        step_time_ms=input_ms + overlapped(busy_ms, host_ms),
+        step_time_ms=step_ms,
         busy_ms=busy_ms,
         host_ms=host_ms,
         by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
+        activity=step_activity(calls, kernels, spec, seconds, learned.latency_s, step_ms * 1e-3, learned.activity),
         error_quantiles=learned.error_quantiles,
     )
 
@@ -153,11 +173,16 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
             by_units={name: np.array(content["by_units"][name]) for name in UNIT_VALUES},
             single={name: float(content["single"][name]) for name in SINGLE_VALUES},
         )
+        of_activity = content["activity"]
+        activity = ActivityParameters(
+            by_class={name: np.array([float(of_activity[name][one]) for one in CLASSES]) for name in CLASS_VALUES},
+            single={name: float(of_activity[name]) for name in STEP_VALUES},
+        )
         quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
         fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentProblem(f"{_FILE} is damaged ({error!r}); install gpufarm again") from error
-    return LearnedEfficiencies(parameters=parameters, error_quantiles=quantiles, fitted_on=fitted_on)
+    return LearnedEfficiencies(parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on)
 
 
 def efficiencies_text(learned: LearnedEfficiencies) -> str:
@@ -170,6 +195,13 @@ def efficiencies_text(learned: LearnedEfficiencies) -> str:
         "single": {name: _rounded(value) for name, value in parameters.single.items()},
         "by_units": {name: _rounded(values) for name, values in parameters.by_units.items()},
         "by_group": {name: _rounded(values) for name, values in parameters.by_group.items()},
+        "activity": {
+            **{name: _rounded(value) for name, value in learned.activity.single.items()},
+            **{
+                name: dict(zip(CLASSES, _rounded(values), strict=True))
+                for name, values in learned.activity.by_class.items()
+            },
+        },
         "compute": dict(zip(parameters.names[0], _rounded(parameters.compute), strict=True)),
         "bandwidth": dict(zip(parameters.names[1], _rounded(parameters.bandwidth), strict=True)),
     }

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featurize.kernel_model.step_time import LearnedEfficiencies, efficiencies_text
+from featurize.kernel_model.activity import ActivityParameters
+from featurize.kernel_model.step_time import LearnedEfficiencies
 from learn.kernels.fitting import KERNELS, TimeFit, held_out_by
 
 ROOFLINE = "nothing learned"  # the described rates alone
@@ -83,16 +84,15 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
     return scores, ratios["families left out"][steps]
 
 
-def learned_of(fit: TimeFit, held_out: np.ndarray) -> str:
-    """Return the text of the file: the fit on all rows, and what families that were left out say of its error."""
+def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
+    """Return the content of the file: the fit on all rows, and what families that were left out say of its error."""
     longer = -held_out[np.isfinite(held_out)]  # measured over estimated
     sources, counts = np.unique(fit.sources, return_counts=True)
-    return efficiencies_text(
-        LearnedEfficiencies(
-            parameters=fit.fitted(np.ones(len(fit.rows), dtype=bool)).parameters,
-            error_quantiles={coverage: float(np.exp(np.quantile(longer, coverage))) for coverage in COVERAGES},
-            fitted_on=dict(zip(sources.tolist(), counts.tolist(), strict=True)),
-        )
+    return LearnedEfficiencies(
+        parameters=fit.fitted(np.ones(len(fit.rows), dtype=bool)).parameters,
+        activity=activity,
+        error_quantiles={coverage: float(np.exp(np.quantile(longer, coverage))) for coverage in COVERAGES},
+        fitted_on=dict(zip(sources.tolist(), counts.tolist(), strict=True)),
     )
 
 

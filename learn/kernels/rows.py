@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,11 @@ from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, load_device
 from featurize.kernel_model.calls import HALF, Calls, kernel_calls
 from featurize.row_config import UnreadableConfig, config_of_row
+from featurize.simulate import input_ms
 from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training
+from learn.kernels.activity_fit import MeasuredActivity
 from learn.kernels.fitting import KERNELS, MeasuredTime
 from warehouse.imported_rows import DOUBT
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from warehouse.reader import WarehouseConnection
 
 Progress = Callable[[str, int, int], None]
+_SOURCES = ("measured", "imported")
 FARM = "farm"  # source of what this folder's own trials measured
 _LLM_FOUNDRY = "llm_foundry"
 # MPT's sizes: width, heads, blocks (mosaicml/llm-foundry, scripts/train/yamls/pretrain).
@@ -114,6 +118,57 @@ def kernel_times(connection: WarehouseConnection, most: int) -> tuple[list[Measu
             )
         )
     return times, dict(left_out)
+
+
+def measured_activity(
+    data: str | os.PathLike[str] | None, progress: Progress
+) -> tuple[list[MeasuredActivity], dict[str, int]]:
+    """Return the jobs with measured SM activity and occupancy, and how many were left out for which reason.
+
+    Args:
+        data: The data folder; None: the default one.
+        progress: Hears of each traced job.
+    """
+    from learn.data import load_rows
+
+    left_out: Counter[str] = Counter()
+    try:
+        of_smact, of_smocc = (load_rows(data, target, source=_SOURCES).trusted for target in ("smact", "smocc"))
+    except UsageError:  # too few rows of either
+        return [], {}
+    smocc = dict(zip(of_smocc.run_ids, of_smocc.label.tolist(), strict=True))
+    rows = []
+    for done, record in enumerate(of_smact.records):
+        progress("tracing", done, len(of_smact))
+        config = record.case.config
+        if record.run_id not in smocc or config is None:
+            left_out["no occupancy"] += 1
+            continue
+        try:
+            device = load_device(record.device)
+            trace = trace_config(config, device=device)
+        except (TraceError, UsageError) as error:
+            left_out[f"cannot be traced: {type(error).__name__}"] += 1
+            continue
+        precision = config.precision
+        rows.append(
+            MeasuredActivity(
+                family=record.family,
+                group=record.group,
+                device=device,
+                calls=kernel_calls(
+                    trace.operators,
+                    tf32_products=precision == "tf32",
+                    tf32_convolutions=precision in ("fp32", "tf32"),
+                ),
+                smact=record.label,
+                smocc=smocc[record.run_id],
+                input_ms=input_ms(trace, config.batch_size) if record.case.training_loop else 0.0,
+                channels_last=config.channels_last,
+                searched=config.cudnn_benchmark,
+            )
+        )
+    return rows, dict(left_out)
 
 
 def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None:

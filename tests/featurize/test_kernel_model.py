@@ -168,3 +168,48 @@ def test_attention_and_streams_have_groups_of_their_own():
     assert DEPTHWISE not in group.values()
     attention = calls.kind.index("attention")
     assert (calls.rows[attention], calls.columns[attention], calls.batch[attention]) == (32, 16, 8)
+
+
+def activity(batch=256, spec=A100, precision="fp32", input_ms=0.0, width=2048):
+    trace = traced(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)), batch, width)
+    return time_step(trace, spec, Training(precision=precision), input_ms=input_ms).activity
+
+
+def test_ratios_lie_within_what_contains_them_on_every_gpu(small_cnn):
+    for name in device_names():
+        spec = load_device(name)
+        of_step = time_step(small_cnn, spec, Training()).activity
+        assert 0 < of_step.smocc <= of_step.smact <= of_step.gpu_util <= 1
+        assert 0 < of_step.drama < 1 and 0 < of_step.fp32a < 1 and 0 <= of_step.tensor < 1
+        assert spec.idle_power_w < of_step.power_w <= spec.power_limit_w
+
+
+def test_a_larger_batch_keeps_more_of_the_gpu_busy_and_more_sms_less_of_it():
+    small, large = activity(batch=8), activity(batch=4096)
+    assert small.smact < large.smact and small.fp32a < large.fp32a
+    wide = dataclasses.replace(A100, sm_count=432)
+    assert activity(spec=wide).smact < activity().smact
+
+
+def test_an_input_pipeline_and_a_slow_host_thin_every_ratio():
+    for thinned in (activity(input_ms=20.0), activity(spec=dataclasses.replace(A100, launch_overhead_us=300.0))):
+        for name in ("smact", "smocc", "drama", "fp32a", "gpu_util", "power_w"):
+            assert getattr(thinned, name) < getattr(activity(), name)
+
+
+def test_tensor_cores_are_busy_where_the_precision_uses_them():
+    plain, half = (
+        time_step(
+            traced(nn.Sequential(nn.Linear(2048, 2048)), 4096, 2048, precision=precision), A100,
+            Training(precision=precision),
+        ).activity
+        for precision in ("fp32", "bf16")
+    )  # fmt: skip
+    assert plain.tensor == 0 < half.tensor
+    assert half.fp32a < plain.fp32a
+
+
+def test_a_step_without_kernels_takes_a_launch_and_keeps_nothing_busy(small_cnn):
+    step = time_step(dataclasses.replace(small_cnn, operators=()), A100, Training())
+    assert step.step_time_ms > 0
+    assert step.activity.smact == step.activity.drama == 0 and step.activity.power_w == A100.idle_power_w

@@ -14,7 +14,7 @@ import warehouse
 from conf.errors import UsageError
 from featurize.device_spec import load_device
 from featurize.kernel_model.calls import kernel_calls
-from featurize.kernel_model.step_time import read_efficiencies, time_step
+from featurize.kernel_model.step_time import efficiencies_text, read_efficiencies, time_step
 from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
@@ -154,10 +154,11 @@ def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
 
 def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path):
     settings = FitKernelsSettings(data=str(folder), out=str(tmp_path / "parameters.json"))
-    scores, left_out = fit_kernels(settings, silent)
+    fitted = fit_kernels(settings, silent)
     learned = read_efficiencies(settings.path.read_text(encoding="utf-8"))
     assert learned.fitted_on == {"farm": 22, "llm_foundry": 1}
-    assert scores and left_out
+    assert fitted.times and fitted.left_out and not fitted.activity
+    assert efficiencies_text(learned).count("most_warps") == 1  # what comes along stands without measured activity
     step = time_step(
         trace_config(make_configs(1)[0]), load_device("H100-SXM5-80GB"), make_configs(1)[0], learned=learned
     )

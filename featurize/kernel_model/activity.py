@@ -1,0 +1,280 @@
+"""What the kernels of a step keep busy: SMs, resident warps, DRAM, the FP32 pipe, the tensor cores.
+
+Start reading at `kernel_activity`. As the times, it computes on NumPy arrays for estimates and on torch tensors where
+`learn.kernels` fits what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_constants import (
+    ATTENTION_ROWS,
+    FOREACH_CHUNK,
+    FP32_EFFICIENCY,
+    INSTRUCTIONS_PER_ELEMENT,
+    SPLIT_DEPTH,
+    SPLIT_US,
+    TENSOR_EFFICIENCY,
+    TENSOR_WARPS,
+    TILES,
+)
+from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
+from featurize.kernel_model.times import Kernels
+
+_REGISTERS_HOLD = 64  # warps an SM held at most on the GPUs that the warps of streams are counted on
+
+
+class _Blocks(NamedTuple):
+    """Kernels of one class.
+
+    units          of a stream (elements, rows, channels) that one block takes; 0 for tiles of a product
+    block_warps    of one block; 0 where the tile says it
+    most_warps     that an SM holds: registers bound it for products (absolute), threads for streams (of 64)
+    """
+
+    units: float
+    block_warps: float
+    most_warps: float
+
+
+# Where the fit begins, and what stands where nothing was measured: the block shapes of PyTorch's, cuBLAS's and cuDNN's
+# usual kernels.
+CLASSES: Mapping[str, _Blocks] = {
+    "product": _Blocks(0, 0, 20),
+    "product_tensor": _Blocks(0, TENSOR_WARPS, 10),
+    "convolution": _Blocks(0, TENSOR_WARPS, 10),
+    "convolution_data": _Blocks(0, TENSOR_WARPS, 10),
+    "convolution_weight": _Blocks(0, TENSOR_WARPS, 10),
+    "convolution_fp32": _Blocks(0, 0, 20),
+    "attention": _Blocks(0, TENSOR_WARPS, 10),
+    "depthwise": _Blocks(512, 4, 45),
+    "elementwise": _Blocks(512, 4, 45),
+    "reduction": _Blocks(4096, 8, 58),
+    "rows": _Blocks(1, 4, 58),  # of a softmax or layer norm
+    "normalization": _Blocks(1, 16, 58),  # channels of a batch norm
+    "optimizer": _Blocks(FOREACH_CHUNK, 16, 45),
+}
+CLASS_VALUES = ("most_warps", "block_warps")
+STEP_VALUES = ("wave", "stream_wave", "stream_blocks", "gap")
+_ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivityParameters:
+    """What was learned of activity.
+
+    Args:
+        by_class: `most_warps`: warps that an SM holds of each of `CLASSES`; `block_warps`: factor on a block's warps.
+            Both as logarithms.
+        single: `wave`, `stream_wave`: exponents on the share of the SMs that a kernel's blocks fill. `stream_blocks`:
+            logarithm of a factor on a stream's blocks. `gap`: share of a kernel's latency with the SMs empty.
+    """
+
+    by_class: Mapping[str, Any]
+    single: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupied:
+    """How a step's kernels lie on one GPU model, an entry a kernel: all that does not depend on what is learned.
+
+    Args:
+        place: Index into `CLASSES`.
+        tiled: 1 for products, convolutions and attention; 0 for streams.
+        filled: Share of the SMs that have a block, of tiled kernels.
+        per_sm: Blocks over SMs.
+        warps: Of one block.
+        warps_per_sm: That the SM can hold.
+        scale: Of `most_warps`: what an SM holds of streams follows from how many warps it can hold.
+    """
+
+    place: Any
+    tiled: Any
+    filled: Any
+    per_sm: Any
+    warps: Any
+    warps_per_sm: Any
+    scale: Any
+
+    def converted(self, convert: Callable[[Any], Any]) -> Occupied:
+        """Return the same as arrays of another library."""
+        return Occupied(**{name: convert(column) for name, column in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepActivity:
+    """Ratios in [0, 1] over one step, as NVIDIA's DCGM defines them; W.
+
+    Args:
+        smact: SMs with a warp resident.
+        smocc: Resident warps over the most possible.
+        drama: DRAM traffic over the data sheet's bandwidth.
+        fp32a: FP32 pipe.
+        tensor: Tensor cores.
+        gpu_util: Time with a kernel on the GPU or queued.
+        power_w: Of the board. It rises from idle to the limit with SM activity, arithmetic and DRAM activity; nothing
+            measured stood behind its weights.
+    """
+
+    smact: float
+    smocc: float
+    drama: float
+    fp32a: float
+    tensor: float
+    gpu_util: float
+    power_w: float
+
+
+def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
+    """Return how a step's kernels lie on a GPU model.
+
+    Args:
+        calls: The kernels.
+        kernels: The same, on this GPU model.
+        spec: The GPU model.
+    """
+    tensor = kernels.units == 1
+    names = [
+        _class_of(kind, GROUPS[group], on) for kind, group, on in zip(calls.kind, calls.group, tensor, strict=True)
+    ]
+    place = np.array([_PLACES[name] for name in names], dtype=int)
+    shapes = np.array([CLASSES[name] for name in names], dtype=float).reshape(len(names), 3)
+    stream = np.isin(calls.group, [GROUPS.index(STREAM), GROUPS.index(DEPTHWISE)])
+    attention = calls.group == GROUPS.index(ATTENTION)
+    filled, blocks, tile_warps = _tiles(calls, kernels, spec, tensor)
+    of_attention = calls.batch * np.ceil(calls.rows / ATTENTION_ROWS)
+    blocks = np.where(attention, of_attention, blocks)
+    waves = np.maximum(np.ceil(blocks / spec.sm_count), 1.0)
+    filled = np.where(attention, blocks / (waves * spec.sm_count), filled)
+    work = np.where(stream, calls.rows * np.where(calls.group == GROUPS.index(DEPTHWISE), calls.batch, 1.0), 1.0)
+    of_stream = np.maximum(work / np.maximum(shapes[:, 0], 1.0), 1.0)
+    return Occupied(
+        place=place,
+        tiled=(~stream).astype(float),
+        filled=np.clip(filled, 1 / 1024, 1.0),
+        per_sm=np.where(stream, of_stream, blocks) / spec.sm_count,
+        warps=np.where(shapes[:, 1] > 0, shapes[:, 1], tile_warps),
+        warps_per_sm=np.full(len(names), float(spec.warps_per_sm)),
+        scale=np.where(stream, spec.warps_per_sm / _REGISTERS_HOLD, 1.0),
+    )
+
+
+def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = np) -> tuple[Any, Any]:
+    """Return of each kernel the share of the SMs that it keeps active, and the share of warps resident on those.
+
+    Args:
+        occupied: On a GPU model, as arrays of the library `xp`.
+        learned: As arrays of `xp`.
+        xp: numpy or torch.
+    """
+    single = learned.single
+    stream = 1 - occupied.tiled
+    per_sm = occupied.per_sm * (occupied.tiled + stream * xp.exp(single["stream_blocks"]))
+    share = occupied.tiled * occupied.filled ** single["wave"] + stream * per_sm.clip(max=1.0) ** single["stream_wave"]
+    block = occupied.warps * xp.exp(learned.by_class["block_warps"][occupied.place])
+    most = xp.exp(learned.by_class["most_warps"][occupied.place]) * occupied.scale
+    held = xp.minimum(xp.minimum(block * per_sm.clip(min=1.0), most), occupied.warps_per_sm)
+    return share, held / occupied.warps_per_sm
+
+
+def step_activity(
+    calls: Calls,
+    kernels: Kernels,
+    spec: DeviceSpec,
+    seconds: np.ndarray,
+    latency_s: float,
+    step_s: float,
+    learned: ActivityParameters,
+) -> StepActivity:
+    """Return what a step keeps busy.
+
+    Args:
+        calls: The kernels.
+        kernels: The same, on this GPU model.
+        spec: The GPU model.
+        seconds: Of each kernel.
+        latency_s: Part of each kernel's time that is no work.
+        step_s: Of the whole step.
+        learned: The parameters.
+    """
+    share, occupancy = kernel_activity(occupied_on(calls, kernels, spec), learned)
+    active = calls.count * (seconds - learned.single["gap"] * latency_s) * share
+    math_s = kernels.math_s * calls.count
+    tensor = kernels.units == 1
+    pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
+    pointwise_s = 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
+    smact, drama, of_peak = (
+        _ratio(float(total) / step_s)
+        for total in (active.sum(), (calls.count * kernels.memory_s * (1 - kernels.cached)).sum(), math_s.sum())
+    )
+    load = min(1.0, 0.25 * smact + 0.45 * of_peak + 0.4 * drama)
+    return StepActivity(
+        smact=smact,
+        smocc=_ratio(float((active * occupancy).sum()) / step_s),
+        drama=drama,
+        fp32a=_ratio(float((math_s * ~tensor).sum() + (calls.count * pointwise_s).sum()) / step_s),
+        tensor=_ratio(float((math_s * tensor).sum()) / step_s),
+        gpu_util=_ratio(float((calls.count * seconds).sum()) / step_s),
+        power_w=spec.idle_power_w + load * (spec.power_limit_w - spec.idle_power_w),
+    )
+
+
+def _tiles(
+    calls: Calls, kernels: Kernels, spec: DeviceSpec, tensor: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of each product the share of the SMs that its tiles fill, its blocks, and a block's warps: by the tile
+    that ends soonest, its depth split over idle SMs."""
+    sms = spec.sm_count
+    tall, wide = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
+    work = np.maximum(2 * calls.rows * calls.columns * calls.depth * calls.batch, 1.0)
+    peak = np.where(kernels.math_s > 0, np.maximum(calls.flops, 1.0) / np.maximum(kernels.math_s, 1e-30), 1e13)
+    best = np.full(len(work), np.inf)
+    filled, blocks, warps = np.ones(len(work)), np.ones(len(work)), np.full(len(work), float(TENSOR_WARPS))
+    for (height, width, of_block), fp32, half in zip(TILES, FP32_EFFICIENCY, TENSOR_EFFICIENCY, strict=True):
+        slice_s = 2 * height * width * sms / (peak * np.where(tensor, half, fp32))
+        tiles = np.maximum(np.ceil(tall / height) * np.ceil(wide / width) * calls.batch, 1.0)
+        waves = np.ceil(tiles / sms)
+        part = np.maximum(calls.depth / np.maximum(sms // tiles, 1.0), SPLIT_DEPTH)
+        split = (2 * tiles <= sms) & (calls.depth > SPLIT_DEPTH)
+        split_s = np.where(split, slice_s * part + SPLIT_US * 1e-6, np.inf)
+        whole_s = waves * slice_s * calls.depth
+        parts = tiles * calls.depth / part
+        for seconds, here, share in (
+            (whole_s, tiles, tiles / (waves * sms)),
+            (split_s, parts, np.minimum(parts / sms, 1.0)),
+        ):
+            better = seconds < best
+            best = np.where(better, seconds, best)
+            blocks, filled = np.where(better, here, blocks), np.where(better, share, filled)
+            warps = np.where(better, of_block, warps)
+    return filled, blocks, warps
+
+
+def _class_of(kind: str, group: str, tensor: bool) -> str:
+    if group == ATTENTION:
+        return "attention"
+    if group == DEPTHWISE:
+        return "depthwise"
+    if group == "product":
+        return "product_tensor" if tensor else "product"
+    if group != STREAM:
+        direction = kind.removeprefix("grouped_general_").removeprefix("grouped_")
+        return direction if tensor else "convolution_fp32"
+    if kind.startswith(_CHANNELS):
+        return "normalization"
+    if kind.startswith(_ROWS):
+        return "rows"
+    return kind if kind in ("reduction", "optimizer") else "elementwise"
+
+
+def _ratio(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+_PLACES = {name: at for at, name in enumerate(CLASSES)}

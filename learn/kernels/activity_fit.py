@@ -1,0 +1,226 @@
+"""Fit what kernels keep busy to measured SM activity and occupancy, and judge it on held-out jobs.
+
+Start reading at `ActivityFit.fitted`. The formula is `featurize.kernel_model.activity.kernel_activity`, on torch
+tensors; the times of the kernels are those that are known before.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from featurize.device_spec import DeviceSpec
+from featurize.kernel_model.activity import (
+    CLASS_VALUES,
+    CLASSES,
+    STEP_VALUES,
+    ActivityParameters,
+    Occupied,
+    kernel_activity,
+    occupied_on,
+)
+from featurize.kernel_model.calls import Calls
+from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped
+from featurize.kernel_model.times import call_seconds, kernels_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_BEGIN: Mapping[str, float] = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3}
+_LIMITS = {"wave": (0.0, 3.0), "stream_wave": (0.0, 3.0), "gap": (0.0, 1.0)}
+_SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
+_OF_SMOCC = 2.0  # weight of occupancy beside activity
+_OF_PRIORS = 2e-4
+_ITERATIONS, _RATE, _LAST_RATE = 400, 0.03, 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredActivity:
+    """One measured job.
+
+    Args:
+        family, group: Families count alike; near-copies of a group are left out together.
+        device: The GPU model.
+        calls: The kernels of a step.
+        smact, smocc: Means over the run, in [0, 1].
+        input_ms: What the input pipeline adds to a step.
+        channels_last, searched: As in `kernels_on`.
+    """
+
+    family: str
+    group: str
+    device: DeviceSpec
+    calls: Calls
+    smact: float
+    smocc: float
+    input_ms: float
+    channels_last: bool = False
+    searched: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivityScore:
+    """How far activity is off, absolute.
+
+    Args:
+        rows, split: Which rows are judged, and whether they were learned from.
+        count: Of them.
+        smact, smocc: Median and 90th percentile.
+    """
+
+    rows: str
+    split: str
+    count: int
+    smact: tuple[float, float]
+    smocc: tuple[float, float]
+
+
+class ActivityFit:
+    """Rows made ready once, to be fitted with some of them left out.
+
+    Args:
+        rows: What was measured.
+        learned: The efficiencies that give the kernels' times.
+    """
+
+    def __init__(self, rows: Sequence[MeasuredActivity], learned: LearnedEfficiencies) -> None:
+        self.rows = rows
+        self.family = np.array([row.family for row in rows])
+        self._latency_s = learned.latency_s
+        parts: list[Occupied] = []
+        seconds, steps_s = [], []
+        for row in rows:
+            kernels = kernels_on(
+                row.calls, row.device, learned.parameters.names,
+                channels_last=row.channels_last, searched=row.searched,
+            )  # fmt: skip
+            seconds.append(call_seconds(kernels, learned.parameters))
+            busy_ms = float((row.calls.count * seconds[-1]).sum()) * 1e3
+            host_ms = row.calls.launches * row.device.launch_overhead_us * 1e-3
+            steps_s.append((overlapped(busy_ms, host_ms) + row.input_ms) * 1e-3)
+            parts.append(occupied_on(row.calls, kernels, row.device))
+        columns = {name: np.concatenate([getattr(one, name) for one in parts]) for name in vars(parts[0])}
+        self._occupied = Occupied(**columns).converted(torch.as_tensor)
+        self._seconds = torch.tensor(np.concatenate(seconds))
+        self._count = torch.tensor(np.concatenate([row.calls.count for row in rows]))
+        self._row = torch.repeat_interleave(
+            torch.arange(len(rows)), torch.tensor([len(row.calls.kind) for row in rows])
+        )
+        self._step_s = torch.tensor(steps_s)
+        self._smact = torch.tensor([row.smact for row in rows], dtype=torch.float64)
+        self._smocc = torch.tensor([row.smocc for row in rows], dtype=torch.float64)
+
+    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> ActivityParameters:
+        """Return what explains the rows that the mask `of` names, every family with the same weight."""
+        begin = _begin()
+        values = {name: value.clone().requires_grad_(True) for name, value in begin.items()}
+        weight = np.zeros(len(self.rows))
+        for family in np.unique(self.family[of]):
+            weight[of & (self.family == family)] = 1 / (of & (self.family == family)).sum()
+        weights = torch.tensor(weight / weight.sum())
+        optimizer = torch.optim.Adam(values.values(), lr=_RATE)
+        for iteration in range(iterations):
+            if iteration == int(0.7 * iterations):
+                for parameters in optimizer.param_groups:
+                    parameters["lr"] = _LAST_RATE
+            optimizer.zero_grad()
+            smact, smocc = self._ratios(_parameters(values, lambda value: value))
+            error = _beyond(smact - self._smact, _SMACT_TOLERANCE)
+            error = error + _OF_SMOCC * _beyond(smocc - self._smocc, _SMOCC_TOLERANCE)
+            firm = sum(((value - begin[name]) ** 2).sum() for name, value in values.items())
+            ((weights * error).sum() + _OF_PRIORS * firm).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for name, (least, most) in _LIMITS.items():
+                    values[name].clamp_(least, most)
+        return _parameters({name: value.detach() for name, value in values.items()}, np.asarray)
+
+    def errors(self, learned: ActivityParameters) -> tuple[np.ndarray, np.ndarray]:
+        """Return estimated less measured SM activity and occupancy of each row."""
+        of_torch = ActivityParameters(
+            by_class={name: torch.as_tensor(value) for name, value in learned.by_class.items()},
+            single={name: torch.as_tensor(value) for name, value in learned.single.items()},
+        )
+        smact, smocc = (ratio.clip(max=1.0) for ratio in self._ratios(of_torch))
+        return (smact - self._smact).numpy(), (smocc - self._smocc).numpy()
+
+    def _ratios(self, learned: ActivityParameters) -> tuple[torch.Tensor, torch.Tensor]:
+        share, occupancy = kernel_activity(self._occupied, learned, torch)
+        active = self._count * (self._seconds - learned.single["gap"] * self._latency_s) * share
+        nothing = torch.zeros(len(self.rows), dtype=torch.float64)
+        return (
+            nothing.index_add(0, self._row, active) / self._step_s,
+            nothing.index_add(0, self._row, active * occupancy) / self._step_s,
+        )
+
+
+def judged_activity(
+    fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
+) -> tuple[list[ActivityScore], ActivityParameters]:
+    """Return the scores of each family, learned from and left out by groups, and what all rows say."""
+    part = np.array([zlib.crc32(row.group.encode()) % folds for row in fit.rows])
+    everything = np.ones(len(fit.rows), dtype=bool)
+    left_out = np.full((2, len(fit.rows)), np.nan)
+    for fold in range(folds):
+        progress("fitting activity", fold, folds + 1)
+        mask = part == fold
+        if mask.any() and not mask.all():
+            left_out[:, mask] = np.array(fit.errors(fit.fitted(~mask)))[:, mask]
+    progress("fitting activity", folds, folds + 1)
+    learned = fit.fitted(everything)
+    known = np.array(fit.errors(learned))
+    scores = [
+        ActivityScore(
+            rows=str(family), split=split, count=int(mine.sum()), smact=_spread(errors[0]), smocc=_spread(errors[1])
+        )
+        for family in np.unique(fit.family)
+        for mine in [fit.family == family]
+        for split, errors in (("learned from", known[:, mine]), ("groups left out", left_out[:, mine]))
+    ]
+    return scores, learned
+
+
+def activity_table(scores: Iterable[ActivityScore]) -> str:
+    """Return the scores as lines of text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("rows", "judged on", "rows judged", "SM activity off by, median", "p90", "occupancy, median", "p90")
+    for score in scores:
+        figures = (f"{value:.3f}" for value in (*score.smact, *score.smocc))
+        table.add_row(score.split, score.rows, f"{score.count:,}", *figures)
+    console = Console(width=120, no_color=True)
+    with console.capture() as text:
+        console.print(table)
+    return text.get().rstrip("\n")
+
+
+def _begin() -> dict[str, torch.Tensor]:
+    classes = CLASSES.values()
+    by_class = {
+        "most_warps": torch.log(torch.tensor([one.most_warps for one in classes], dtype=torch.float64)),
+        "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
+    }
+    return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN.items()}
+
+
+def _parameters(values: Mapping[str, torch.Tensor], convert: Callable) -> ActivityParameters:
+    return ActivityParameters(
+        by_class={name: convert(values[name]) for name in CLASS_VALUES},
+        single={name: convert(values[name]) for name in STEP_VALUES},
+    )
+
+
+def _beyond(off: torch.Tensor, tolerance: float) -> torch.Tensor:
+    zero = torch.zeros_like(off)
+    return torch.nn.functional.huber_loss(off, zero, delta=tolerance, reduction="none") / tolerance
+
+
+def _spread(errors: np.ndarray) -> tuple[float, float]:
+    size = np.abs(errors[np.isfinite(errors)])
+    return (float(np.median(size)), float(np.quantile(size, 0.9))) if len(size) else (float("nan"), float("nan"))
