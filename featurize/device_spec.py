@@ -1,4 +1,4 @@
-"""Descriptions of GPU models, from their data sheets: what the roofline and the simulated device know of a GPU.
+"""Descriptions of GPU models, from their data sheets: what the kernel model and the simulated device know of a GPU.
 
 Start reading at `DeviceSpec`. The files are conf/device/NAME.yaml; torch-free, and read only when asked.
 """

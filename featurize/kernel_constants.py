@@ -5,12 +5,12 @@ Start reading at the note below. Imports no torch. A change moves features: see 
 
 from __future__ import annotations
 
-# Every constant here is of kernels, not of a model or a GPU: the rates, the SM count, the L2 cache and the warps an SM
-# holds come from the device's description. Efficiencies, latencies, warps held and instructions were fitted together,
-# once, to run means of SM activity, occupancy and FP32 pipe of MLPs and CNNs (fp32, A100), and rounded. Ratios tell
-# little of absolute time, so each was kept within a range judged plausible for such kernels; the bandwidth, the gap and
-# the tensor cores' efficiency end near the edge of theirs. Attention and depthwise kernels are first guesses: no
-# measured row has any. Block shapes are those of cuBLAS's, cuDNN's and PyTorch's usual kernels, not looked up per call.
+# Every constant here is of kernels, not of a model or a GPU: rates, SM count, L2 cache and the warps that an SM holds
+# come from the device's description. They were fitted together, once, to run means of SM activity, occupancy and FP32
+# pipe of MLPs and CNNs (fp32, A100), rounded, and kept within a range judged plausible for such kernels. The fast
+# path's sketch times layers by them; the full path only takes a product's tile from here
+# (`featurize.kernel_model.activity`), as its times are learned. Block shapes are those of cuBLAS's, cuDNN's and
+# PyTorch's usual kernels, not looked up per call.
 
 KERNEL_LATENCY_US = 2.0  # of a kernel's run in which it neither computes nor streams: block start, first loads, drain
 KERNEL_GAP_US = 2.0  # between two queued kernels, the SMs empty
@@ -30,9 +30,6 @@ SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to 
 SPLIT_US = 1.0  # what adding up the parts takes
 ATTENTION_ROWS = 64  # queries of one head that one block takes
 ATTENTION_EFFICIENCY = 0.50
-FAST_FP32_PRODUCTS = 3  # TF32 products in one fp32 product of the memory-efficient attention kernels
-DIRECT_EFFICIENCY = 0.25  # depthwise convolutions: no matrix product to speak of, on the FP32 pipe
-DEPTHWISE_WIDTH = 8  # channels of a group up to which that holds
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
 
 HOST_PER_LISTED_TENSOR = 0.1  # launches' worth of host time per tensor in a for-each operator's lists

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from featurize.device_spec import DeviceSpec
 from featurize.step_trace import BLOCK_KINDS, Operator, StepTrace
-from featurize.training import TrainingSettings
+from featurize.training import Training, TrainingSettings
 
 FEATURE_VERSION = 1  # of the vocabulary, the columns and what they mean
 
@@ -128,8 +128,8 @@ class OpGraph:
 
 
 def opgraph(trace: StepTrace, spec: DeviceSpec | None = None, settings: TrainingSettings | None = None) -> OpGraph:
-    """The operator graph of a trace's steady step. With `spec` also what `featurize.roofline` makes of it on that GPU
-    model, in more columns; `settings` are then the trace's own (`price`)."""
+    """The operator graph of a trace's steady step. With `spec` also what `featurize.kernel_model` makes of it on that
+    GPU model, in more columns; `settings` are then the trace's own."""
     operators = trace.operators
     count = len(operators)
     columns = list(zip(*operators, strict=True)) if operators else [()] * len(Operator._fields)
@@ -163,7 +163,7 @@ def opgraph(trace: StepTrace, spec: DeviceSpec | None = None, settings: Training
     totals = [*_log(np.array([*totals, *(live[kind] for kind in BLOCK_KINDS)], dtype=np.float64)), major + minor / 10]
     node_columns, graph_columns = NODE_COLUMNS, GRAPH_COLUMNS
     if spec is not None:
-        more_nodes, more_totals = _priced(trace, spec, settings)
+        more_nodes, more_totals = _priced(trace, spec, settings or Training())
         nodes, totals = nodes + more_nodes, totals + more_totals
         node_columns, graph_columns = node_columns + PRICED_NODE_COLUMNS, graph_columns + PRICED_GRAPH_COLUMNS
     return OpGraph(
@@ -270,15 +270,17 @@ _DIMS_OF = {
 }
 
 
-def _priced(trace: StepTrace, spec: DeviceSpec, settings) -> tuple[list[np.ndarray], list[float]]:
-    from featurize.roofline import price
+def _priced(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> tuple[list[np.ndarray], list[float]]:
+    from featurize.kernel_model.costs import operator_costs
+    from featurize.kernel_model.step_time import time_step
 
-    cost = price(trace, spec, settings)
-    rows = [(c.seconds * 1e9, c.occupancy, c.sm_share) for c in cost.operators]
+    rows = [(cost.seconds * 1e9, cost.occupancy, cost.sm_share) for cost in operator_costs(trace, spec, settings)]
     seconds, occupancy, share = np.array(rows, dtype=np.float64).reshape(len(rows), 3).T
     of_device = (spec.bandwidth_gb_s, spec.peak_tflops.fp32, spec.sm_count, spec.memory_mib)
+    step = time_step(trace, spec, settings)
+    ratios = step.activity
     return [_log(seconds), occupancy, share], [
-        float(_log(np.float64(cost.step_time_ms * 1e6))), cost.smact, cost.smocc, cost.drama, cost.gpu_util,
+        float(_log(np.float64(step.step_time_ms * 1e6))), ratios.smact, ratios.smocc, ratios.drama, ratios.gpu_util,
         *(math.log2(1 + value) for value in of_device),
     ]  # fmt: skip
 

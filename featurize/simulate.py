@@ -11,7 +11,6 @@ from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.step_time import time_step
 from featurize.replay import MemoryProfile, outside_mib, replay
-from featurize.roofline import python_loader_ms
 from featurize.step_trace import StepTrace
 from featurize.training_settings import Training, TrainingSettings
 
@@ -67,12 +66,3 @@ def simulate(
         gpu_util=timed.activity.gpu_util,
         power_w=timed.activity.power_w,
     )
-
-
-def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
-    """Return what a plain training loop adds to each traced step, in ms: see `featurize.roofline.python_loader_ms`.
-
-    `batch_size` is of one micro-step; each loads a batch.
-    """
-    nbytes = trace.batch_bytes
-    return micro_steps * python_loader_ms(batch_size, nbytes // micro_steps)

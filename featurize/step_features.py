@@ -11,10 +11,11 @@ from collections import defaultdict
 
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec, device_features
+from featurize.input_pipeline import python_loader_ms
+from featurize.kernel_model.costs import features as priced_features
+from featurize.kernel_model.step_time import time_step
 from featurize.opgraph import VOCABULARY, category, product_dims
 from featurize.replay import MemoryProfile, outside_mib
-from featurize.roofline import features as roofline_features
-from featurize.roofline import price, python_loader_ms
 from featurize.step_trace import BATCH, StepTrace
 from featurize.training import TrainingSettings
 from featurize.trial_config import MATH_BITS, OPTIMIZER_STATES
@@ -35,8 +36,8 @@ def step_features(
     """name -> number, every one finite; the same names for every job.
 
     `memory` is the trace's replay on `spec`. Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in
-    [0, 1]. `job_roofline_*` are those of `featurize.roofline.features`, with the input pipeline of a plain loop where
-    the job runs in one.
+    [0, 1]. `job_priced_*` are those of `featurize.kernel_model.costs.features`, with the input pipeline of a plain loop
+    where the job runs in one.
     """
     return {
         **_network(trace, batch_size),
@@ -174,11 +175,11 @@ def _utilization(
 ) -> dict[str, float]:
     nbytes = sum(block.nbytes for block in trace.blocks if block.kind == "batch")
     waits = python_loader_ms(batch, nbytes) if training_loop else 0.0
-    cost = price(trace, spec, settings, input_ms=waits)
-    return {f"job_roofline_{name}": float(value) for name, value in roofline_features(cost).items()} | {
-        "job_input_share": waits / cost.step_time_ms,
+    step = time_step(trace, spec, settings, input_ms=waits)
+    return {f"job_priced_{name}": float(value) for name, value in priced_features(step).items()} | {
+        "job_input_share": waits / step.step_time_ms,
         "job_log_batch_bytes": _log(nbytes),
-        "job_step_time_ms": cost.step_time_ms,
+        "job_step_time_ms": step.step_time_ms,
     }
 
 

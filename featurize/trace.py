@@ -1,8 +1,8 @@
 """The execution trace: which operators one training step runs, and when its memory is taken and given back.
 
 Start reading at `trace_step`; `featurize.step_trace` has what it gives. Facts only, of no particular GPU model:
-`featurize.replay` places the memory, `featurize.roofline` prices the operators. All runs on the meta device, so nothing
-that the job needs is taken.
+`featurize.replay` places the memory, `featurize.kernel_model` times the kernels. All runs on the meta device, so
+nothing that the job needs is taken.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ from types import MappingProxyType
 
 # Raise it when a feature of a trial config, of a traced step or of the fast path's sketch gets another value or name.
 # `tests/learn/test_golden_features.py` fails when values move and this number does not.
-FEATURES_VERSION = 2
+FEATURES_VERSION = 3
 
 HISTORY = MappingProxyType(
     {
         1: "Features as of November 2026, the first with a number; the hashes of source text before it end here.",
         2: "Traced steps have `job_scenario_*`: memory under other assumptions about cuDNN's workspaces.",
+        3: "Times, activity and power of traced steps (`job_priced_*`) come from the learned kernel model.",
     }
 )
 

@@ -363,7 +363,7 @@ def _without_input(records: Iterable[StepRecord]) -> dict[str, np.ndarray]:
     runs the same kernels, and waits for its input before."""
     import numpy as np
 
-    names = ("job_step_time_ms", "job_input_share", "job_roofline_drama")
+    names = ("job_step_time_ms", "job_input_share", "job_priced_drama")
     step_ms, input_share, drama = np.array([[record.values[name] for name in names] for record in records]).T
     return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
 

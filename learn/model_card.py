@@ -49,7 +49,7 @@ def write_card(path: Path, metas: Mapping[str, Mapping], fast: FastPath) -> None
         "  momentum), `torch.compile`, several GPUs. Estimates for these carry warnings, the trace's",
         "  figure, and a bound by causes.",
         "- **Utilization** was measured on MLPs and CNNs only, means over a whole run with its input pipeline.",
-        "- `drama`, step time and power were in none of the files: the traced step's roofline answers for them.",
+        "- `drama`, step time and power were in none of the files: the traced step's kernels answer for them.",
         "",
         "## Rows",
         "",

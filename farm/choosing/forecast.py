@@ -134,7 +134,7 @@ class Forecaster:
                 figures["memory"][place] = record.values["job_memory_mib"]
                 figures["step_time"][place] = record.values["job_step_time_ms"]
                 for name in ("smact", "smocc", "drama"):
-                    figures[name][place] = record.values[f"job_roofline_{name}"]
+                    figures[name][place] = record.values[f"job_priced_{name}"]
 
 
 def sketch_of(

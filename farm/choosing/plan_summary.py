@@ -97,7 +97,7 @@ def may_run_out(one: Chosen, capacity_mib: float) -> float:
 def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]:
     """Return the expected wall time of each chosen run in s, and for how many it is the family's median so far.
 
-    Without past runs it is start-up plus a hundred steps by the roofline."""
+    Without past runs it is start-up plus a hundred steps as the kernel model times them."""
     family = np.array([config.family for config in known.configs], dtype=object)
     medians: dict[str, float] = {}
     for name in {one.config.family for one in choice.chosen}:

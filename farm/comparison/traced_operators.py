@@ -27,10 +27,10 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
 
     A step that cannot be traced gives `{"error": why}`.
     """
+    from featurize.kernel_model.costs import operator_costs
     from featurize.opgraph import VOCABULARY, category
     from featurize.releases import complete
     from featurize.replay import replay
-    from featurize.roofline import price
     from featurize.trace import TraceError, trace_config
     from featurize.trial import config_from_mapping
 
@@ -43,7 +43,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     memory = replay(trace, spec, cudnn_benchmark=trial.cudnn_benchmark, timeline=True)
     operators: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(FIGURES, 0.0))
     modules: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(FIGURES, 0.0))
-    for operator, cost in zip(trace.operators, price(trace, spec, trial).operators, strict=True):
+    for operator, cost in zip(trace.operators, operator_costs(trace, spec, trial), strict=True):
         for figures in (operators[operator.name], modules[operator.module or "(none)"]):
             figures["calls"] += 1
             figures["launches"] += operator.launches

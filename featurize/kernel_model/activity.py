@@ -17,11 +17,13 @@ from featurize.kernel_constants import (
     ATTENTION_ROWS,
     FOREACH_CHUNK,
     FP32_EFFICIENCY,
+    FP32_WARPS_LIMIT,
     INSTRUCTIONS_PER_ELEMENT,
     SPLIT_DEPTH,
     SPLIT_US,
     TENSOR_EFFICIENCY,
     TENSOR_WARPS,
+    TENSOR_WARPS_LIMIT,
     TILES,
 )
 from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
@@ -46,13 +48,13 @@ class _Blocks(NamedTuple):
 # Where the fit begins, and what stands where nothing was measured: the block shapes of PyTorch's, cuBLAS's and cuDNN's
 # usual kernels.
 CLASSES: Mapping[str, _Blocks] = {
-    "product": _Blocks(0, 0, 20),
-    "product_tensor": _Blocks(0, TENSOR_WARPS, 10),
-    "convolution": _Blocks(0, TENSOR_WARPS, 10),
-    "convolution_data": _Blocks(0, TENSOR_WARPS, 10),
-    "convolution_weight": _Blocks(0, TENSOR_WARPS, 10),
-    "convolution_fp32": _Blocks(0, 0, 20),
-    "attention": _Blocks(0, TENSOR_WARPS, 10),
+    "product": _Blocks(0, 0, FP32_WARPS_LIMIT),
+    "product_tensor": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution_data": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution_weight": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
+    "convolution_fp32": _Blocks(0, 0, FP32_WARPS_LIMIT),
+    "attention": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
     "depthwise": _Blocks(512, 4, 45),
     "elementwise": _Blocks(512, 4, 45),
     "reduction": _Blocks(4096, 8, 58),
@@ -105,6 +107,29 @@ class Occupied:
     def converted(self, convert: Callable[[Any], Any]) -> Occupied:
         """Return the same as arrays of another library."""
         return Occupied(**{name: convert(column) for name, column in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedKernels:
+    """The distinct kernels of a step on one GPU model; arrays have an entry a kernel.
+
+    Args:
+        calls: The kernels, and how often each runs.
+        on_device: The same, at the GPU model's rates.
+        per_sm: Blocks over SMs.
+        seconds: Of each.
+        latency_s: Part of each kernel's time that is no work.
+        sm_share: Share of the SMs that each keeps active.
+        occupancy: Share of the possible warps that is resident on those.
+    """
+
+    calls: Calls
+    on_device: Kernels
+    per_sm: np.ndarray
+    seconds: np.ndarray
+    latency_s: float
+    sm_share: np.ndarray
+    occupancy: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,28 +208,17 @@ def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = n
     return share, held / occupied.warps_per_sm
 
 
-def step_activity(
-    calls: Calls,
-    kernels: Kernels,
-    spec: DeviceSpec,
-    seconds: np.ndarray,
-    latency_s: float,
-    step_s: float,
-    learned: ActivityParameters,
-) -> StepActivity:
+def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned: ActivityParameters) -> StepActivity:
     """Return what a step keeps busy.
 
     Args:
-        calls: The kernels.
-        kernels: The same, on this GPU model.
+        timed: Its kernels on the GPU model.
         spec: The GPU model.
-        seconds: Of each kernel.
-        latency_s: Part of each kernel's time that is no work.
         step_s: Of the whole step.
         learned: The parameters.
     """
-    share, occupancy = kernel_activity(occupied_on(calls, kernels, spec), learned)
-    active = calls.count * (seconds - learned.single["gap"] * latency_s) * share
+    calls, kernels = timed.calls, timed.on_device
+    active = calls.count * (timed.seconds - learned.single["gap"] * timed.latency_s) * timed.sm_share
     math_s = kernels.math_s * calls.count
     tensor = kernels.units == 1
     pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
@@ -216,11 +230,11 @@ def step_activity(
     load = min(1.0, 0.25 * smact + 0.45 * of_peak + 0.4 * drama)
     return StepActivity(
         smact=smact,
-        smocc=_ratio(float((active * occupancy).sum()) / step_s),
+        smocc=_ratio(float((active * timed.occupancy).sum()) / step_s),
         drama=drama,
         fp32a=_ratio(float((math_s * ~tensor).sum() + (calls.count * pointwise_s).sum()) / step_s),
         tensor=_ratio(float((math_s * tensor).sum()) / step_s),
-        gpu_util=_ratio(float((calls.count * seconds).sum()) / step_s),
+        gpu_util=_ratio(float((calls.count * timed.seconds).sum()) / step_s),
         power_w=spec.idle_power_w + load * (spec.power_limit_w - spec.idle_power_w),
     )
 

@@ -118,15 +118,20 @@ def kernel_calls(
     counts: Counter[KernelCall] = Counter()
     launches = 0.0
     for op in operators:
-        kernels, number, listed_tensors = _of_operator(_without_origin(op), tf32_products, tf32_convolutions)
-        if listed_tensors and not listed:
-            number = max(number, listed_tensors)
+        kernels, number = operator_kernels(
+            op, tf32_products=tf32_products, tf32_convolutions=tf32_convolutions, listed=listed
+        )
         for call, times in kernels:
             counts[call] += times
-        if number > 1:
-            counts[_EMPTY] += number - 1
         launches += number
     return as_calls(counts, launches)
+
+
+def operator_kernels(
+    op: Operator, *, tf32_products: bool = False, tf32_convolutions: bool = True, listed: bool = True
+) -> tuple[tuple[tuple[KernelCall, int], ...], int]:
+    """Return an operator's kernels with how often each runs, and how many the host launches. Args: `kernel_calls`."""
+    return _of_operator(_without_origin(op), tf32_products, tf32_convolutions, listed)
 
 
 def as_calls(counts: Counter[KernelCall], launches: float) -> Calls:
@@ -208,9 +213,19 @@ def _without_origin(op: Operator) -> Operator:
 
 @functools.lru_cache(maxsize=20_000)
 def _of_operator(
+    op: Operator, tf32_products: bool, tf32_convolutions: bool, listed: bool
+) -> tuple[tuple[tuple[KernelCall, int], ...], int]:
+    """Return an operator's kernels with how often each runs, and how many the host launches."""
+    kernels, number, listed_tensors = _distinct(op, tf32_products, tf32_convolutions)
+    if listed_tensors and not listed:
+        number = max(number, listed_tensors)
+    return (*kernels, (_EMPTY, number - 1)) if number > 1 else kernels, number
+
+
+def _distinct(
     op: Operator, tf32_products: bool, tf32_convolutions: bool
 ) -> tuple[tuple[tuple[KernelCall, int], ...], int, int]:
-    """Return an operator's kernels with how often each runs, how many the host launches, and of how many tensors."""
+    """Return an operator's kernels but the empty ones, how many the host launches, and of how many tensors."""
     name = op.name.rpartition("::")[2]
     nbytes = op.bytes_read + op.bytes_written
     pipe = TENSOR if op.dtype in HALF else FP32

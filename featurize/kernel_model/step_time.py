@@ -9,7 +9,7 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 
 import numpy as np
@@ -22,9 +22,12 @@ from featurize.kernel_model.activity import (
     STEP_VALUES,
     ActivityParameters,
     StepActivity,
+    TimedKernels,
+    kernel_activity,
+    occupied_on,
     step_activity,
 )
-from featurize.kernel_model.calls import kernel_calls
+from featurize.kernel_model.calls import Calls, kernel_calls
 from featurize.kernel_model.times import (
     GROUP_VALUES,
     SINGLE_VALUES,
@@ -57,11 +60,6 @@ class LearnedEfficiencies:
     error_quantiles: Mapping[float, float]
     fitted_on: Mapping[str, int]
 
-    @property
-    def latency_s(self) -> float:
-        """Of each kernel: its time that is no work."""
-        return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
-
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
@@ -73,6 +71,7 @@ class TimedStep:
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
         by_kind_ms: Kind of kernel -> its time, the longest first.
         activity: What the step keeps busy.
+        kernels: What all of this is summed over.
         error_quantiles: Coverage -> factor on `step_time_ms` that a step stays below.
     """
 
@@ -81,6 +80,7 @@ class TimedStep:
     host_ms: float
     by_kind_ms: Mapping[str, float]
     activity: StepActivity
+    kernels: TimedKernels = field(repr=False, compare=False)
     error_quantiles: Mapping[float, float]
 
     def upper_ms(self, coverage: float = 0.9) -> float:
@@ -118,15 +118,9 @@ def time_step(
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
     learned = learned or load_efficiencies()
-    precision = settings.precision
-    calls = kernel_calls(
-        trace.operators, tf32_products=precision == "tf32", tf32_convolutions=precision in ("fp32", "tf32")
-    )
-    kernels = kernels_on(
-        calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark
-    )
-    seconds = call_seconds(kernels, learned.parameters)
-    total_ms = calls.count * seconds * 1e3
+    calls = kernel_calls(trace.operators, **uses_tf32(settings))
+    timed = timed_kernels(calls, spec, settings, learned)
+    total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
@@ -137,9 +131,36 @@ def time_step(
         busy_ms=busy_ms,
         host_ms=host_ms,
         by_kind_ms=dict(sorted(by_kind.items(), key=lambda one: -one[1])),
-        activity=step_activity(calls, kernels, spec, seconds, learned.latency_s, step_ms * 1e-3, learned.activity),
+        activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
+        kernels=timed,
         error_quantiles=learned.error_quantiles,
     )
+
+
+def timed_kernels(
+    calls: Calls, spec: DeviceSpec, settings: TrainingSettings, learned: LearnedEfficiencies
+) -> TimedKernels:
+    """Return each kernel's time on a GPU model, and what it keeps busy there. Args: as in `time_step`."""
+    kernels = kernels_on(
+        calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark
+    )
+    occupied = occupied_on(calls, kernels, spec)
+    sm_share, occupancy = kernel_activity(occupied, learned.activity)
+    return TimedKernels(
+        calls=calls,
+        on_device=kernels,
+        per_sm=occupied.per_sm,
+        seconds=call_seconds(kernels, learned.parameters),
+        latency_s=float(np.exp(learned.parameters.single["latency_us"])) * 1e-6,
+        sm_share=sm_share,
+        occupancy=occupancy,
+    )
+
+
+def uses_tf32(settings: TrainingSettings) -> dict[str, bool]:
+    """Return which operators on fp32 tensors run in TF32, as `kernel_calls` takes it."""
+    precision = settings.precision
+    return {"tf32_products": precision == "tf32", "tf32_convolutions": precision in ("fp32", "tf32")}
 
 
 def overlapped(busy_ms: float, host_ms: float) -> float:

@@ -240,7 +240,8 @@ def _bound_by_causes(
 
 def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:
     """Return the traced step in the loop asked for: the trace itself prices the GPU's own work, without any input."""
-    from featurize.simulate import input_ms, simulate
+    from featurize.input_pipeline import input_ms
+    from featurize.simulate import simulate
 
     if loop != PIPELINE:
         return traced.step

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # what an Estimate gives
 # Target -> the stored feature of a step that is the trace's own figure.
 _STORED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms"} | {
-    name: f"job_roofline_{name}" for name in ("smact", "smocc", "drama")
+    name: f"job_priced_{name}" for name in ("smact", "smocc", "drama")
 }
 # Where the trace meets its own limits, these may still answer: what each of them does instead.
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"

@@ -231,7 +231,7 @@ def _memory(flat: _Flat, spec: DeviceSpec) -> tuple[np.ndarray, list[np.ndarray]
 
 def _time(flat: _Flat, spec: DeviceSpec) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """target -> (n,), and features: the forward and backward kernels of each layer, those of the optimizer, the host's
-    launches, in the scheme of `featurize.roofline`."""
+    launches, as a roofline (Williams et al., CACM 2009)."""
     half_l2, bandwidth = spec.l2_mib * MIB / 2, spec.bandwidth_gb_s * 1e9
 
     def dram_s(nbytes: np.ndarray) -> np.ndarray:

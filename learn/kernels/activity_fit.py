@@ -91,7 +91,7 @@ class ActivityFit:
     def __init__(self, rows: Sequence[MeasuredActivity], learned: LearnedEfficiencies) -> None:
         self.rows = rows
         self.family = np.array([row.family for row in rows])
-        self._latency_s = learned.latency_s
+        self._latency_s = float(np.exp(learned.parameters.single["latency_us"])) * 1e-6
         parts: list[Occupied] = []
         seconds, steps_s = [], []
         for row in rows:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, load_device
+from featurize.input_pipeline import input_ms
 from featurize.kernel_model.calls import HALF, Calls, kernel_calls
 from featurize.row_config import UnreadableConfig, config_of_row
-from featurize.simulate import input_ms
 from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
 from featurize.training_settings import Training

@@ -37,7 +37,7 @@ _SCALE_SHARE = 0.1
 _BASES = {
     "memory": "job_memory_mib",
     "step_time": "job_step_time_ms",
-    "power": "job_roofline_power_w",
+    "power": "job_priced_power_w",
 }
 _MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
@@ -206,7 +206,7 @@ class HybridEstimator(Estimator):
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
-        name = _BASES.get(self.target.name, f"job_roofline_{self.target.name}")
+        name = _BASES.get(self.target.name, f"job_priced_{self.target.name}")
         return to_space(np.array([record.values[name] for record in records]), self.target.space)
 
     def _boosted(self) -> Boosted:

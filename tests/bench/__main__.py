@@ -153,14 +153,14 @@ def main() -> None:
 
 
 def _published(folder: str) -> None:
-    """The trace against published measurements: memory by `learn.benchmark`, utilization by the roofline."""
-    import roofline_check
+    """The trace against published measurements: memory by `learn.benchmark`, utilization by the kernels."""
+    import utilization_check
 
     print("\npublished measurements: memory")
     command = ["-m", "learn.benchmark", f"published={folder}", "estimators=[trace]"]
     subprocess.run([sys.executable, *command], check=True)
     print("\npublished measurements: utilization")
-    roofline_check.run(folder)
+    utilization_check.run(folder)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def simulated(n: int, families: Sequence[str], data: str | None) -> Labelled:
     memory = np.array([of_case["job_memory_mib"] for of_case in values])
     out = memory >= DEVICE.memory_mib
     labels = {"memory": memory} | {
-        name: np.array([of_case[f"job_roofline_{name}"] for of_case in values]) for name in UTILIZATION
+        name: np.array([of_case[f"job_priced_{name}"] for of_case in values]) for name in UTILIZATION
     }
     return _labelled("simulated", configs, labels, out, ("memory", "smact"))
 

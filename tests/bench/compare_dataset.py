@@ -1,4 +1,4 @@
-"""What the trace and its roofline say against measured runs, by family: as they are, with one constant, and corrected.
+"""What the trace and the kernel model say against measured runs, by family: as is, with one constant, and corrected.
 
 Start reading at `compare`. `python -m tests.bench.compare_dataset` takes the project's data set; `path=` another one,
 `data=` a data folder with runs of its own, `targets=` and `source=` as in `learn.benchmark`, `out=FILE.json`.

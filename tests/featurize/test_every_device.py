@@ -6,8 +6,8 @@ import pytest
 from small_configs import assert_ratios_hold, small_config
 
 from featurize.device_spec import device_names, load_device
-from featurize.kernels import KINDS
-from featurize.roofline import BOUNDS, features, price
+from featurize.kernel_model.costs import features, operator_costs
+from featurize.kernel_model.step_time import time_step
 from featurize.simulate import simulate
 from featurize.trace import trace_config
 from tests.family_cases import FAMILIES
@@ -27,14 +27,13 @@ def test_figures_stay_in_their_ranges_on_every_device(family, index):
         assert step.step_time_ms > 0 and step.fits
         assert trace.peak_live_bytes / 2**20 <= step.peak_allocated_mib <= step.peak_reserved_mib
 
-        cost = price(trace, spec, config)
-        assert_ratios_hold(cost, spec, ("smact", "smocc", "drama", "fp32a", "gpu_util"))
-        assert len(cost.operators) == len(trace.operators)
-        for line in cost.operators:
-            assert line.seconds > 0 and 0 <= line.sm_share <= 1 and 0 <= line.occupancy <= 1
-            assert line.bound in BOUNDS and line.kind in KINDS
-        assert cost.busy_ms >= sum(line.seconds for line in cost.operators) * 1e3
-        values = features(cost)
+        timed = time_step(trace, spec, config)
+        assert_ratios_hold(timed.activity, spec, ("smact", "smocc", "drama", "fp32a", "tensor", "gpu_util"))
+        costs = operator_costs(trace, spec, config)
+        assert len(costs) == len(trace.operators)
+        assert all(cost.seconds > 0 and 0 <= cost.sm_share <= 1 and 0 <= cost.occupancy <= 1 for cost in costs)
+        assert sum(cost.seconds for cost in costs) * 1e3 == pytest.approx(timed.busy_ms)
+        values = features(timed)
         assert all(math.isfinite(value) for value in values.values())
         for group in ("time_", "bound_"):
             assert sum(v for k, v in values.items() if k.startswith(group)) == pytest.approx(1)

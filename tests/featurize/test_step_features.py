@@ -40,7 +40,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 MEMORY = ("job_memory_mib", "job_reserved_mib", "job_allocated_mib", "job_log_memory", "job_log_batch_bytes")
-TIMES = ("job_step_time_ms", "job_roofline_busy_log2_ms")
+TIMES = ("job_step_time_ms", "job_priced_busy_log2_ms")
 
 
 def features(config, spec=A100, training_loop=False):

@@ -178,7 +178,7 @@ def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
                      for loop in (False, True))  # fmt: skip
     derived = build_defaults._without_input([StepRecord(values=values) for values in looped])
     assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
-    assert derived["drama"] == pytest.approx([values["job_roofline_drama"] for values in apart])
+    assert derived["drama"] == pytest.approx([values["job_priced_drama"] for values in apart])
 
 
 def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys):

@@ -10,8 +10,9 @@ from conf import cli
 from conf.errors import UsageError
 from featurize.device_spec import describe_device
 from featurize.families import mlp
+from featurize.input_pipeline import input_ms
 from featurize.kernel_model.step_time import time_step
-from featurize.simulate import input_ms, simulate
+from featurize.simulate import simulate
 from featurize.trace import trace_config
 from learn import FitSettings, estimate, fit
 from learn.artifacts import default_artifact
@@ -77,7 +78,7 @@ def test_of_a_plain_loop_every_figure_waits_for_the_input():
     trace = trace_config(CONFIG, training_loop=True, device=DEVICE)
     waits = input_ms(trace, CONFIG.batch_size)
     assert done.step_time_ms == pytest.approx(time_step(trace, DEVICE, CONFIG, input_ms=waits).step_time_ms, rel=0.01)
-    assert done.drama == pytest.approx(traced["job_roofline_drama"])
+    assert done.drama == pytest.approx(traced["job_priced_drama"])
     assert done.step_time_ms > estimate(CONFIG, loop=RESIDENT).step_time_ms
 
 

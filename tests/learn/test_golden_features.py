@@ -15,7 +15,6 @@ from golden_features import differences, golden, same_libraries, values_of
 from conf.errors import EnvironmentProblem
 from featurize import kernel_constants
 from featurize.families import family_names
-from featurize.kernel_constants import KERNEL_GAP_US
 from featurize.version import FEATURES_STAMP, FEATURES_VERSION, HISTORY, is_current
 from learn.artifact_files import stamped
 from learn.artifacts import DEFAULT_MODELS, StaleArtifact, open_artifact, require_current
@@ -54,14 +53,17 @@ def test_every_family_has_a_golden_case_and_modules_have_some():
 
 
 @pytest.mark.parametrize(
-    ("module", "kind"),
+    ("constant", "kind"),
     [
-        pytest.param("featurize.roofline", "step", marks=pytest.mark.skipif(not TRACED_HERE, reason="other releases")),
-        ("learn.fastpath.fast_features", "fast"),
+        pytest.param(
+            "featurize.kernel_model.activity.INSTRUCTIONS_PER_ELEMENT", "step",
+            marks=pytest.mark.skipif(not TRACED_HERE, reason="other releases"),
+        ),
+        ("learn.fastpath.fast_features.KERNEL_GAP_US", "fast"),
     ],
-)
-def test_a_constant_of_kernels_that_differs_in_one_place_moves_golden_values(module, kind, monkeypatch):
-    monkeypatch.setattr(f"{module}.KERNEL_GAP_US", 1.01 * KERNEL_GAP_US)
+)  # fmt: skip
+def test_a_constant_of_kernels_that_differs_in_one_place_moves_golden_values(constant, kind, monkeypatch):
+    monkeypatch.setattr(constant, 1.01 * getattr(kernel_constants, constant.rpartition(".")[2]))
     moved = list(differences("mlp", CASES["mlp"], traced=TRACED_HERE))
     assert moved and all(f"mlp: {kind} " in line for line in moved)
 

@@ -103,11 +103,11 @@ class SimulatedDevice:
 
     def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
         """Report the operators of one step at the price that the modelled time is made of."""
-        from featurize.roofline import price
+        from featurize.kernel_model.costs import operator_costs
         from warehouse.schema import KERNEL_PHASES  # with pyarrow, whose threads the trial server must not have
         from workers.devices.profiling import dims_text, report_rows
 
-        priced = zip(trace.operators, price(trace, self.spec, config).operators, strict=True)
+        priced = zip(trace.operators, operator_costs(trace, self.spec, config), strict=True)
         counts = Counter(
             (op.phase, op.name, op.input_shapes, op.dtype, cost.seconds * 1e6)
             for op, cost in priced

@@ -1,6 +1,6 @@
-"""How well the roofline foretells published utilization: correlation, error and accuracy in the published bins.
+"""How well the kernel model foretells published utilization: correlation, error and accuracy in the published bins.
 
-Start reading at `run`; `python tests/bench/roofline_check.py FOLDER [ROWS]`, FOLDER holding GPUMemNet's CSV files.
+Start reading at `run`; `python tests/bench/utilization_check.py FOLDER [ROWS]`, FOLDER holding GPUMemNet's CSV files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 from conf.errors import UsageError
 from featurize.device_spec import load_device
-from featurize.roofline import price, python_loader_ms
+from featurize.input_pipeline import python_loader_ms
+from featurize.kernel_model.step_time import time_step
 from featurize.trace import trace_config
 from learn.published import config_of
 from warehouse.published import DEVICE_NAME, PublishedRow, read_published
@@ -65,7 +66,7 @@ def _check(family: str, rows: Sequence[PublishedRow]) -> dict[str, dict[str, flo
         config = config_of(row)
         trace = trace_config(config, device=spec)
         batch_bytes = sum(block.nbytes for block in trace.blocks if block.kind == "batch")
-        cost = price(trace, spec, config, input_ms=python_loader_ms(config.batch_size, batch_bytes))
+        cost = time_step(trace, spec, config, input_ms=python_loader_ms(config.batch_size, batch_bytes)).activity
         for figure, values in priced.items():
             values.append(TRAINING_SHARE * getattr(cost, figure))
     table = {}
@@ -90,5 +91,5 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: python tests/bench/roofline_check.py FOLDER [ROWS]")
+        sys.exit("usage: python tests/bench/utilization_check.py FOLDER [ROWS]")
     run(sys.argv[1], *map(int, sys.argv[2:]))
