@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _BEGIN: Mapping[str, float] = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3}
-_LIMITS = {"wave": (0.0, 3.0), "stream_wave": (0.0, 3.0), "gap": (0.0, 1.0)}
+_TRAINING_SHARE = "training_share"  # of the time over which others took means: their set-up is in it
+_LIMITS = {"wave": (0.0, 3.0), "stream_wave": (0.0, 3.0), "gap": (0.0, 1.0), _TRAINING_SHARE: (0.85, 1.0)}
 _SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
 _OF_SMOCC = 2.0  # weight of occupancy beside activity
 _OF_PRIORS = 2e-4
@@ -49,6 +50,7 @@ class MeasuredActivity:
         calls: The kernels of a step.
         smact, smocc: Means over the run, in [0, 1].
         input_ms: What the input pipeline adds to a step.
+        whole_run: The means are of the whole run, its set-up included, and not of steps alone.
         channels_last, searched: As in `kernels_on`.
     """
 
@@ -59,6 +61,7 @@ class MeasuredActivity:
     smact: float
     smocc: float
     input_ms: float
+    whole_run: bool = False
     channels_last: bool = False
     searched: bool = False
 
@@ -112,11 +115,13 @@ class ActivityFit:
             torch.arange(len(rows)), torch.tensor([len(row.calls.kind) for row in rows])
         )
         self._step_s = torch.tensor(steps_s)
+        self._whole_run = torch.tensor([float(row.whole_run) for row in rows], dtype=torch.float64)
         self._smact = torch.tensor([row.smact for row in rows], dtype=torch.float64)
         self._smocc = torch.tensor([row.smocc for row in rows], dtype=torch.float64)
 
-    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> ActivityParameters:
-        """Return what explains the rows that the mask `of` names, every family with the same weight."""
+    def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> tuple[ActivityParameters, float]:
+        """Return what explains the rows that the mask `of` names, every family with the same weight; and which share of
+        a whole run they spend in training."""
         begin = _begin()
         values = {name: value.clone().requires_grad_(True) for name, value in begin.items()}
         weight = np.zeros(len(self.rows))
@@ -129,7 +134,7 @@ class ActivityFit:
                 for parameters in optimizer.param_groups:
                     parameters["lr"] = _LAST_RATE
             optimizer.zero_grad()
-            smact, smocc = self._ratios(_parameters(values, lambda value: value))
+            smact, smocc = self._ratios(_parameters(values, lambda value: value), values[_TRAINING_SHARE])
             error = _beyond(smact - self._smact, _SMACT_TOLERANCE)
             error = error + _OF_SMOCC * _beyond(smocc - self._smocc, _SMOCC_TOLERANCE)
             firm = sum(((value - begin[name]) ** 2).sum() for name, value in values.items())
@@ -138,24 +143,28 @@ class ActivityFit:
             with torch.no_grad():
                 for name, (least, most) in _LIMITS.items():
                     values[name].clamp_(least, most)
-        return _parameters({name: value.detach() for name, value in values.items()}, np.asarray)
+        values = {name: value.detach() for name, value in values.items()}
+        return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
 
-    def errors(self, learned: ActivityParameters) -> tuple[np.ndarray, np.ndarray]:
+    def errors(self, learned: ActivityParameters, training_share: float) -> tuple[np.ndarray, np.ndarray]:
         """Return estimated less measured SM activity and occupancy of each row."""
         of_torch = ActivityParameters(
             by_class={name: torch.as_tensor(value) for name, value in learned.by_class.items()},
             single={name: torch.as_tensor(value) for name, value in learned.single.items()},
         )
-        smact, smocc = (ratio.clip(max=1.0) for ratio in self._ratios(of_torch))
+        smact, smocc = (ratio.clip(max=1.0) for ratio in self._ratios(of_torch, training_share))
         return (smact - self._smact).numpy(), (smocc - self._smocc).numpy()
 
-    def _ratios(self, learned: ActivityParameters) -> tuple[torch.Tensor, torch.Tensor]:
+    def _ratios(
+        self, learned: ActivityParameters, training_share: torch.Tensor | float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         share, occupancy = kernel_activity(self._occupied, learned, torch)
         active = self._count * (self._seconds - learned.single["gap"] * self._latency_s) * share
         nothing = torch.zeros(len(self.rows), dtype=torch.float64)
+        shown = (1 - self._whole_run * (1 - training_share)) / self._step_s
         return (
-            nothing.index_add(0, self._row, active) / self._step_s,
-            nothing.index_add(0, self._row, active * occupancy) / self._step_s,
+            nothing.index_add(0, self._row, active) * shown,
+            nothing.index_add(0, self._row, active * occupancy) * shown,
         )
 
 
@@ -170,10 +179,10 @@ def judged_activity(
         progress("fitting activity", fold, folds + 1)
         mask = part == fold
         if mask.any() and not mask.all():
-            left_out[:, mask] = np.array(fit.errors(fit.fitted(~mask)))[:, mask]
+            left_out[:, mask] = np.array(fit.errors(*fit.fitted(~mask)))[:, mask]
     progress("fitting activity", folds, folds + 1)
-    learned = fit.fitted(everything)
-    known = np.array(fit.errors(learned))
+    learned, training_share = fit.fitted(everything)
+    known = np.array(fit.errors(learned, training_share))
     scores = [
         ActivityScore(
             rows=str(family), split=split, count=int(mine.sum()), smact=_spread(errors[0]), smocc=_spread(errors[1])
@@ -206,7 +215,8 @@ def _begin() -> dict[str, torch.Tensor]:
         "most_warps": torch.log(torch.tensor([one.most_warps for one in classes], dtype=torch.float64)),
         "block_warps": torch.zeros(len(CLASSES), dtype=torch.float64),
     }
-    return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in _BEGIN.items()}
+    begin = {**_BEGIN, _TRAINING_SHARE: 0.95}
+    return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in begin.items()}
 
 
 def _parameters(values: Mapping[str, torch.Tensor], convert: Callable) -> ActivityParameters:

@@ -164,6 +164,7 @@ def measured_activity(
                 smact=record.label,
                 smocc=smocc[record.run_id],
                 input_ms=input_ms(trace, config.batch_size) if record.case.training_loop else 0.0,
+                whole_run=record.source == "imported",
                 channels_last=config.channels_last,
                 searched=config.cudnn_benchmark,
             )

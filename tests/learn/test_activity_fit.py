@@ -46,8 +46,8 @@ def rows():
 def test_a_fit_explains_measured_activity(rows):
     fit = ActivityFit(rows, LEARNED)
     everything = np.ones(len(rows), dtype=bool)
-    before = fit.errors(fit.fitted(everything, iterations=0))
-    after = fit.errors(fit.fitted(everything, iterations=150))
+    before = fit.errors(*fit.fitted(everything, iterations=0))
+    after = fit.errors(*fit.fitted(everything, iterations=150))
     for first, last in zip(before, after, strict=True):
         assert np.median(np.abs(last)) < 0.02 and np.abs(last).mean() < 0.6 * np.abs(first).mean()
 
@@ -58,7 +58,7 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(rows):
         dataclasses.replace(row, smact=0.0, smocc=0.0) if mine else row
         for row, mine in zip(rows, left_out, strict=True)
     ]
-    clean, other = (ActivityFit(of, LEARNED).fitted(~left_out, iterations=5) for of in (rows, spoiled))
+    clean, other = (ActivityFit(of, LEARNED).fitted(~left_out, iterations=5)[0] for of in (rows, spoiled))
     assert np.array_equal(clean.by_class["most_warps"], other.by_class["most_warps"])
 
 

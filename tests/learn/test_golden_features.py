@@ -26,12 +26,12 @@ STORED = golden()
 CASES = STORED["cases"]
 # Of the fast path's sketch over the traced step: step time, memory.
 RATIOS = {
-    "cnn": (0.962, 1.0),
-    "mlp": (1.059, 0.985),
-    "transformer": (0.86, 0.972),
-    "cnn_long": (1.031, 1.0),
-    "mlp_momentum": (1.0, 0.909),
-    "transformer_adam": (0.888, 0.88),
+    "cnn": (0.721, 1.0),
+    "mlp": (1.32, 0.985),
+    "transformer": (0.51, 0.972),
+    "cnn_long": (1.003, 1.0),
+    "mlp_momentum": (1.102, 0.909),
+    "transformer_adam": (0.95, 0.88),
 }
 TRACED_HERE = same_libraries(STORED)  # under other releases, what needs no trace is compared alone
 
@@ -70,7 +70,7 @@ def test_a_constant_of_kernels_that_differs_in_one_place_moves_golden_values(con
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "fast" in case["values"]])
 def test_the_fast_path_s_sketch_keeps_its_ratio_to_the_traced_step(name):
-    """What the fast path starts from and what its teacher traces are of one scheme, with the same constants."""
+    """What the fast path starts from is a sketch: the same tensors, in times that it learns to correct."""
     case = CASES[name]
     sketch, traced = values_of(name, case, traced=False)["fast"], case["values"]["step"]
     time_ratio = sketch["base_step_time_00"] / (traced["job_step_time_ms"] * (1 - traced.get("job_input_share", 0.0)))
@@ -81,7 +81,7 @@ def test_the_fast_path_s_sketch_keeps_its_ratio_to_the_traced_step(name):
 def test_every_constant_of_kernels_has_one_home():
     """Nobody else gives a name of `featurize.kernel_constants` a value, and it is read without torch."""
     names = {name for name in vars(kernel_constants) if name.isupper()}
-    assert "KERNEL_GAP_US" in names and len(names) > 20
+    assert "KERNEL_GAP_US" in names and len(names) > 15
     for path in [*ROOT.glob("featurize/**/*.py"), *ROOT.glob("learn/**/*.py")]:
         if path.name == "kernel_constants.py":
             continue
