@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from featurize.step_trace import BatchMix
     from learn.estimation.known_runs import KnownRun
+    from learn.estimation.own_runs import OwnRuns
     from learn.traced import TracedStep, Traces
     from warehouse.folder import DataFolder
 
@@ -63,7 +64,7 @@ def _as_a_training_script() -> Iterator[None]:
 class Question:
     """A job and how its estimate is made, whatever the device. The fields are as in `learn.estimate`, checked.
 
-    known_in_folder   the measured runs are those of the data folder
+    own_runs          the data folder's measured runs of a trial config, where they may serve
     known_jobs        a module's job at the batch size of each run of `known`
     known_traces      batch size of a run of `known` -> its traces, from one answer to the next
     """
@@ -78,7 +79,7 @@ class Question:
     torch_version: str | None = None
     coverage: float = LEVEL
     known: tuple[KnownRun, ...] = ()
-    known_in_folder: bool = False
+    own_runs: OwnRuns | None = None
     known_jobs: Mapping[int, Workload] = field(default_factory=dict)
     known_traces: dict[int, Traces] = field(default_factory=dict)
 
@@ -180,21 +181,17 @@ class Question:
         self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile, traces: Traces | None
     ) -> Estimate:
         """Return the estimate moved by the measured runs. Raises `UsageError` for a job that is not traced."""
-        from learn.estimation.known_runs import moved, runs_in_folder
+        from learn.estimation.known_runs import moved
         from learn.traced import step_of
         from learn.workload import of_config
 
-        known, config = tuple(run for run in self.known if run.is_of(device)), self.job.config
-        if self.known_in_folder and config is not None:
-            known = runs_in_folder(self.data, config, device)
+        known, config, own = tuple(run for run in self.known if run.is_of(device)), self.job.config, self.own_runs
+        if own is not None and config is not None and (traced is not None or own.asked_for):
+            known, notes = own.of(config, device)
+        else:
+            own, notes = None, [f"known: no run was measured on {device.name}"] if self.known and not known else []
         if not known:
-            if self.known_in_folder:
-                note = "known=runs: the data folder has no run of this job that was measured on a GPU"
-            elif self.known:
-                note = f"known: no run was measured on {device.name}"
-            else:
-                return done
-            return replace(done, warnings=(*done.warnings, note))
+            return replace(done, warnings=(*done.warnings, *notes))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
         at_hand = traced
@@ -208,7 +205,10 @@ class Question:
             step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
             return self._placed(step, job, device, on, workspaces=self.workspaces)
 
-        return moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
+        by_runs = moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
+        if own is None or by_runs.answered_by == done.answered_by:
+            return by_runs
+        return replace(by_runs, warnings=(own.note(known), *by_runs.warnings))
 
     def _case(self, job: Workload, device: DeviceSpec) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""

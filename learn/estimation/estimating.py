@@ -24,7 +24,7 @@ from learn.batch_sizes import with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
+from learn.estimation.known_runs import NONE, RUNS, KnownRun, known_runs, leaves_out, require_movable
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
 from learn.estimation.on_machine import machine_for, require_workspaces
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from featurize.device_spec import DeviceSpec
     from learn.estimation.answers import Data
+    from learn.estimation.own_runs import OwnRuns
     from learn.workload import Workload
 
     Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
@@ -129,8 +130,10 @@ def estimate(
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
             torch.cuda. A run on another GPU model names it by `device`, and moves that one's estimate only. The
-            estimate is moved by what the runs show beyond their traces, and its bound is much narrower. `"runs"`, for a
-            trial config: the runs that the data folder measured on this GPU model.
+            estimate is moved by what the runs show beyond their traces, and its bound is much narrower. None: for a
+            trial config, what the data folder measured of it on this GPU model, at any batch size, unless `estimator`,
+            `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there is none.
+            `"none"`, or an empty list: no run.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -163,7 +166,7 @@ def estimate(
     if method == "fast":
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
-            "known": known, "torch_version": torch_version, **of_modules,
+            "known": None if leaves_out(known) else known, "torch_version": torch_version, **of_modules,
         }  # fmt: skip
         if coverage != LEVEL:
             raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
@@ -212,7 +215,7 @@ def estimate_many(
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
         device, method, estimator, data, trust, loop, machine, coverage, workspaces, torch_version: As in `estimate`.
-        known: `"runs"`: each config's own runs in the data folder. A list of runs would be of one job.
+        known: `"runs"` or `"none"`, as in `estimate`. A list of runs would be of one job.
         batches: None; a trial config has its own inputs. `estimate` takes batches of several shapes for modules.
         progress: Is called with the number of configs done and their total, before each config that is traced.
 
@@ -224,7 +227,7 @@ def estimate_many(
     """
     if batches is not None:
         raise UsageError("a trial config has its own inputs; leave batches out")
-    if known not in (None, RUNS):
+    if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
     described = checked(estimator, method, device)
     jobs = _configs(configs)
@@ -237,9 +240,10 @@ def estimate_many(
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
         if require_coverage(coverage) != LEVEL:
             raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        runs = None if leaves_out(known) else known
         if given_too := [
             key
-            for key, value in (("workspaces", workspaces), ("known", known), ("torch_version", torch_version))
+            for key, value in (("workspaces", workspaces), ("known", runs), ("torch_version", torch_version))
             if value is not None
         ]:
             raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
@@ -250,7 +254,7 @@ def estimate_many(
         one = estimate(
             config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
             coverage=coverage, workspaces=workspaces, torch_version=torch_version,
-            known=None if known is None else RUNS,
+            known=None if known is None else NONE if leaves_out(known) else RUNS,
         )  # fmt: skip
         estimates.append(one)
     return estimates
@@ -380,13 +384,26 @@ def question_of(
     return Question(
         job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
         workspaces=require_workspaces(workspaces), coverage=require_coverage(coverage), known=runs,
-        known_in_folder=known == RUNS, known_jobs=jobs, torch_version=require_release(torch_version),
+        known_jobs=jobs, own_runs=_own_runs(known, data, job, estimator, allocator, torch_version),
+        torch_version=require_release(torch_version),
     )  # fmt: skip
+
+
+def _own_runs(known: object, data: Data | None, job: Workload, *of_another_run: object) -> OwnRuns | None:
+    """Return the data folder's measured runs of a trial config: named, or where nothing (`of_another_run`) asks for
+    another answer than what the farm measured."""
+    from learn.estimation.own_runs import OwnRuns
+
+    if known == RUNS:
+        return OwnRuns(data=data, asked_for=True)
+    if job.config is None or known is not None or any(one is not None for one in of_another_run):
+        return None
+    return OwnRuns(data=data, asked_for=False)
 
 
 def _require_job_of_known(known: object, model: object, estimator: str | None, batches: object) -> None:
     """Raise `UsageError` where measured runs cannot move the estimate."""
-    if known is None:
+    if known is None or leaves_out(known):
         return
     if known == RUNS and not isinstance(model, TrialConfig):
         raise UsageError("known=runs is for trial configs; for a module give its measured runs")

@@ -5,7 +5,7 @@ Start reading at `largest_batch`; `learn.estimation.batch_search` decides which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from learn.estimation.job_estimate import Estimate
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from learn.estimation.estimating import Inputs, Job, Model, Tensors
+    from learn.estimation.own_runs import MeasuredRow
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
@@ -133,6 +134,7 @@ def largest_batch(
     given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
     estimates: dict[int, Estimate] = {}
     known_traces: dict[int, Traces] = {}
+    own_rows: dict[str, Sequence[MeasuredRow]] = {}
 
     def needed_mib(batch: int) -> float:
         if isinstance(model, TrialConfig):
@@ -146,7 +148,8 @@ def largest_batch(
                 at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
             question = _question(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
-            estimates[batch], _ = replace(question, known_traces=known_traces).answered(spec)
+            own_runs = None if question.own_runs is None else replace(question.own_runs, remembered=own_rows)
+            estimates[batch], _ = replace(question, known_traces=known_traces, own_runs=own_runs).answered(spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         done = estimates[batch]
