@@ -154,7 +154,7 @@ class Question:
                 traced = self._placed(traced, job, device, on, timeline=timeline, workspaces=self.workspaces)
                 if gathered.beyond_fit:  # there the trace's own figure stands
                     gathered.move(traced.step.peak_memory_mib - guessed_mib)
-            if gathered.beyond_fit or (estimator is None and "memory" not in gathered.by):
+            if gathered.beyond_fit or (estimator in (None, "trace") and "memory" not in gathered.by):
                 limit_mib = _limit_mib(device, self.allocator, traced)
                 _bound_by_causes(gathered, traced, device, on, self.coverage, limit_mib)
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on, self.torch_version)

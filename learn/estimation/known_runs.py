@@ -18,7 +18,6 @@ import numpy as np
 
 from conf.errors import UsageError, shown, unknown_name
 from featurize.device_spec import DeviceSpec, device_names, plain_device
-from learn.analytical.trace import NO_BOUND
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.memory_causes import BOUND_NOTE, COVERAGES, NEIGHBOUR, Uncertainty, widest
 
@@ -45,7 +44,6 @@ _OF_OTHERS = (
     "out of memory",
     "it may run out of memory",
     BOUND_NOTE,
-    NO_BOUND,
 )  # notes on the figure that the runs replace
 RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and none, not even those
 # Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart

@@ -57,7 +57,7 @@ def test_what_is_no_probability_has_no_quantile():
     for p in (0.0, 1.0, -0.5):
         with pytest.raises(UsageError, match=r"from 0.01 to 0.99"):
             done.quantile_mib(p)
-    assert estimate(MLP, estimator="trace").quantile_mib(0.9) is None
+    assert estimate(MLP, estimator="horus").quantile_mib(0.9) is None
 
 
 def test_the_fast_path_has_one_coverage():

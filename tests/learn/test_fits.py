@@ -80,7 +80,7 @@ def test_the_largest_batch_is_exact_among_its_neighbours(by, options):
 
 
 def test_the_search_needs_few_estimates():
-    largest = largest_batch(net, [8, 4096, 256], device="A100-SXM4-40GB", estimator="trace")
+    largest = largest_batch(net, [8, 4096, 256], device="A100-SXM4-40GB", estimator="trace", by="point")
     assert largest.batch > 400 and len(largest.tried) <= 8
 
 
@@ -228,7 +228,7 @@ def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, cap
     assert [one["fits"] for one in found["devices"]] == [True] * len(device_names())
     assert run(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700") == 0
     shown = capsys.readouterr().out
-    assert "the largest batch on A100-SXM4-40GB is " in shown and "by the point" in shown
+    assert "the largest batch on A100-SXM4-40GB is " in shown and "by the bound" in shown
     assert run(*job, "find=devices") == 0
     assert "H200-SXM-141GB" in capsys.readouterr().out
 
