@@ -222,6 +222,11 @@ class Question:
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
 
+def is_of_job(error: CommandError) -> bool:
+    """Whether an error of `Question.answered` is of the job, whatever the GPU model: its step cannot be traced."""
+    return isinstance(error.__cause__, CommandError)
+
+
 def _bound_by_causes(
     gathered: Gathered,
     traced: TracedStep,

@@ -153,6 +153,16 @@ def prepare_workspaces(
             raise
 
 
+def release_workspaces(workspaces: str | None, device: DeviceSpec) -> None:
+    """End cuDNN's process of a GPU model, if one runs. The next question about it starts another."""
+    if workspaces not in (CUDNN, AUTO):
+        return
+    from featurize.cudnn.oracle import oracle_for
+
+    with contextlib.suppress(CommandError):  # it could not be asked in the first place
+        oracle_for(device).close()
+
+
 def _answers(
     traced: TracedStep,
     device: DeviceSpec,
