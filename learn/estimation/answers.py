@@ -24,7 +24,7 @@ from learn.cases import Case
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
 from learn.estimation.memory_causes import COVERAGES, uncertainty_of, widest
-from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
+from learn.estimation.on_machine import machine_for, placed, prepare_workspaces, workspace_notes
 from learn.estimation.sources import (
     TARGETS,
     WITHOUT_TRACE,
@@ -308,17 +308,11 @@ def _assembled(
         notes += [f"assumed: {text}" for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
             notes.append(_of_mix(mix, job.shape_text(), traced))
-        from featurize.cudnn.releases import release_note, traced_release_note
-
-        notes += filter(None, [traced_release_note(torch_version)])
-        if memory.workspaces:
-            from featurize.cudnn.workspaces import workspaces_note
-
-            notes.append(workspaces_note(memory.workspaces))
-            if (other_release := release_note(memory.workspaces, torch_version=torch_version)) is not None:
-                notes.append(other_release)
-            if by["memory"] != "trace" and not gathered.beyond_fit:
-                notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
+        notes += workspace_notes(
+            memory.workspaces, job.search, cudnn_benchmark=job.settings.cudnn_benchmark, torch_version=torch_version
+        )
+        if memory.workspaces and by["memory"] != "trace" and not gathered.beyond_fit:
+            notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"

@@ -191,6 +191,32 @@ def _answers(
     return None
 
 
+def workspace_notes(
+    workspaces: Mapping[LibraryCall, ConvolutionWorkspace],
+    search: SearchSettings | None,
+    *,
+    cudnn_benchmark: bool,
+    torch_version: str | None,
+) -> list[str]:
+    """Return the notes on a step's workspaces: who answered, for which cuDNN, and what that source does not know.
+
+    Args:
+        workspaces: The answers that the step was replayed with; empty where none was asked for.
+        search, cudnn_benchmark, torch_version: As in `placed`.
+    """
+    from featurize.cudnn.distilled_step import unlike_distilled_note
+    from featurize.cudnn.releases import release_note, traced_release_note
+    from featurize.cudnn.workspaces import workspaces_note
+
+    notes = [traced_release_note(torch_version)]
+    if workspaces:
+        chosen = search or _search_of_job(cudnn_benchmark)
+        notes.append(workspaces_note(workspaces))
+        notes.append(release_note(workspaces, torch_version=torch_version))
+        notes.append(unlike_distilled_note(workspaces, chosen))
+    return [note for note in notes if note is not None]
+
+
 def _search_of_job(benchmark: bool) -> SearchSettings:
     """Return how a job searches: with `allow_tf32`, PyTorch's default, whatever the estimating process has set."""
     from featurize.cudnn.workspaces import search_settings

@@ -158,7 +158,7 @@ def convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14**2, 4))
 
 
-def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(module_of_nets, capsys):
+def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(module_of_nets, capsys, monkeypatch):
     options = {"workspaces": "distilled", "precision": "bf16"}
     fits = devices_that_fit(convolutions, [8, 3, 16, 16], devices=["K80", "A100", "T4"], **options)
     by_name = {one.device: one for one in fits}
@@ -168,6 +168,7 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(module_of_n
     for name in ("A100-SXM4-40GB", "T4"):
         alone = estimate(convolutions, [8, 3, 16, 16], device=name, **options)
         assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
+    monkeypatch.setattr("learn.estimation.fits.device_names", lambda: ("K80", "T4"))
     job = [f"model={module_of_nets}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=distilled"]
     assert run(*job, "format=json") == 0
     rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)["devices"]}
