@@ -240,7 +240,9 @@ def test_measured_runs_are_taken_as_json(capsys):
     assert run(config, """known='[{"batch_size": 32, "memory_mib": 1900}]'""", "format=json") == 0
     assert "1 measured run" in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
     assert run(config, """known='[{"batch_size": 32 "memory_mib": 1900}]'""") == 2
+    assert run(config, """known=[{"batch_size": 32, "memory_mib": 1900}]""") == 2
     message = capsys.readouterr().err
+    assert "write KEY=VALUE (a mapping's keys have no quotes: {key: value})" in message
     assert "no JSON (Expecting ',' delimiter" in message and "[{batch_size: 32, memory_mib: 10240" in message
 
 
