@@ -67,6 +67,7 @@ class Question:
     own_runs          the data folder's measured runs of a trial config, where they may serve
     known_jobs        a module's job at the batch size of each run of `known`
     known_traces      batch size of a run of `known` -> its traces, from one answer to the next
+    longest_traces    traces of the longest batch of a mix alone, likewise
     """
 
     job: Workload
@@ -82,6 +83,7 @@ class Question:
     own_runs: OwnRuns | None = None
     known_jobs: Mapping[int, Workload] = field(default_factory=dict)
     known_traces: dict[int, Traces] = field(default_factory=dict)
+    longest_traces: Traces = field(default_factory=dict)
 
     @naming_the_extra()
     @_as_a_training_script()
@@ -122,6 +124,7 @@ class Question:
             if traced is not None and traced.trace.mix is not None:
                 alone = job.alone(traced.trace.mix.longest)
                 case = self._case(alone, device)
+                traced = self._with_longest(gathered, traced, alone, device, timeline=timeline)
             if estimator not in (None, "trace"):
                 gathered.notes.append(
                     f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
@@ -160,6 +163,26 @@ class Question:
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on, self.torch_version)
         done = self._moved(done, traced, device, on, traces)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
+
+    def _with_longest(
+        self, gathered: Gathered, mixed: TracedStep, alone: Workload, device: DeviceSpec, *, timeline: bool
+    ) -> TracedStep:
+        """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
+        leave can suit it better than its own, in the order that was given."""
+        from learn.traced import step_of
+
+        longest = step_of(alone, device, allocator=self.allocator, timeline=timeline, traces=self.longest_traces)
+        if longest.step.peak_memory_mib <= mixed.step.peak_memory_mib:
+            return mixed
+        mix = mixed.trace.mix
+        assert mix is not None, "of several shapes"
+        gathered.notes.append(
+            f"memory is of the longest batch alone, {alone.shape_text()}: the {mix.given} steps on batches of "
+            f"{mix.shapes} shapes reserve {mixed.step.peak_reserved_mib:,.1f} MiB in their order, the longest alone "
+            f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
+        )
+        gathered.notes += [note for note in mixed.trace.notes if note not in longest.trace.notes]
+        return longest
 
     def _placed(
         self,

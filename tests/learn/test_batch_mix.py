@@ -102,6 +102,18 @@ def test_estimators_that_follow_no_mix_take_the_longest_batch_and_say_so():
     assert any("batches of several shapes: the trace answers" in text for text in by_default.warnings)
 
 
+@pytest.mark.parametrize("batches", [[[16, 64], [16, 192]], [[16, 192], [16, 64]]], ids=["longest last", "first"])
+def test_a_mix_takes_no_less_than_its_longest_batch_alone(batches):
+    mixed, longest = ask(batches=batches), ask([16, 192])
+    assert mixed.peak_memory_mib >= longest.peak_memory_mib and mixed.upper_mib >= longest.upper_mib
+    [note] = [text for text in mixed.warnings if "steps on batches of 2 shapes" in text]
+    if batches[0] == [16, 64]:  # there the mix itself reserves less
+        assert of_memory(mixed) == of_memory(longest)
+        assert "memory is of the longest batch alone, [16, 192]" in note and f"{longest.reserved_mib:,.1f} MiB" in note
+    [one] = devices_that_fit(Tokens, batches=batches, devices=["A100"], input_dtype="int64", estimator="trace")
+    assert one.estimate.peak_memory_mib == mixed.peak_memory_mib
+
+
 def test_step_time_is_that_of_the_longest_batch():
     for loop in ("pipeline", "resident"):
         mixed, longest = ask(batches=[[8, 64], [8, 512]], loop=loop), ask([8, 512], loop=loop)
