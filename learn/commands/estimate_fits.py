@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.estimating import Inputs, Job
+    from learn.estimation.questions import Inputs, Job
 
 
 LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")

@@ -18,14 +18,14 @@ from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
 from learn.estimation.answers import Question, is_of_job
 from learn.estimation.batch_search import largest_fitting
-from learn.estimation.estimating import checked, question_of, training_settings
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.on_machine import release_workspaces
+from learn.estimation.questions import checked, question_of, training_settings
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.estimating import Inputs, Job, Model, Tensors
     from learn.estimation.own_runs import MeasuredRow
+    from learn.estimation.questions import Inputs, Job, Model, Tensors
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
