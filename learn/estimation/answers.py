@@ -228,7 +228,12 @@ class Question:
             step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
             return self._placed(step, job, device, on, workspaces=self.workspaces)
 
-        by_runs = moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
+        try:
+            by_runs = moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
+        except CommandError as error:
+            if own is None or own.asked_for:
+                raise
+            return replace(done, warnings=(*done.warnings, own.left_out(error)))
         if own is None or by_runs.answered_by == done.answered_by:
             return by_runs
         return replace(by_runs, warnings=(own.note(known), *by_runs.warnings))

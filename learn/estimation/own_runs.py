@@ -6,13 +6,13 @@ Start reading at `OwnRuns.of`; `learn.estimation.known_runs` moves the estimate.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
 from conf.errors import CommandError
+from conf.plain_text import first_line
 from featurize.device_spec import DeviceSpec, plain_device
 from featurize.trial_config import TRAINING_FIELDS, TrialConfig
 from learn.estimation.known_runs import NONE, KnownRun
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from warehouse.folder import DataFolder
 
     MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
-
-_MOST_BATCHES = 4  # the nearest to the asked one: each is traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,8 @@ class OwnRuns:
     remembered: dict[str, Sequence[MeasuredRow]] = field(default_factory=dict)
 
     def of(self, config: TrialConfig, device: DeviceSpec) -> tuple[tuple[KnownRun, ...], list[str]]:
-        """Return a job's runs on a GPU model at the batch sizes nearest to its own, and notes.
+        """Return a job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
+        the nearest larger one. The others would change nothing, and each is traced.
 
         Of several runs at one batch size, the median. Runs that hold more than the card has are of another card.
 
@@ -56,15 +55,15 @@ class OwnRuns:
         except CommandError as error:
             if self.asked_for:
                 raise
-            return (), [f"the data folder's measured runs are left out: {error}"]
+            return (), [self.left_out(error)]
         measured_mib: dict[int, list[float]] = {}
         for name, batch_size, mib in rows:
             if plain_device(name) == plain_device(device.name) and mib <= device.memory_mib:
                 measured_mib.setdefault(batch_size, []).append(mib)
-        nearest = sorted(measured_mib, key=lambda size: (abs(math.log2(size / config.batch_size)), size))
-        runs = tuple(
-            KnownRun(batch_size=size, memory_mib=median(measured_mib[size])) for size in sorted(nearest[:_MOST_BATCHES])
-        )
+        smaller = max((size for size in measured_mib if size <= config.batch_size), default=None)
+        larger = min((size for size in measured_mib if size >= config.batch_size), default=None)
+        nearest = sorted({size for size in (smaller, larger) if size is not None})
+        runs = tuple(KnownRun(batch_size=size, memory_mib=median(measured_mib[size])) for size in nearest)
         if not runs and self.asked_for:
             return (), ["known=runs: the data folder has no run of this job that was measured on a GPU"]
         return runs, []
@@ -74,6 +73,10 @@ class OwnRuns:
         sizes = ", ".join(f"{run.batch_size:,}" for run in runs)
         leave_out = "" if self.asked_for else f"; known={NONE} leaves them out"
         return f"memory: moved by what the data folder measured of this job, at a batch of {sizes}{leave_out}"
+
+    def left_out(self, error: CommandError) -> str:
+        """Return a note that says why runs which nobody asked for move nothing."""
+        return f"the data folder's measured runs are left out: {first_line(error)}"
 
     def _rows(self, config: TrialConfig) -> Sequence[MeasuredRow]:
         job = json.dumps({**config.to_mapping(), "batch_size": None}, sort_keys=True, default=str)

@@ -205,6 +205,35 @@ def test_measured_runs_of_the_data_folder_leave_other_questions_alone(options, m
     assert done.peak_memory_mib == alone.peak_memory_mib and done.upper_mib == alone.upper_mib
 
 
+def test_of_the_folders_runs_the_same_batch_counts_alone_and_else_its_neighbours(measured_folder):
+    def notes(batch):
+        return estimate(dataclasses.replace(MLP, batch_size=batch), data=measured_folder).warnings[0]
+
+    for batch, job in ((8, "b"), (128, "c"), (256, "d")):
+        config = dataclasses.replace(MLP, batch_size=batch)
+        labels = {"peak_memory_mib": [estimate(config, known="none").process_mib + 250]}
+        write_runs(measured_folder, [config], source="measured", job=job, device_uuid="GPU-1", labels=labels)
+    assert "at a batch of 128;" in notes(128) and "at a batch of 32, 128;" in notes(64)
+    assert "at a batch of 256;" in notes(512)
+
+
+def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monkeypatch):
+    from learn import traced
+
+    real = traced.step_of
+
+    def only_the_asked(job, *args, **kwargs):
+        if job.batch_size == 32:
+            raise traced.CannotTrace("a batch of 32 is too odd", limit=False)
+        return real(job, *args, **kwargs)
+
+    monkeypatch.setattr(traced, "step_of", only_the_asked)
+    done = estimate(MLP, data=measured_folder)
+    assert done.warnings[-1] == "the data folder's measured runs are left out: a batch of 32 is too odd"
+    with pytest.raises(UsageError, match="too odd"):
+        estimate(MLP, data=measured_folder, known="runs")
+
+
 def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, capsys):
     assert run("run=a-000000", f"data={measured_folder}", "format=json") == 0
     assert "measured" not in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
