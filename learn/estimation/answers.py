@@ -21,10 +21,11 @@ from featurize.device_spec import DeviceSpec
 from featurize.machine import MachineProfile
 from featurize.training_settings import training_of
 from learn.cases import Case
+from learn.estimation.answer_notes import note_of_absent, note_of_two_loops, notes_of_memory, notes_of_trace
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
-from learn.estimation.memory_causes import COVERAGES, uncertainty_of, widest
-from learn.estimation.on_machine import machine_for, placed, prepare_workspaces, workspace_notes
+from learn.estimation.memory_causes import COVERAGES, uncertainty_of
+from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
 from learn.estimation.sources import (
     TARGETS,
     WITHOUT_TRACE,
@@ -39,7 +40,6 @@ from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
-    from featurize.step_trace import BatchMix
     from learn.estimation.known_runs import KnownRun
     from learn.estimation.own_runs import OwnRuns
     from learn.traced import TracedStep, Traces
@@ -294,13 +294,11 @@ def _assembled(
     torch_version: str | None,
 ) -> Estimate:
     """Return what was gathered, and the trace's figures for the rest."""
-    from learn.analytical.trace import NO_BOUND
     from learn.targets import get_target
 
     values, by = gathered.values, gathered.by
     notes: list[str] = []
     limit_mib = _limit_mib(device, allocator, traced)
-    room = f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
     if traced is not None:
         step = _priced(traced, job, device, loop)
         for target in TARGETS:
@@ -326,49 +324,15 @@ def _assembled(
             "peak_phase": memory.peak_phase,
             "activations": {name: nbytes / MIB for name, nbytes in largest},
         }
-        more = f"{device.name} has" if limit_mib >= device.memory_mib else f"the {limit_mib:,.0f} MiB {room}"
-        if not memory.fits and by["memory"] == "trace":
-            notes.append(f"out of memory: the step needs more than {more}")
-        elif not memory.fits:
-            notes.append(f"the trace finds that the step needs more than {more}")
-        elif memory.retries:
-            notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
-        notes += [f"assumed: {text}" for text in traced.trace.assumed]
-        if (mix := traced.trace.mix) is not None:
-            notes.append(_of_mix(mix, job.shape_text(), traced))
-        notes += workspace_notes(
-            memory.workspaces, job.search, cudnn_benchmark=job.settings.cudnn_benchmark, torch_version=torch_version
-        )
-        if memory.workspaces and by["memory"] != "trace" and not gathered.beyond_fit:
-            notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
+        notes += notes_of_trace(gathered, traced, job, device, limit_mib, torch_version)
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
         notes.append(f"{unknown}, since {failure}")
         values["parameters"] = _parameters(job)
-    by_trace = by["memory"] == "trace"
-    upper = values.get("upper_mib")
-    if upper is not None and values["peak_memory_mib"] <= limit_mib < upper:
-        notes.append(f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}")
-    if upper is None and by_trace:
-        notes.append(NO_BOUND)
-    elif not by_trace and values["peak_memory_mib"] > device.memory_mib:
-        notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
-    elif not by_trace and values["peak_memory_mib"] > limit_mib:
-        notes.insert(0, f"out of memory by {by['memory']}: it may take {limit_mib:,.0f} MiB {room}")
-    if (note := widest(values.get("uncertain", {}), (upper or 0.0) - values["peak_memory_mib"])) is not None:
-        notes.append(note)
-    if allocator is not None and not by_trace:
-        limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
-        notes.append(f"allocator= changes the trace's figures{limits} only; memory is answered by {by['memory']}")
-    if gathered.absent:
-        instead = ": answered by the trace" if traced is not None else ""
-        family = "modules" if job.config is None else job.config.family
-        notes.append(
-            f"no fitted model for {family} on {device.name} in {gathered.searched} for "
-            f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
-        )
-    notes += _of_two_loops(gathered.loops)
+    first, of_memory = notes_of_memory(gathered, device, limit_mib, allocator)
+    notes = [*first, *notes, *of_memory, *note_of_absent(gathered, job, device, is_traced=traced is not None)]
+    notes += note_of_two_loops(gathered.loops)
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
          "trace_memory_mib")
@@ -387,18 +351,6 @@ def _assembled(
     )
 
 
-def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
-    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
-    of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
-    if not all(of_loop.values()):
-        return []
-    parts = " and ".join(
-        f"{', '.join(targets)} {'is' if len(targets) == 1 else 'are'} for the {loop} loop"
-        for loop, targets in of_loop.items()
-    )
-    return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
-
-
 def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: TracedStep | None) -> float:
     """Return what the figure of the whole card may reach. A share limits what the allocator reserves, to which comes
     what lies outside of it."""
@@ -407,20 +359,6 @@ def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: 
         return device.memory_mib
     outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
     return min(device.memory_mib, share * device.memory_mib + outside_mib)
-
-
-def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
-    memory = traced.memory
-    return (
-        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
-        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
-        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
-        "utilization and step time are of the longest"
-    )
-
-
-def times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _parameters(job: Workload) -> int | None:
