@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
 DEVICES = "device"  # the group of GPU models and backends
+_QUOTE = "quote values that hold spaces or commas"
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
 
 
@@ -248,7 +249,9 @@ def _unfit(overrides: Sequence[Override], declared: Mapping[str, Kind]) -> Itera
         try:
             parsed_override = parser.parse_override(override.text())
         except (HydraException, RecursionError):
-            yield f"cannot read {shown(override.text())}; write KEY=VALUE (quote values that hold spaces or commas)"
+            quoted_keys = re.search(r"[{,]\s*[\"'][^\"']*[\"']\s*:", override.written)
+            advice = "a mapping's keys have no quotes: {key: value}" if quoted_keys else _QUOTE
+            yield f"cannot read {shown(override.text())}; write KEY=VALUE ({advice})"
             continue
         if parsed_override.is_sweep_override():
             yield f"{override.key} takes one value, not several to choose from: {shown(override.text())}"

@@ -5,6 +5,8 @@ Start reading at `distilled_workspaces`; `featurize.cudnn.workspaces` does the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from featurize.cudnn.distilled import DistilledWorkspaces
 from featurize.cudnn.signature import SearchSettings
 from featurize.cudnn.workspaces import DISTILLED, ConvolutionWorkspace, guessed_workspace
@@ -28,3 +30,25 @@ def distilled_workspaces(
                 source=DISTILLED, sizes=(size,), layout=signature.layout, cudnn=models.cudnn
             )
     return workspaces
+
+
+def unlike_distilled_note(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], search: SearchSettings) -> str | None:
+    """Return a note that lists what of a job the distilled models do not know; None where they know all of it.
+
+    Args:
+        workspaces: The workspaces of a trace's convolutions, of whatever source.
+        search: How the job searches for an engine.
+    """
+    signatures = [call.convolution for call, workspace in workspaces.items() if workspace.source == DISTILLED]
+    if not signatures:
+        return None
+    unlike = {
+        "cudnn_benchmark": search.benchmark,
+        "deterministic algorithms": search.deterministic,
+        "heuristics of mode B": search.heuristics != "A",
+        "float64": any(signature is not None and signature.dtype == "float64" for signature in signatures),
+    }
+    if not any(unlike.values()):
+        return None
+    listed = ", ".join(name for name, applies in unlike.items() if applies)
+    return f"workspaces: the distilled models were fitted without {listed}, and may be off; workspaces=cudnn asks cuDNN"

@@ -128,13 +128,13 @@ class CudnnOracle:
                         raise
                     self.close()  # it may have been killed while it waited: only a fresh process's end counts
                     answers[signature] = answer_of(self._running().asked(query, self._query_s))
-            except EnvironmentProblem:
-                self.close()
-                raise
             except (_NoAnswer, ValueError) as error:
                 failures += 1
                 self.close()
                 answers[signature] = OracleAnswer(problem=HUNG if isinstance(error, _Hung) else CRASHED)
+            except BaseException:  # an interrupt, too: the next query would read the answer of this one
+                self.close()
+                raise
         return answers
 
 

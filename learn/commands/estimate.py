@@ -24,7 +24,7 @@ from learn.commands.estimate_fits import FINDS, print_fits
 from learn.commands.model_inputs import model_batches, model_inputs
 from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
-from learn.estimation.known_runs import RUNS
+from learn.estimation.known_runs import NONE, RUNS
 from learn.estimation.model_names import load_factory
 from learn.estimation.past_run import known_to, load_run
 from learn.estimators import LEVEL
@@ -144,7 +144,8 @@ class EstimateSettings(TrainingKeys):
         None,
         "measured runs of this job, which move the estimate and narrow its bound: "
         "'[{batch_size: 32, memory_mib: 10240, kind: process}]'; kind is process (the default), card, reserved or "
-        "allocated; device is its GPU model, by default the one asked for; runs, for config: those of the data folder",
+        "allocated; device is its GPU model, by default the one asked for. For config: default what the data folder "
+        "measured of it on this GPU model; runs: the same, and a note where there is none; none leaves them out",
         "list | mapping | text | null",
     )
     find: str | None = key(
@@ -250,10 +251,11 @@ def entry(settings: EstimateSettings) -> int:
         job = load_factory(title, settings.arguments) if config is None else config
         inputs = model_inputs(settings.input, settings.batch)
         batches = model_batches(settings.batches, settings.batch)
+    known = settings.known if past is None or settings.known is not None else NONE  # its own figures stand beside it
     options = {
         **({} if batches is None else {"batches": batches}),
         "loop": loop, "machine": machine, "trust": settings.trust, "estimator": settings.estimator,
-        "coverage": settings.coverage, "known": settings.known, "data": settings.data,
+        "coverage": settings.coverage, "known": known, "data": settings.data,
         "allocator": settings.allocator, "input_dtype": input_dtype, "workspaces": settings.workspaces,
         "torch_version": settings.torch_version,
         **{name: getattr(settings, name) for name in SETTINGS},

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.estimating import Inputs, Job
+    from learn.estimation.questions import Inputs, Job
 
 
 LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
@@ -64,8 +64,10 @@ def print_fits(
         answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
-        shared = [note for note in fits[0].estimate.warnings if all(note in one.estimate.warnings for one in fits)]
-        _print(title, _table_of_devices(fits), shared)
+        answers = [one.estimate for one in fits if one.estimate is not None]
+        shared = [note for note in answers[0].warnings if all(note in one.warnings for one in answers)]
+        problems = [f"{one.device}: {one.problem}" for one in fits if one.problem is not None]
+        _print(title, _table_of_devices(fits, bound_name(answers[0])), [*problems, *shared])
     else:
         at_limit = largest.estimate or largest.beyond
         decided_by = POINT if at_limit.upper_mib is None else by
@@ -93,10 +95,12 @@ def _table_of_batches(largest: LargestBatch) -> Table:
     return table
 
 
-def _table_of_devices(fits: tuple[DeviceFit, ...]) -> Table:
-    table = _table("device", "peak memory", bound_name(fits[0].estimate), "it may take", "room", "fits")
+def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
+    table = _table("device", "peak memory", bound, "it may take", "room", "fits")
     for one in fits:
-        done = one.estimate
+        if (done := one.estimate) is None:
+            table.add_row(one.device, *_memory(None, None, None, None), "–")
+            continue
         memory = _memory(done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
         table.add_row(one.device, *memory, "yes" if one.fits else "no")
     return table

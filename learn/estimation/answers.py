@@ -21,9 +21,10 @@ from featurize.device_spec import DeviceSpec
 from featurize.machine import MachineProfile
 from featurize.training_settings import training_of
 from learn.cases import Case
+from learn.estimation.answer_notes import note_of_absent, note_of_two_loops, notes_of_memory, notes_of_trace
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.loops import PIPELINE, RESIDENT, loop_named
-from learn.estimation.memory_causes import COVERAGES, uncertainty_of, widest
+from learn.estimation.memory_causes import COVERAGES, uncertainty_of
 from learn.estimation.on_machine import machine_for, placed, prepare_workspaces
 from learn.estimation.sources import (
     TARGETS,
@@ -39,8 +40,8 @@ from learn.workload import Workload
 
 if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
-    from featurize.step_trace import BatchMix
     from learn.estimation.known_runs import KnownRun
+    from learn.estimation.own_runs import OwnRuns
     from learn.traced import TracedStep, Traces
     from warehouse.folder import DataFolder
 
@@ -63,9 +64,10 @@ def _as_a_training_script() -> Iterator[None]:
 class Question:
     """A job and how its estimate is made, whatever the device. The fields are as in `learn.estimate`, checked.
 
-    known_in_folder   the measured runs are those of the data folder
+    own_runs          the data folder's measured runs of a trial config, where they may serve
     known_jobs        a module's job at the batch size of each run of `known`
     known_traces      batch size of a run of `known` -> its traces, from one answer to the next
+    longest_traces    traces of the longest batch of a mix alone, likewise
     """
 
     job: Workload
@@ -78,9 +80,10 @@ class Question:
     torch_version: str | None = None
     coverage: float = LEVEL
     known: tuple[KnownRun, ...] = ()
-    known_in_folder: bool = False
+    own_runs: OwnRuns | None = None
     known_jobs: Mapping[int, Workload] = field(default_factory=dict)
     known_traces: dict[int, Traces] = field(default_factory=dict)
+    longest_traces: Traces = field(default_factory=dict)
 
     @naming_the_extra()
     @_as_a_training_script()
@@ -121,6 +124,7 @@ class Question:
             if traced is not None and traced.trace.mix is not None:
                 alone = job.alone(traced.trace.mix.longest)
                 case = self._case(alone, device)
+                traced = self._with_longest(gathered, traced, alone, device, timeline=timeline)
             if estimator not in (None, "trace"):
                 gathered.notes.append(
                     f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
@@ -153,12 +157,32 @@ class Question:
                 traced = self._placed(traced, job, device, on, timeline=timeline, workspaces=self.workspaces)
                 if gathered.beyond_fit:  # there the trace's own figure stands
                     gathered.move(traced.step.peak_memory_mib - guessed_mib)
-            if gathered.beyond_fit or (estimator is None and "memory" not in gathered.by):
+            if gathered.beyond_fit or (estimator in (None, "trace") and "memory" not in gathered.by):
                 limit_mib = _limit_mib(device, self.allocator, traced)
                 _bound_by_causes(gathered, traced, device, on, self.coverage, limit_mib)
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on, self.torch_version)
         done = self._moved(done, traced, device, on, traces)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
+
+    def _with_longest(
+        self, gathered: Gathered, mixed: TracedStep, alone: Workload, device: DeviceSpec, *, timeline: bool
+    ) -> TracedStep:
+        """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
+        leave can suit it better than its own, in the order that was given."""
+        from learn.traced import step_of
+
+        longest = step_of(alone, device, allocator=self.allocator, timeline=timeline, traces=self.longest_traces)
+        if longest.step.peak_memory_mib <= mixed.step.peak_memory_mib:
+            return mixed
+        mix = mixed.trace.mix
+        assert mix is not None, "of several shapes"
+        gathered.notes.append(
+            f"memory is of the longest batch alone, {alone.shape_text()}: the {mix.given} steps on batches of "
+            f"{mix.shapes} shapes reserve {mixed.step.peak_reserved_mib:,.1f} MiB in their order, the longest alone "
+            f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
+        )
+        gathered.notes += [note for note in mixed.trace.notes if note not in longest.trace.notes]
+        return longest
 
     def _placed(
         self,
@@ -180,21 +204,17 @@ class Question:
         self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile, traces: Traces | None
     ) -> Estimate:
         """Return the estimate moved by the measured runs. Raises `UsageError` for a job that is not traced."""
-        from learn.estimation.known_runs import moved, runs_in_folder
+        from learn.estimation.known_runs import moved
         from learn.traced import step_of
         from learn.workload import of_config
 
-        known, config = tuple(run for run in self.known if run.is_of(device)), self.job.config
-        if self.known_in_folder and config is not None:
-            known = runs_in_folder(self.data, config, device)
+        known, config, own = tuple(run for run in self.known if run.is_of(device)), self.job.config, self.own_runs
+        if own is not None and config is not None and (traced is not None or own.asked_for):
+            known, notes = own.of(config, device)
+        else:
+            own, notes = None, [f"known: no run was measured on {device.name}"] if self.known and not known else []
         if not known:
-            if self.known_in_folder:
-                note = "known=runs: the data folder has no run of this job that was measured on a GPU"
-            elif self.known:
-                note = f"known: no run was measured on {device.name}"
-            else:
-                return done
-            return replace(done, warnings=(*done.warnings, note))
+            return replace(done, warnings=(*done.warnings, *notes))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
         at_hand = traced
@@ -208,7 +228,15 @@ class Question:
             step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
             return self._placed(step, job, device, on, workspaces=self.workspaces)
 
-        return moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
+        try:
+            by_runs = moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
+        except CommandError as error:
+            if own is None or own.asked_for:
+                raise
+            return replace(done, warnings=(*done.warnings, own.left_out(error)))
+        if own is None or by_runs.answered_by == done.answered_by:
+            return by_runs
+        return replace(by_runs, warnings=(own.note(known), *by_runs.warnings))
 
     def _case(self, job: Workload, device: DeviceSpec) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
@@ -220,6 +248,11 @@ class Question:
         if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
             raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
+
+
+def is_of_job(error: CommandError) -> bool:
+    """Whether an error of `Question.answered` is of the job, whatever the GPU model: its step cannot be traced."""
+    return isinstance(error.__cause__, CommandError)
 
 
 def _bound_by_causes(
@@ -262,13 +295,11 @@ def _assembled(
     torch_version: str | None,
 ) -> Estimate:
     """Return what was gathered, and the trace's figures for the rest."""
-    from learn.analytical.trace import NO_BOUND
     from learn.targets import get_target
 
     values, by = gathered.values, gathered.by
     notes: list[str] = []
     limit_mib = _limit_mib(device, allocator, traced)
-    room = f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
     if traced is not None:
         step = _priced(traced, job, device, loop)
         for target in TARGETS:
@@ -294,55 +325,15 @@ def _assembled(
             "peak_phase": memory.peak_phase,
             "activations": {name: nbytes / MIB for name, nbytes in largest},
         }
-        more = f"{device.name} has" if limit_mib >= device.memory_mib else f"the {limit_mib:,.0f} MiB {room}"
-        if not memory.fits and by["memory"] == "trace":
-            notes.append(f"out of memory: the step needs more than {more}")
-        elif not memory.fits:
-            notes.append(f"the trace finds that the step needs more than {more}")
-        elif memory.retries:
-            notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
-        notes += [f"assumed: {text}" for text in traced.trace.assumed]
-        if (mix := traced.trace.mix) is not None:
-            notes.append(_of_mix(mix, job.shape_text(), traced))
-        from featurize.cudnn.releases import release_note, traced_release_note
-
-        notes += filter(None, [traced_release_note(torch_version)])
-        if memory.workspaces:
-            from featurize.cudnn.workspaces import workspaces_note
-
-            notes.append(workspaces_note(memory.workspaces))
-            if (other_release := release_note(memory.workspaces, torch_version=torch_version)) is not None:
-                notes.append(other_release)
-            if by["memory"] != "trace" and not gathered.beyond_fit:
-                notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by['memory']}")
+        notes += notes_of_trace(gathered, traced, job, device, limit_mib, torch_version)
     else:
         missing = [target for target in TARGETS if target not in by]
         unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
         notes.append(f"{unknown}, since {failure}")
         values["parameters"] = _parameters(job)
-    by_trace = by["memory"] == "trace"
-    upper = values.get("upper_mib")
-    if upper is not None and values["peak_memory_mib"] <= limit_mib < upper:
-        notes.append(f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}")
-    if upper is None and by_trace:
-        notes.append(NO_BOUND)
-    elif not by_trace and values["peak_memory_mib"] > device.memory_mib:
-        notes.insert(0, f"out of memory by {by['memory']}: {device.name} has {device.memory_mib:,.0f} MiB")
-    elif not by_trace and values["peak_memory_mib"] > limit_mib:
-        notes.insert(0, f"out of memory by {by['memory']}: it may take {limit_mib:,.0f} MiB {room}")
-    if (note := widest(values.get("uncertain", {}), (upper or 0.0) - values["peak_memory_mib"])) is not None:
-        notes.append(note)
-    if allocator is not None and not by_trace:
-        limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
-        notes.append(f"allocator= changes the trace's figures{limits} only; memory is answered by {by['memory']}")
-    if gathered.absent:
-        instead = ": answered by the trace" if traced is not None else ""
-        family = "modules" if job.config is None else job.config.family
-        notes.append(
-            f"no fitted model for {family} on {device.name} in {gathered.searched} for "
-            f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
-        )
-    notes += _of_two_loops(gathered.loops)
+    first, of_memory = notes_of_memory(gathered, device, limit_mib, allocator)
+    notes = [*first, *notes, *of_memory, *note_of_absent(gathered, job, device, is_traced=traced is not None)]
+    notes += note_of_two_loops(gathered.loops)
     known = dict.fromkeys(
         ("upper_mib", *(get_target(target).column for target in TARGETS), "peak_operator", "peak_module", "peak_phase",
          "trace_memory_mib")
@@ -361,18 +352,6 @@ def _assembled(
     )
 
 
-def _of_two_loops(loops: Mapping[str, str]) -> list[str]:
-    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
-    of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
-    if not all(of_loop.values()):
-        return []
-    parts = " and ".join(
-        f"{', '.join(targets)} {'is' if len(targets) == 1 else 'are'} for the {loop} loop"
-        for loop, targets in of_loop.items()
-    )
-    return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
-
-
 def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: TracedStep | None) -> float:
     """Return what the figure of the whole card may reach. A share limits what the allocator reserves, to which comes
     what lies outside of it."""
@@ -381,20 +360,6 @@ def _limit_mib(device: DeviceSpec, allocator: AllocatorSettings | None, traced: 
         return device.memory_mib
     outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
     return min(device.memory_mib, share * device.memory_mib + outside_mib)
-
-
-def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
-    memory = traced.memory
-    return (
-        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
-        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
-        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
-        "utilization and step time are of the longest"
-    )
-
-
-def times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _parameters(job: Workload) -> int | None:

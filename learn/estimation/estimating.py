@@ -1,33 +1,29 @@
 """The calls `learn.estimate` and `learn.estimate_many`: what a training job takes from a GPU, before it runs.
 
-Start reading at `estimate`; `learn.estimation.answers` asks the estimators.
+Start reading at `estimate`; `learn.estimation.questions` checks its arguments, `learn.estimation.answers` answers.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from conf.errors import CommandError, UsageError, unknown_name
+from conf.errors import CommandError, UsageError
 from featurize.allocator_settings import AllocatorSettings
 from featurize.machine import MachineProfile
-from featurize.own_code import parse_trust, trusting
 from featurize.training_settings import Training
 from featurize.trial import TrialConfig, config_from_mapping
-from featurize.trial_config import TRAINING_FIELDS
-from learn.batch_sizes import with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Question
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.known_runs import RUNS, KnownRun, known_runs, require_movable
+from learn.estimation.known_runs import NONE, RUNS, KnownRun, leaves_out
 from learn.estimation.loops import require_loop
 from learn.estimation.memory_causes import require_coverage
-from learn.estimation.on_machine import machine_for, require_workspaces
+from learn.estimation.on_machine import machine_for
+from learn.estimation.questions import checked, question_of, require_same, training_settings
 from learn.estimators import LEVEL
 
 if TYPE_CHECKING:
@@ -35,15 +31,7 @@ if TYPE_CHECKING:
 
     from featurize.device_spec import DeviceSpec
     from learn.estimation.answers import Data
-    from learn.workload import Workload
-
-    Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
-    Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
-    Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
-    Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
-    Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
-
-METHODS = ("full", "fast")
+    from learn.estimation.questions import Batches, Inputs, Job, Tensors
 
 
 def estimate(
@@ -129,8 +117,10 @@ def estimate(
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
             torch.cuda. A run on another GPU model names it by `device`, and moves that one's estimate only. The
-            estimate is moved by what the runs show beyond their traces, and its bound is much narrower. `"runs"`, for a
-            trial config: the runs that the data folder measured on this GPU model.
+            estimate is moved by what the runs show beyond their traces, and its bound is much narrower. None: for a
+            trial config, what the data folder measured of it on this GPU model, at any batch size, unless `estimator`,
+            `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there is none.
+            `"none"`, or an empty list: no run.
         **training: For modules: further fields of `featurize.training_settings.Training`, which describes them, such
             as accumulation=4, checkpointing="full" or quantize="nf4".
 
@@ -163,7 +153,7 @@ def estimate(
     if method == "fast":
         traced_only = {
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
-            "known": known, "torch_version": torch_version, **of_modules,
+            "known": None if leaves_out(known) else known, "torch_version": torch_version, **of_modules,
         }  # fmt: skip
         if coverage != LEVEL:
             raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
@@ -212,7 +202,7 @@ def estimate_many(
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
         device, method, estimator, data, trust, loop, machine, coverage, workspaces, torch_version: As in `estimate`.
-        known: `"runs"`: each config's own runs in the data folder. A list of runs would be of one job.
+        known: `"runs"` or `"none"`, as in `estimate`. A list of runs would be of one job.
         batches: None; a trial config has its own inputs. `estimate` takes batches of several shapes for modules.
         progress: Is called with the number of configs done and their total, before each config that is traced.
 
@@ -224,7 +214,7 @@ def estimate_many(
     """
     if batches is not None:
         raise UsageError("a trial config has its own inputs; leave batches out")
-    if known not in (None, RUNS):
+    if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
     described = checked(estimator, method, device)
     jobs = _configs(configs)
@@ -237,9 +227,10 @@ def estimate_many(
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
         if require_coverage(coverage) != LEVEL:
             raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        runs = None if leaves_out(known) else known
         if given_too := [
             key
-            for key, value in (("workspaces", workspaces), ("known", known), ("torch_version", torch_version))
+            for key, value in (("workspaces", workspaces), ("known", runs), ("torch_version", torch_version))
             if value is not None
         ]:
             raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
@@ -250,24 +241,10 @@ def estimate_many(
         one = estimate(
             config, device=described, estimator=estimator, data=data, trust=trust, loop=loop, machine=machine,
             coverage=coverage, workspaces=workspaces, torch_version=torch_version,
-            known=None if known is None else RUNS,
+            known=None if known is None else NONE if leaves_out(known) else RUNS,
         )  # fmt: skip
         estimates.append(one)
     return estimates
-
-
-def checked(estimator: object, method: object, device: object) -> DeviceSpec:
-    """Return the device's description. Raises `UsageError` that lists the known names, for an unknown one of any."""
-    from featurize.device_spec import DeviceSpec, describe_device, device_names
-    from learn.estimators import ESTIMATORS
-
-    if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
-        raise unknown_name("estimator", estimator, ESTIMATORS)
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
-    if not isinstance(device, str | DeviceSpec):
-        raise unknown_name("device", device, device_names())
-    return describe_device(device)
 
 
 def _configs(given: object) -> list[TrialConfig]:
@@ -293,126 +270,5 @@ def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mappi
         raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
     if not isinstance(model, TrialConfig):
         raise UsageError("method=fast answers from a trial config alone; modules take method=full")
-    _require_same(model, given)
+    require_same(model, given)
     return model
-
-
-def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
-    """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
-    names = [one.name for one in fields(Training)]
-    for name in given:
-        if name not in names:
-            keywords = [key for key in inspect.signature(estimate).parameters if key not in ("model", "training")]
-            raise unknown_name("keyword", name, sorted({*keywords, *names}))
-    single = {name: value for name, value in given.items() if value is not None}
-    if settings is None:
-        return single
-    if not isinstance(settings, Training):
-        raise UsageError(f"settings is a featurize.training.Training, got {type(settings).__name__}")
-    if single:
-        raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
-    return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-
-
-def _require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        if key not in TRAINING_FIELDS:
-            raise UsageError(f"{key} is for modules; a trial config has its own training settings")
-        if value != getattr(config, key):
-            raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
-
-
-def question_of(
-    model: Model | TrialConfig,
-    inputs: Inputs | None = None,
-    *,
-    batches: Batches | None = None,
-    training: Mapping[str, Any],
-    allocator: str | AllocatorSettings | None = None,
-    estimator: str | None = None,
-    data: Data | None = None,
-    input_dtype: str = "float32",
-    target: Tensors | None = None,
-    loss: Callable[..., torch.Tensor] | None = None,
-    name: str | None = None,
-    trust: Sequence[str] = (),
-    loop: str | None = None,
-    machine: str | MachineProfile | None = None,
-    workspaces: str | None = None,
-    torch_version: str | None = None,
-    coverage: float = LEVEL,
-    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
-) -> Question:
-    """Return what `estimate` is asked, checked; nothing is built or traced.
-
-    Args:
-        training: Training settings by name, as `training_settings` returns them.
-
-    Raises:
-        UsageError: As in `estimate`.
-    """
-    from featurize.cudnn.releases import require_release
-    from learn.workload import of_config
-
-    if isinstance(allocator, str):
-        allocator = AllocatorSettings.parse(allocator)
-    elif allocator is not None and not isinstance(allocator, AllocatorSettings):
-        raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
-    runs = known_runs(known)
-    _require_job_of_known(known, model, estimator, batches)
-    jobs: dict[int, Workload] = {}
-    if isinstance(model, TrialConfig):
-        _require_same(model, training)
-        of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
-        if given_too := [key for key, value in of_modules.items() if value is not None]:
-            raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
-        job = of_config(trusting(model, parse_trust(trust)))
-        job = job if name is None else replace(job, name=name)
-    elif callable(model):
-        job, jobs = _jobs_of_module(
-            model, inputs, target, batches, {run.batch_size for run in runs}, settings=Training(**training),
-            input_dtype=input_dtype, loss=loss, name=name,
-        )  # fmt: skip
-    else:
-        raise UsageError(
-            f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
-        )
-    return Question(
-        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
-        workspaces=require_workspaces(workspaces), coverage=require_coverage(coverage), known=runs,
-        known_in_folder=known == RUNS, known_jobs=jobs, torch_version=require_release(torch_version),
-    )  # fmt: skip
-
-
-def _require_job_of_known(known: object, model: object, estimator: str | None, batches: object) -> None:
-    """Raise `UsageError` where measured runs cannot move the estimate."""
-    if known is None:
-        return
-    if known == RUNS and not isinstance(model, TrialConfig):
-        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
-    require_movable(known, estimator)
-    if batches is not None:
-        raise UsageError("known= holds runs of one batch shape each; leave batches= out")
-
-
-def _jobs_of_module(
-    model: Model,
-    inputs: Inputs | None,
-    target: Tensors | None,
-    batches: Batches | None,
-    known_sizes: set[int],
-    **about: Any,
-) -> tuple[Workload, dict[int, Workload]]:
-    """Return a module's job, and the same job at each other batch size that was measured."""
-    from learn.workload import of_module
-
-    if batches is not None:
-        from learn.batch_lengths import batches_of
-
-        return of_module(model, None, batches=batches_of(batches, inputs, target), **about), {}
-    job = of_module(model, inputs, target=target, **about)
-    jobs = {}
-    for size in known_sizes - {job.batch_size}:
-        scaled, of_scaled = (with_batch_size(one, size, from_size=job.batch_size) for one in (inputs, target))
-        jobs[size] = of_module(model, scaled, target=of_scaled, **about)
-    return job, jobs

@@ -5,24 +5,27 @@ Start reading at `largest_batch`; `learn.estimation.batch_search` decides which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import CommandError, UsageError, unknown_name
+from conf.plain_text import first_line
 from featurize.device_spec import device_names
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.batch_lengths import is_of_lengths
 from learn.batch_sizes import batch_size_of, with_batch_size
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.answers import Question
+from learn.estimation.answers import Question, is_of_job
 from learn.estimation.batch_search import largest_fitting
-from learn.estimation.estimating import checked, question_of, training_settings
 from learn.estimation.job_estimate import Estimate
+from learn.estimation.on_machine import release_workspaces
+from learn.estimation.questions import checked, question_of, training_settings
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
-    from learn.estimation.estimating import Inputs, Job, Model, Tensors
+    from learn.estimation.own_runs import MeasuredRow
+    from learn.estimation.questions import Inputs, Job, Model, Tensors
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
@@ -66,16 +69,18 @@ class DeviceFit:
     """Whether a job fits one GPU model.
 
     device     name of the GPU model
-    fits       whether the figure that was asked for is at most the card's memory
+    fits       whether the figure that was asked for is at most the card's memory; None where there is no answer
     room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
                not fit
-    estimate   of the job on that GPU model
+    estimate   of the job on that GPU model; None where there is no answer
+    problem    why there is none
     """
 
     device: str
-    fits: bool
-    room_mib: float
-    estimate: Estimate
+    fits: bool | None
+    room_mib: float | None
+    estimate: Estimate | None
+    problem: str | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, the estimate as its own mapping."""
@@ -83,7 +88,8 @@ class DeviceFit:
             "device": self.device,
             "fits": self.fits,
             "room_mib": self.room_mib,
-            "estimate": self.estimate.to_mapping(),
+            "estimate": None if self.estimate is None else self.estimate.to_mapping(),
+            "problem": self.problem,
         }
 
 
@@ -133,6 +139,7 @@ def largest_batch(
     given = model.batch_size if isinstance(model, TrialConfig) else _batch_size(inputs, of_steps)
     estimates: dict[int, Estimate] = {}
     known_traces: dict[int, Traces] = {}
+    own_rows: dict[str, Sequence[MeasuredRow]] = {}
 
     def needed_mib(batch: int) -> float:
         if isinstance(model, TrialConfig):
@@ -146,7 +153,8 @@ def largest_batch(
                 at_size = [with_batch_size(one, batch, from_size=given) for one in of_steps]
             question = _question(model, scaled, of_scaled, {**options, "batches": at_size})
         try:
-            estimates[batch], _ = replace(question, known_traces=known_traces).answered(spec)
+            own_runs = None if question.own_runs is None else replace(question.own_runs, remembered=own_rows)
+            estimates[batch], _ = replace(question, known_traces=known_traces, own_runs=own_runs).answered(spec)
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         done = estimates[batch]
@@ -182,10 +190,11 @@ def devices_that_fit(
         **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `estimator`, ...
 
     Returns:
-        One answer for each GPU model, the smallest card first.
+        One answer for each GPU model, the smallest card first. A GPU model without an answer says why, as with
+        `workspaces="cudnn"` those that cuDNN cannot be asked about.
 
     Raises:
-        UsageError: As in `estimate`.
+        UsageError: As in `estimate`; no GPU model has an answer.
 
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
@@ -199,11 +208,23 @@ def devices_that_fit(
             "known=[{batch_size: 32, memory_mib: 10240, device: A100-SXM4-40GB}]"
         )
     traces: Traces = {}
-    fits = []
+    fits, problems = [], []
     for spec in sorted(specs, key=lambda one: (one.memory_mib, one.name)):
-        done, _ = question.answered(spec, traces=traces)
-        room_mib = _limit_mib(done, spec) - _needed_mib(done, by)
-        fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
+        try:
+            done, _ = question.answered(spec, traces=traces)
+        except CommandError as error:
+            if is_of_job(error):
+                raise
+            problems.append(error)
+            problem = first_line(error)
+            fits.append(DeviceFit(device=spec.name, fits=None, room_mib=None, estimate=None, problem=problem))
+        else:
+            room_mib = _limit_mib(done, spec) - _needed_mib(done, by)
+            fits.append(DeviceFit(device=spec.name, fits=room_mib >= 0, room_mib=room_mib, estimate=done))
+        finally:
+            release_workspaces(question.workspaces, spec)
+    if problems and len(problems) == len(fits):
+        raise problems[0]
     return tuple(fits)
 
 

@@ -26,7 +26,7 @@ class Estimate:
                   `torch.cuda.max_memory_allocated`, `max_memory_reserved`, the process in nvidia-smi, the card there
     machine       the profile that says what lies outside the allocator; see `featurize.machine`
     upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
-                  (estimator=trace has none)
+                  (training-free estimators but the trace, figures of a trace that was stored)
     uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`

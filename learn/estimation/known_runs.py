@@ -5,6 +5,7 @@ Start reading at `moved`.
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from conf.errors import UsageError, unknown_name
+from conf.errors import UsageError, shown, unknown_name
 from featurize.device_spec import DeviceSpec, device_names, plain_device
-from featurize.trial_config import TrialConfig
-from learn.analytical.trace import NO_BOUND
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.memory_causes import BOUND_NOTE, COVERAGES, NEIGHBOUR, Uncertainty, widest
 
@@ -45,10 +44,8 @@ _OF_OTHERS = (
     "out of memory",
     "it may run out of memory",
     BOUND_NOTE,
-    NO_BOUND,
 )  # notes on the figure that the runs replace
-RUNS = "runs"  # in place of a list: the data folder's own
-_MOST_BATCHES = 4  # of them, the nearest: each is traced
+RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and none, not even those
 # Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart
 # contradict each other: they move the estimate but narrow nothing.
 _CONTRADICTS = 1.5
@@ -56,6 +53,7 @@ _OTHER_CONTEXT_MIB = 2048.0  # by which contexts of two machines hardly differ, 
 _RUNS_DIFFER = 1.1
 _LIVE = 0.85  # of what the trace counts as alive, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
+_TAKES = f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +110,21 @@ class OnTrace(NamedTuple):
 
 
 def known_runs(given: object) -> tuple[KnownRun, ...]:
-    """Return the measured runs of a list of mappings or `KnownRun`; none for None and `RUNS`.
+    """Return the measured runs of a list of mappings or `KnownRun`, or of such a list as JSON; none for None and for
+    the words `RUNS` and `NONE`.
 
     Raises:
         UsageError: Anything else; the message names the place.
     """
-    if given is None or given == RUNS:
+    if given is None or given == RUNS or leaves_out(given):
         return ()
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+    if isinstance(given, str):
+        given = _from_json(given)
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
         advice = "; one run is a list, too: put it in brackets" if isinstance(given, Mapping | KnownRun) else ""
-        raise UsageError(f"known is a list of measured runs, as in {_EXAMPLE}, or runs; got {given!r}{advice}")
-    if not given:
-        raise UsageError(f"known is an empty list; give measured runs, as in {_EXAMPLE}, or leave it out")
+        raise UsageError(
+            f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}; got {given!r}{advice}"
+        )
     runs = []
     names = [field.name for field in fields(KnownRun)]
     for at, one in enumerate(given):
@@ -142,42 +143,23 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
     return tuple(runs)
 
 
+def leaves_out(known: object) -> bool:
+    """Whether `known=` asks for an estimate without any measured run: the word `NONE`, or an empty list."""
+    return known == NONE or (isinstance(known, Sequence) and not isinstance(known, str | bytes) and not known)
+
+
+def _from_json(text: str) -> Any:
+    """Return what JSON text holds. Raises `UsageError` for other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{_TAKES}; got text that is no JSON ({error}): {shown(text)}") from error
+
+
 def require_movable(known: object, estimator: str | None) -> None:
     """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
-    if known is not None and estimator not in (None, "trace"):
+    if known is not None and not leaves_out(known) and estimator not in (None, "trace"):
         raise UsageError(f"known= moves the trace's figure; leave estimator={estimator} out")
-
-
-def runs_in_folder(data: Any, config: TrialConfig, device: DeviceSpec) -> tuple[KnownRun, ...]:
-    """Return what a data folder measured of a configuration on a GPU model, at the batch sizes nearest to its own.
-
-    Only trusted runs on a real GPU count. Of several at one batch size, the median.
-    """
-    import warehouse
-    from featurize.row_config import UnreadableConfig, config_of_row
-
-    connection = warehouse.connect(data)
-    try:
-        names = connection.execute("SELECT DISTINCT device_name FROM runs WHERE family = ?", [config.family]).fetchall()
-        of_device = [name for (name,) in names if name is not None and plain_device(name) == plain_device(device.name)]
-        rows = connection.execute(
-            "SELECT config, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
-            "AND source = 'measured' AND device_uuid IS NOT NULL AND coalesce(quality, 'trusted') = 'trusted' "
-            "AND peak_memory_mib > 0 AND list_contains(?, device_name)",
-            [config.family, of_device],
-        ).fetchall()
-    finally:
-        connection.close()
-    measured: dict[int, list[float]] = {}
-    for text, mib in rows:
-        try:
-            of_run = config_of_row(text)
-        except UnreadableConfig:
-            continue
-        if replace(of_run, batch_size=config.batch_size).to_mapping() == config.to_mapping():
-            measured.setdefault(of_run.batch_size, []).append(float(mib))
-    nearest = sorted(measured, key=lambda size: (abs(math.log2(size / config.batch_size)), size))[:_MOST_BATCHES]
-    return tuple(KnownRun(batch_size=size, memory_mib=median(measured[size])) for size in sorted(nearest))
 
 
 def moved(

@@ -153,6 +153,16 @@ def prepare_workspaces(
             raise
 
 
+def release_workspaces(workspaces: str | None, device: DeviceSpec) -> None:
+    """End cuDNN's process of a GPU model, if one runs. The next question about it starts another."""
+    if workspaces not in (CUDNN, AUTO):
+        return
+    from featurize.cudnn.oracle import oracle_for
+
+    with contextlib.suppress(CommandError):  # it could not be asked in the first place
+        oracle_for(device).close()
+
+
 def _answers(
     traced: TracedStep,
     device: DeviceSpec,
@@ -179,6 +189,32 @@ def _answers(
         with contextlib.suppress(CommandError) if workspaces == AUTO else contextlib.nullcontext():
             return for_release(answers(), device, torch_version=torch_version, benchmark=chosen.benchmark)
     return None
+
+
+def workspace_notes(
+    workspaces: Mapping[LibraryCall, ConvolutionWorkspace],
+    search: SearchSettings | None,
+    *,
+    cudnn_benchmark: bool,
+    torch_version: str | None,
+) -> list[str]:
+    """Return the notes on a step's workspaces: who answered, for which cuDNN, and what that source does not know.
+
+    Args:
+        workspaces: The answers that the step was replayed with; empty where none was asked for.
+        search, cudnn_benchmark, torch_version: As in `placed`.
+    """
+    from featurize.cudnn.distilled_step import unlike_distilled_note
+    from featurize.cudnn.releases import release_note, traced_release_note
+    from featurize.cudnn.workspaces import workspaces_note
+
+    notes = [traced_release_note(torch_version)]
+    if workspaces:
+        chosen = search or _search_of_job(cudnn_benchmark)
+        notes.append(workspaces_note(workspaces))
+        notes.append(release_note(workspaces, torch_version=torch_version))
+        notes.append(unlike_distilled_note(workspaces, chosen))
+    return [note for note in notes if note is not None]
 
 
 def _search_of_job(benchmark: bool) -> SearchSettings:

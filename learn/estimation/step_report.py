@@ -40,7 +40,7 @@ from conf.reports.render import render_page
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.training_settings import training_of
-from learn.estimation.answers import times
+from learn.estimation.answer_notes import times
 from learn.estimation.estimate_view import bound_name, figures, peak_text
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import legend

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from conf import cli
-from conf.errors import UsageError
+from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import load_device
 from featurize.families import cnn, mlp
 from featurize.machine import MachineProfile
@@ -57,7 +57,7 @@ def test_what_is_no_probability_has_no_quantile():
     for p in (0.0, 1.0, -0.5):
         with pytest.raises(UsageError, match=r"from 0.01 to 0.99"):
             done.quantile_mib(p)
-    assert estimate(MLP, estimator="trace").quantile_mib(0.9) is None
+    assert estimate(MLP, estimator="horus").quantile_mib(0.9) is None
 
 
 def test_the_fast_path_has_one_coverage():
@@ -163,6 +163,118 @@ def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
         estimate(net, images(8), known="runs")
 
 
+@pytest.fixture
+def measured_folder(tmp_path):
+    """A data folder that measured MLP at half its batch, 250 MiB above the trace, on an A100."""
+    half = dataclasses.replace(MLP, batch_size=32)
+    labels = {"peak_memory_mib": [estimate(half, known="none").process_mib + 250]}
+    write_runs(tmp_path / "d", [half], source="measured", job="a", device_uuid="GPU-1", labels=labels)
+    return tmp_path / "d"
+
+
+def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(measured_folder, monkeypatch):
+    named = estimate(MLP, data=measured_folder, known="runs")
+    done = estimate(MLP, data=measured_folder)
+    assert done.answered_by["memory"] == "trace with 1 measured run"
+    assert (done.peak_memory_mib, done.upper_mib) == (named.peak_memory_mib, named.upper_mib)
+    assert "measured of this job, at a batch of 32; known=none leaves them out" in done.warnings[0]
+    monkeypatch.setenv("GPUFARM_DATA", str(measured_folder))
+    assert estimate(MLP).peak_memory_mib == done.peak_memory_mib
+    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=done.upper_mib + 1)
+    assert largest_batch(MLP, device=card).estimate.answered_by["memory"] == "trace with 1 measured run"
+    by = {one.device: one.estimate.answered_by["memory"] for one in devices_that_fit(MLP, devices=["A100", "H100"])}
+    assert by == {"A100-SXM4-40GB": "trace with 1 measured run", "H100-SXM5-80GB": "hybrid (default)"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"known": "none"}, {"known": []}, {"estimator": "trace"}, {"estimator": "hybrid"}, {"method": "fast"},
+        {"allocator": "expandable_segments:True"}, {"torch_version": "2.4"}, {"device": "H100"},
+        {"method": "fast", "known": "none"}, {"estimator": "hybrid", "known": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_measured_runs_of_the_data_folder_leave_other_questions_alone(options, measured_folder):
+    elsewhere = measured_folder.parent / "empty"
+    write_runs(elsewhere, [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
+    done, alone = (
+        dataclasses.replace(estimate(MLP, data=at, **options), seconds=0) for at in (measured_folder, elsewhere)
+    )
+    assert "measured" not in done.answered_by["memory"]
+    assert done.peak_memory_mib == alone.peak_memory_mib and done.upper_mib == alone.upper_mib
+
+
+def test_of_the_folders_runs_the_same_batch_counts_alone_and_else_its_neighbours(measured_folder):
+    def notes(batch):
+        return estimate(dataclasses.replace(MLP, batch_size=batch), data=measured_folder).warnings[0]
+
+    for batch, job in ((8, "b"), (128, "c"), (256, "d")):
+        config = dataclasses.replace(MLP, batch_size=batch)
+        labels = {"peak_memory_mib": [estimate(config, known="none").process_mib + 250]}
+        write_runs(measured_folder, [config], source="measured", job=job, device_uuid="GPU-1", labels=labels)
+    assert "at a batch of 128;" in notes(128) and "at a batch of 32, 128;" in notes(64)
+    assert "at a batch of 256;" in notes(512)
+
+
+def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monkeypatch):
+    from learn import traced
+
+    real = traced.step_of
+
+    def only_the_asked(job, *args, **kwargs):
+        if job.batch_size == 32:
+            raise traced.CannotTrace("a batch of 32 is too odd", limit=False)
+        return real(job, *args, **kwargs)
+
+    monkeypatch.setattr(traced, "step_of", only_the_asked)
+    done = estimate(MLP, data=measured_folder)
+    assert done.warnings[-1] == "the data folder's measured runs are left out: a batch of 32 is too odd"
+    with pytest.raises(UsageError, match="too odd"):
+        estimate(MLP, data=measured_folder, known="runs")
+
+
+def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, capsys):
+    assert run("run=a-000000", f"data={measured_folder}", "format=json") == 0
+    assert "measured" not in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
+    config = "config={family: mlp, batch_size: 32, input_size: 4096, classes: 10, depth: 4}"
+    assert run(config, f"data={measured_folder}", "format=json") == 0
+    assert "1 measured run" in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
+
+
+def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_path, monkeypatch):
+    write_runs(tmp_path / "d", [MLP], source="measured", job="a", device_uuid="GPU-1")
+    (tmp_path / "d" / "format.json").write_text(json.dumps({"format": "gpufarm-data", "schema_version": 10**6}))
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path / "d"))
+    assert any(
+        "measured runs are left out: data=" in note and "schema version" in note for note in estimate(MLP).warnings
+    )
+    with pytest.raises(EnvironmentProblem, match="schema version"):
+        estimate(MLP, known="runs")
+
+
+def test_runs_whose_text_is_no_config_and_of_other_jobs_are_passed_over(measured_folder):
+    labels = {"peak_memory_mib": [9000]}
+    odd = {"source": "measured", "device_uuid": "GPU-1", "labels": labels}
+    write_runs(measured_folder, [MLP], job="b", config="{no JSON", **odd)
+    write_runs(measured_folder, [dataclasses.replace(MLP, depth=5)], job="c", **odd)
+    write_runs(measured_folder, [dataclasses.replace(MLP, optimizer="sgd")], job="d", **odd)
+    write_runs(measured_folder, [MLP], job="e", **{**odd, "labels": {"peak_memory_mib": [79_000]}, "status": "ok"})
+    done = estimate(MLP, data=measured_folder)
+    assert done.answered_by["memory"] == "trace with 1 measured run" and "at a batch of 32;" in done.warnings[0]
+
+
+def test_measured_runs_are_taken_as_json(capsys):
+    config = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
+    assert run(config, """known='[{"batch_size": 32, "memory_mib": 1900}]'""", "format=json") == 0
+    assert "1 measured run" in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
+    assert run(config, """known='[{"batch_size": 32 "memory_mib": 1900}]'""") == 2
+    assert run(config, """known=[{"batch_size": 32, "memory_mib": 1900}]""") == 2
+    message = capsys.readouterr().err
+    assert "write KEY=VALUE (a mapping's keys have no quotes: {key: value})" in message
+    assert "no JSON (Expecting ',' delimiter" in message and "[{batch_size: 32, memory_mib: 10240" in message
+
+
 def test_a_measurement_far_from_the_trace_has_a_warning():
     done = estimate(net, images(64), known=[{"batch_size": 64, "memory_mib": 30_000}])
     assert "is left out: the trace says" in done.warnings[0] and "another job" in done.warnings[0]
@@ -178,7 +290,10 @@ def test_a_measurement_far_from_the_trace_has_a_warning():
         ([{"batch_size": 8, "memory_mib": 5, "kind": "peak"}], "allocated, card, process, reserved"),
         ([{"batch_size": 8, "memory_mib": 5, "mib": 5}], "unknown mib"),
         ([8], "a mapping is wanted"),
-        ([], "an empty list"),
+        ({}, "put it in brackets"),
+        ('[{"batch_size": 8 "memory_mib": 5}]', r"no JSON \(Expecting ',' delimiter.*as in|as in .*no JSON"),
+        ("folder", "runs or none; got text that is no JSON"),
+        ('{"batch_size": 8, "memory_mib": 5}', "put it in brackets"),
     ],
 )
 def test_a_measured_run_that_cannot_be_is_one_message(known, message):

@@ -80,7 +80,7 @@ def test_the_largest_batch_is_exact_among_its_neighbours(by, options):
 
 
 def test_the_search_needs_few_estimates():
-    largest = largest_batch(net, [8, 4096, 256], device="A100-SXM4-40GB", estimator="trace")
+    largest = largest_batch(net, [8, 4096, 256], device="A100-SXM4-40GB", estimator="trace", by="point")
     assert largest.batch > 400 and len(largest.tried) <= 8
 
 
@@ -152,6 +152,51 @@ def test_each_device_has_the_estimate_that_it_has_alone():
         alone = estimate(net, [4096, 256], precision="bf16", device=one.device)
         assert one.estimate == dataclasses.replace(alone, seconds=one.estimate.seconds)
         assert one.room_mib == alone.device_memory_mib - alone.upper_mib and one.fits == alone.fits_device
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14**2, 4))
+
+
+def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(module_of_nets, capsys, monkeypatch):
+    options = {"workspaces": "distilled", "precision": "bf16"}
+    fits = devices_that_fit(convolutions, [8, 3, 16, 16], devices=["K80", "A100", "T4"], **options)
+    by_name = {one.device: one for one in fits}
+    without = by_name["K80"]
+    assert (without.fits, without.room_mib, without.estimate) == (None, None, None)
+    assert "workspaces=distilled knows compute capabilities" in without.problem and "\n" not in without.problem
+    for name in ("A100-SXM4-40GB", "T4"):
+        alone = estimate(convolutions, [8, 3, 16, 16], device=name, **options)
+        assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
+    monkeypatch.setattr("learn.estimation.fits.device_names", lambda: ("K80", "T4"))
+    job = [f"model={module_of_nets}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=distilled"]
+    assert run(*job, "format=json") == 0
+    rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)["devices"]}
+    assert rows["K80"]["fits"] is rows["K80"]["estimate"] is None and rows["K80"]["problem"] == without.problem
+    assert rows["T4"]["problem"] is None and rows["T4"]["fits"]
+    assert run(*job) == 0
+    shown = capsys.readouterr().out
+    assert f"note: K80: {without.problem}" in shown
+
+
+def test_a_table_without_any_answer_is_one_message():
+    with pytest.raises(UsageError, match=r"K80 has 3\.7"):
+        devices_that_fit(convolutions, [8, 3, 16, 16], devices=["P100-PCIE-16GB", "K80"], workspaces="distilled")
+
+
+def test_a_job_that_cannot_be_traced_is_tried_on_one_gpu_model_only():
+    def times_built(devices):
+        built = []
+
+        def wrong():
+            built.append(1)
+            return nn.Linear(7, 4)
+
+        with pytest.raises(UsageError, match="must have same reduction dim"):
+            devices_that_fit(wrong, [8, 16], devices=devices)
+        return len(built)
+
+    assert times_built(["A100", "T4", "H100"]) == times_built(["T4"])
 
 
 @pytest.mark.parametrize("job", [(net, [64, 256]), (CONFIG, None)], ids=["module", "config"])
@@ -228,7 +273,7 @@ def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, cap
     assert [one["fits"] for one in found["devices"]] == [True] * len(device_names())
     assert run(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700") == 0
     shown = capsys.readouterr().out
-    assert "the largest batch on A100-SXM4-40GB is " in shown and "by the point" in shown
+    assert "the largest batch on A100-SXM4-40GB is " in shown and "by the bound" in shown
     assert run(*job, "find=devices") == 0
     assert "H200-SXM-141GB" in capsys.readouterr().out
 

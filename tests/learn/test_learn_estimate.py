@@ -144,10 +144,13 @@ def test_a_module_and_its_config_are_the_same_job(tmp_path):
     assert by_module.drama == by_config.drama and by_module.step_time_ms == by_config.step_time_ms
 
 
-def test_the_trace_has_no_bound_and_says_so():
+def test_the_trace_alone_is_bounded_by_its_causes():
     done = estimate(CONFIG, estimator="trace")
-    assert done.upper_mib is None and any("no calibrated bound" in text for text in done.warnings)
-    assert done.fits(done.peak_memory_mib) and not done.fits(done.peak_memory_mib - 1)
+    assert done.upper_mib - done.peak_memory_mib == pytest.approx(sum(done.uncertain.values())) and done.uncertain
+    assert any("the bound exceeds the estimate by" in text for text in done.warnings)
+    assert done.fits(done.upper_mib) and not done.fits(done.upper_mib - 1)
+    lower = estimate(CONFIG, estimator="trace", coverage=0.9)
+    assert lower.peak_memory_mib == done.peak_memory_mib < lower.upper_mib < done.upper_mib
     assert done.estimator == "trace" and done.seconds > 0
     assert 0 <= done.smact <= 1 and 0 <= done.smocc <= 1 and 0 <= done.drama <= 1
 

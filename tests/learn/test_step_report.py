@@ -59,7 +59,7 @@ def test_the_page_explains_the_estimate(case, tmp_path):
     for words in (
         f"{done.peak_memory_mib:,.0f} MiB", done.peak_operator, done.peak_module, DEVICE.name, "40,326 MiB",
         "forward", "backward", "optimizer", "step 1", "step 2", "Activations by module", "Largest tensors at the peak",
-        "precision", "no calibrated bound",
+        "precision", "the bound exceeds the estimate by",
     ):  # fmt: skip
         assert words in page.text, words
     for part, mib in done.breakdown.items():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
@@ -119,6 +120,23 @@ def test_an_estimate_without_cudnn_is_of_distilled_workspaces_and_says_so(tmp_pa
     distilled = estimate(network, [64, 64, 56, 56], workspaces=workspaces, **asked)
     assert distilled.breakdown["workspace"] != plain.breakdown["workspace"]
     assert any("distinct convolutions: distilled from cuDNN 9." in warning for warning in distilled.warnings)
+
+
+def test_an_estimate_says_what_of_the_job_the_distilled_models_do_not_know(monkeypatch):
+    def notes(net=network, **settings):
+        done = estimate(net, [8, 64, 28, 28], estimator="trace", workspaces="distilled", **settings)
+        return [
+            note.partition("fitted without ")[2].partition(",")[0] for note in done.warnings if "fitted wit" in note
+        ]
+
+    assert notes() == []
+    assert notes(cudnn_benchmark=True) == ["cudnn_benchmark"]
+    assert notes(lambda: network().double(), input_dtype="float64") == ["float64"]
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert notes() == ["deterministic algorithms"]
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setenv("TORCH_CUDNN_USE_HEURISTIC_MODE_B", "1")
+    assert notes() == ["heuristics of mode B"]
 
 
 def test_auto_guesses_where_nobody_knows_the_device(tmp_path, monkeypatch):

@@ -65,6 +65,48 @@ def test_a_process_that_was_killed_while_it_waited_costs_no_query(oracle_of):
     assert oracle.answers([signature(5)], SEARCH)[signature(5)].problem == ""
 
 
+def test_an_interrupted_query_ends_the_process_and_its_answer_is_no_other_querys(oracle_of, monkeypatch):
+    from featurize.cudnn import oracle as module
+
+    oracle = oracle_of()
+    oracle.answers([signature(3)], SEARCH)
+    child = oracle._process._process
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.select, "select", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            oracle.answers([signature(5)], SEARCH)
+    assert child.poll() is not None
+    assert oracle.answers([signature(7)], SEARCH)[signature(7)].plans[0].engine == "eng7"
+
+
+def test_a_table_of_gpu_models_leaves_no_process_behind(oracle_of, monkeypatch):
+    from torch import nn
+
+    from featurize.cudnn import oracle as module
+    from learn import devices_that_fit
+    from learn.estimation import on_machine
+
+    oracle, devices = oracle_of(), ["A100-SXM4-40GB", "A100-SXM4-80GB"]
+    started = []
+    real = module._CudnnProcess
+
+    def process(*given):
+        started.append(real(*given))
+        return started[-1]
+
+    monkeypatch.setattr(module, "_CudnnProcess", process)
+    monkeypatch.setattr(module, "oracle_for", lambda device: oracle)
+    monkeypatch.setattr(on_machine, "require_workspaces", lambda given: given)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14**2, 4))
+    fits = devices_that_fit(net, [8, 3, 16, 16], devices=devices, workspaces="auto")
+    assert all("cuDNN 9.28.0 for" in " ".join(one.estimate.warnings) for one in fits)
+    assert len(started) == 2 and all(one._process.poll() is not None for one in started)
+
+
 def test_a_hang_costs_the_query_that_caused_it(oracle_of):
     answers = oracle_of(query_s=0.2).answers(map(signature, (HANGS, 5)), SEARCH)
     assert answers[signature(HANGS)].problem == HUNG

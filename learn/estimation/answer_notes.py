@@ -1,0 +1,129 @@
+"""The notes of an estimate: whether the job fits, what bounds its memory, and what its figures do not follow.
+
+Start reading at `notes_of_trace` and `notes_of_memory`; `learn.estimation.answers` puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from conf.units import MIB
+from featurize.allocator_settings import AllocatorSettings
+from featurize.device_spec import DeviceSpec
+from learn.estimation.loops import PIPELINE, RESIDENT
+from learn.estimation.memory_causes import widest
+from learn.estimation.on_machine import workspace_notes
+from learn.estimation.sources import TARGETS, Gathered
+from learn.workload import Workload
+
+if TYPE_CHECKING:
+    from featurize.step_trace import BatchMix
+    from learn.traced import TracedStep
+
+
+def notes_of_trace(
+    gathered: Gathered,
+    traced: TracedStep,
+    job: Workload,
+    device: DeviceSpec,
+    limit_mib: float,
+    torch_version: str | None,
+) -> list[str]:
+    """Return whether the traced step fits, and what was assumed of it.
+
+    Args:
+        gathered: The figures, with the source of each.
+        traced: The step, placed on its machine.
+        job: What was traced; of a mix of batches, the longest alone.
+        device: The GPU model.
+        limit_mib: What the job's figure may reach.
+        torch_version: The release of PyTorch that was asked for.
+    """
+    memory, by = traced.memory, gathered.by["memory"]
+    notes = []
+    whole = limit_mib >= device.memory_mib
+    more = f"{device.name} has" if whole else f"the {limit_mib:,.0f} MiB {_room(device, limit_mib)}"
+    if not memory.fits and by == "trace":
+        notes.append(f"out of memory: the step needs more than {more}")
+    elif not memory.fits:
+        notes.append(f"the trace finds that the step needs more than {more}")
+    elif memory.retries:
+        notes.append(f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}")
+    notes += [f"assumed: {text}" for text in traced.trace.assumed]
+    if (mix := traced.trace.mix) is not None:
+        notes.append(_of_mix(mix, job.shape_text(), traced))
+    notes += workspace_notes(
+        memory.workspaces, job.search, cudnn_benchmark=job.settings.cudnn_benchmark, torch_version=torch_version
+    )
+    if memory.workspaces and by != "trace" and not gathered.beyond_fit:
+        notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by}")
+    return notes
+
+
+def notes_of_memory(
+    gathered: Gathered, device: DeviceSpec, limit_mib: float, allocator: AllocatorSettings | None
+) -> tuple[list[str], list[str]]:
+    """Return what is said first, that the job does not fit, and then what bounds its memory."""
+    from learn.analytical.trace import NO_BOUND
+
+    peak_mib, upper_mib = gathered.values["peak_memory_mib"], gathered.values.get("upper_mib")
+    by, room = gathered.by["memory"], _room(device, limit_mib)
+    first, notes = [], []
+    if upper_mib is not None and peak_mib <= limit_mib < upper_mib:
+        notes.append(f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}")
+    if upper_mib is None and by == "trace":
+        notes.append(NO_BOUND)
+    elif by != "trace" and peak_mib > device.memory_mib:
+        first.append(f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB")
+    elif by != "trace" and peak_mib > limit_mib:
+        first.append(f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}")
+    if (note := widest(gathered.values.get("uncertain", {}), (upper_mib or 0.0) - peak_mib)) is not None:
+        notes.append(note)
+    if allocator is not None and by != "trace":
+        limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
+        notes.append(f"allocator= changes the trace's figures{limits} only; memory is answered by {by}")
+    return first, notes
+
+
+def note_of_absent(gathered: Gathered, job: Workload, device: DeviceSpec, *, is_traced: bool) -> list[str]:
+    """Return a note on the targets without a fitted model, and which command fits one."""
+    if not gathered.absent:
+        return []
+    instead = ": answered by the trace" if is_traced else ""
+    family = "modules" if job.config is None else job.config.family
+    return [
+        f"no fitted model for {family} on {device.name} in {gathered.searched} for "
+        f"{', '.join(gathered.absent)}{instead} (python -m learn.fit target={gathered.absent[0]} fits one)"
+    ]
+
+
+def note_of_two_loops(loops: Mapping[str, str]) -> list[str]:
+    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
+    of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
+    if not all(of_loop.values()):
+        return []
+    parts = " and ".join(
+        f"{', '.join(targets)} {'is' if len(targets) == 1 else 'are'} for the {loop} loop"
+        for loop, targets in of_loop.items()
+    )
+    return [f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one"]
+
+
+def times(count: int) -> str:
+    """Return how often, in words."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def _room(device: DeviceSpec, limit_mib: float) -> str:
+    return f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
+
+
+def _of_mix(mix: BatchMix, longest: str, traced: TracedStep) -> str:
+    memory = traced.memory
+    return (
+        f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the longest, "
+        f"{longest}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved by the mix "
+        f"{memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of it fragmentation; "
+        "utilization and step time are of the longest"
+    )

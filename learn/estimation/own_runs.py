@@ -1,0 +1,134 @@
+"""The data folder's own measured runs of a trial config, which move its estimate without being named.
+
+Start reading at `OwnRuns.of`; `learn.estimation.known_runs` moves the estimate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, TypeAlias
+
+from conf.errors import CommandError
+from conf.plain_text import first_line
+from featurize.device_spec import DeviceSpec, plain_device
+from featurize.trial_config import TRAINING_FIELDS, TrialConfig
+from learn.estimation.known_runs import NONE, KnownRun
+
+if TYPE_CHECKING:
+    import os
+
+    from warehouse.folder import DataFolder
+
+    MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRuns:
+    """Reads what a data folder measured of a job, once, and gives the runs of one GPU model.
+
+    Only trusted runs on a real GPU count.
+
+    Args:
+        data: The data folder; None is the default one.
+        asked_for: Whether the caller named them (`known="runs"`). If not, a folder that cannot be read is a note.
+        remembered: Job -> its rows, from one answer to the next.
+    """
+
+    data: str | os.PathLike[str] | DataFolder | None
+    asked_for: bool
+    remembered: dict[str, Sequence[MeasuredRow]] = field(default_factory=dict)
+
+    def of(self, config: TrialConfig, device: DeviceSpec) -> tuple[tuple[KnownRun, ...], list[str]]:
+        """Return a job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
+        the nearest larger one. The others would change nothing, and each is traced.
+
+        Of several runs at one batch size, the median. Runs that hold more than the card has are of another card.
+
+        Raises:
+            CommandError: The folder that the caller asked for cannot be read.
+        """
+        try:
+            rows = self._rows(config)
+        except CommandError as error:
+            if self.asked_for:
+                raise
+            return (), [self.left_out(error)]
+        measured_mib: dict[int, list[float]] = {}
+        for name, batch_size, mib in rows:
+            if plain_device(name) == plain_device(device.name) and mib <= device.memory_mib:
+                measured_mib.setdefault(batch_size, []).append(mib)
+        smaller = max((size for size in measured_mib if size <= config.batch_size), default=None)
+        larger = min((size for size in measured_mib if size >= config.batch_size), default=None)
+        nearest = sorted({size for size in (smaller, larger) if size is not None})
+        runs = tuple(KnownRun(batch_size=size, memory_mib=median(measured_mib[size])) for size in nearest)
+        if not runs and self.asked_for:
+            return (), ["known=runs: the data folder has no run of this job that was measured on a GPU"]
+        return runs, []
+
+    def note(self, runs: Iterable[KnownRun]) -> str:
+        """Return a note that names the runs which moved an estimate."""
+        sizes = ", ".join(f"{run.batch_size:,}" for run in runs)
+        leave_out = "" if self.asked_for else f"; known={NONE} leaves them out"
+        return f"memory: moved by what the data folder measured of this job, at a batch of {sizes}{leave_out}"
+
+    def left_out(self, error: CommandError) -> str:
+        """Return a note that says why runs which nobody asked for move nothing."""
+        return f"the data folder's measured runs are left out: {first_line(error)}"
+
+    def _rows(self, config: TrialConfig) -> Sequence[MeasuredRow]:
+        job = json.dumps({**config.to_mapping(), "batch_size": None}, sort_keys=True, default=str)
+        if job not in self.remembered:
+            self.remembered[job] = _measured_rows(self.data, config)
+        return self.remembered[job]
+
+
+def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: TrialConfig) -> list[MeasuredRow]:
+    """Return what was measured of a job, at any batch size on any GPU model. A folder without its family is not read.
+
+    Raises:
+        CommandError: The folder cannot be read.
+    """
+    import warehouse
+    from featurize.row_config import UnreadableConfig, config_of_row
+    from warehouse.folder import DataFolder
+
+    folder = DataFolder.resolve(data)
+    if config.family not in folder.families("runs"):
+        return []
+    same_fields, values = _same_fields(config)
+    connection = warehouse.connect(folder)
+    try:
+        rows = connection.execute(
+            "SELECT device_name, config, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
+            "AND source = 'measured' AND device_uuid IS NOT NULL AND coalesce(quality, 'trusted') = 'trusted' "
+            f"AND peak_memory_mib > 0 AND device_name IS NOT NULL{same_fields}",
+            [config.family, *values],
+        ).fetchall()
+    finally:
+        connection.close()
+    measured = []
+    for device_name, text, mib in rows:
+        try:
+            of_run = config_of_row(text)
+        except UnreadableConfig:
+            continue
+        if replace(of_run, batch_size=config.batch_size).to_mapping() == config.to_mapping():
+            measured.append((str(device_name), of_run.batch_size, float(mib)))
+    return measured
+
+
+def _same_fields(config: TrialConfig) -> tuple[str, list[str]]:
+    """Return conditions that leave out most rows of other jobs before their configs are parsed, and their values.
+
+    A row may lack a field that later code added, and its text may be no JSON.
+    """
+    fields = {
+        name: value
+        for name, value in config.to_mapping().items()
+        if type(value) in (int, str) and name not in (*TRAINING_FIELDS, "family")
+    }
+    condition = " AND coalesce(json_extract_string(try_cast(config AS JSON), ?) = ?, true)"
+    return condition * len(fields), [text for name, value in fields.items() for text in (f'$."{name}"', str(value))]

@@ -1,0 +1,192 @@
+"""The question behind `learn.estimate`: its arguments, checked, before anything is built or traced.
+
+Start reading at `question_of`; `learn.estimation.answers` answers it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from conf.errors import UsageError, unknown_name
+from featurize.allocator_settings import AllocatorSettings
+from featurize.machine import MachineProfile
+from featurize.own_code import parse_trust, trusting
+from featurize.training_settings import Training
+from featurize.trial import TrialConfig
+from featurize.trial_config import TRAINING_FIELDS
+from learn.batch_sizes import with_batch_size
+from learn.estimation.answers import Question
+from learn.estimation.known_runs import RUNS, KnownRun, known_runs, leaves_out, require_movable
+from learn.estimation.loops import require_loop
+from learn.estimation.memory_causes import require_coverage
+from learn.estimation.on_machine import require_workspaces
+from learn.estimators import LEVEL
+
+if TYPE_CHECKING:
+    import torch
+
+    from featurize.device_spec import DeviceSpec
+    from learn.estimation.answers import Data
+    from learn.estimation.own_runs import OwnRuns
+    from learn.workload import Workload
+
+    Model: TypeAlias = torch.nn.Module | Callable[[], torch.nn.Module]
+    Job: TypeAlias = Model | TrialConfig | Mapping[str, Any]
+    Tensors: TypeAlias = torch.Tensor | Sequence[int | torch.Tensor | Sequence[int]]
+    Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
+    Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
+
+METHODS = ("full", "fast")
+_OF_ESTIMATE = ("device", "method", "report", "settings")  # keywords of `estimate` beside those of `question_of`
+
+
+def checked(estimator: object, method: object, device: object) -> DeviceSpec:
+    """Return the device's description. Raises `UsageError` that lists the known names, for an unknown one of any."""
+    from featurize.device_spec import DeviceSpec, describe_device, device_names
+    from learn.estimators import ESTIMATORS
+
+    if estimator is not None and not (isinstance(estimator, str) and estimator in ESTIMATORS):
+        raise unknown_name("estimator", estimator, ESTIMATORS)
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    if not isinstance(device, str | DeviceSpec):
+        raise unknown_name("device", device, device_names())
+    return describe_device(device)
+
+
+def question_of(
+    model: Model | TrialConfig,
+    inputs: Inputs | None = None,
+    *,
+    batches: Batches | None = None,
+    training: Mapping[str, Any],
+    allocator: str | AllocatorSettings | None = None,
+    estimator: str | None = None,
+    data: Data | None = None,
+    input_dtype: str = "float32",
+    target: Tensors | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    name: str | None = None,
+    trust: Sequence[str] = (),
+    loop: str | None = None,
+    machine: str | MachineProfile | None = None,
+    workspaces: str | None = None,
+    torch_version: str | None = None,
+    coverage: float = LEVEL,
+    known: Sequence[KnownRun | Mapping[str, Any]] | str | None = None,
+) -> Question:
+    """Return what `estimate` is asked, checked; nothing is built or traced.
+
+    Args:
+        training: Training settings by name, as `training_settings` returns them.
+
+    Raises:
+        UsageError: As in `estimate`.
+    """
+    from featurize.cudnn.releases import require_release
+    from learn.workload import of_config
+
+    if isinstance(allocator, str):
+        allocator = AllocatorSettings.parse(allocator)
+    elif allocator is not None and not isinstance(allocator, AllocatorSettings):
+        raise UsageError(f"allocator is text such as expandable_segments:True, got {allocator!r}")
+    runs = known_runs(known)
+    _require_job_of_known(known, model, estimator, batches)
+    jobs: dict[int, Workload] = {}
+    if isinstance(model, TrialConfig):
+        require_same(model, training)
+        of_modules = {"inputs": inputs, "batches": batches, "target": target, "loss": loss}
+        if given_too := [key for key, value in of_modules.items() if value is not None]:
+            raise UsageError(f"a trial config has its own inputs, target and loss; leave {', '.join(given_too)} out")
+        job = of_config(trusting(model, parse_trust(trust)))
+        job = job if name is None else replace(job, name=name)
+    elif callable(model):
+        job, jobs = _jobs_of_module(
+            model, inputs, target, batches, {run.batch_size for run in runs}, settings=Training(**training),
+            input_dtype=input_dtype, loss=loss, name=name,
+        )  # fmt: skip
+    else:
+        raise UsageError(
+            f"model is an nn.Module, a factory of one, a trial config or its mapping, got {type(model).__name__}"
+        )
+    return Question(
+        job=job, allocator=allocator, estimator=estimator, data=data, loop=require_loop(loop), machine=machine,
+        workspaces=require_workspaces(workspaces), coverage=require_coverage(coverage), known=runs,
+        known_jobs=jobs, own_runs=_own_runs(known, data, job, estimator, allocator, torch_version),
+        torch_version=require_release(torch_version),
+    )  # fmt: skip
+
+
+def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
+    """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
+    names = [one.name for one in fields(Training)]
+    for name in given:
+        if name not in names:
+            keywords = {*inspect.signature(question_of).parameters, *_OF_ESTIMATE} - {"model", "training"}
+            raise unknown_name("keyword", name, sorted({*keywords, *names}))
+    single = {name: value for name, value in given.items() if value is not None}
+    if settings is None:
+        return single
+    if not isinstance(settings, Training):
+        raise UsageError(f"settings is a featurize.training.Training, got {type(settings).__name__}")
+    if single:
+        raise UsageError(f"{', '.join(single)} and settings= exclude each other: give either")
+    return {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+
+
+def require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a training setting that a trial config does not have, or has with another value."""
+    for key, value in given.items():
+        if key not in TRAINING_FIELDS:
+            raise UsageError(f"{key} is for modules; a trial config has its own training settings")
+        if value != getattr(config, key):
+            raise UsageError(f"the trial config has {key}={getattr(config, key)}; change it there, not by {key}=")
+
+
+def _own_runs(known: object, data: Data | None, job: Workload, *of_another_run: object) -> OwnRuns | None:
+    """Return the data folder's measured runs of a trial config: named, or where nothing (`of_another_run`) asks for
+    another answer than what the farm measured."""
+    from learn.estimation.own_runs import OwnRuns
+
+    if known == RUNS:
+        return OwnRuns(data=data, asked_for=True)
+    if job.config is None or known is not None or any(one is not None for one in of_another_run):
+        return None
+    return OwnRuns(data=data, asked_for=False)
+
+
+def _require_job_of_known(known: object, model: object, estimator: str | None, batches: object) -> None:
+    """Raise `UsageError` where measured runs cannot move the estimate."""
+    if known is None or leaves_out(known):
+        return
+    if known == RUNS and not isinstance(model, TrialConfig):
+        raise UsageError("known=runs is for trial configs; for a module give its measured runs")
+    require_movable(known, estimator)
+    if batches is not None:
+        raise UsageError("known= holds runs of one batch shape each; leave batches= out")
+
+
+def _jobs_of_module(
+    model: Model,
+    inputs: Inputs | None,
+    target: Tensors | None,
+    batches: Batches | None,
+    known_sizes: set[int],
+    **about: Any,
+) -> tuple[Workload, dict[int, Workload]]:
+    """Return a module's job, and the same job at each other batch size that was measured."""
+    from learn.workload import of_module
+
+    if batches is not None:
+        from learn.batch_lengths import batches_of
+
+        return of_module(model, None, batches=batches_of(batches, inputs, target), **about), {}
+    job = of_module(model, inputs, target=target, **about)
+    jobs = {}
+    for size in known_sizes - {job.batch_size}:
+        scaled, of_scaled = (with_batch_size(one, size, from_size=job.batch_size) for one in (inputs, target))
+        jobs[size] = of_module(model, scaled, target=of_scaled, **about)
+    return job, jobs
