@@ -16,6 +16,7 @@ from featurize.replay import MemoryProfile, outside_mib
 from featurize.roofline import features as roofline_features
 from featurize.roofline import price, python_loader_ms
 from featurize.step_trace import BATCH, StepTrace
+from featurize.trace_memo import of_trace
 from featurize.training import TrainingSettings
 from featurize.trial_config import MATH_BITS, OPTIMIZER_STATES
 from featurize.workspace_scenarios import scenario_features
@@ -39,7 +40,7 @@ def step_features(
     the job runs in one.
     """
     return {
-        **_network(trace, batch_size),
+        **of_trace(trace, ("network", batch_size), lambda: _network(trace, batch_size)),
         "net_states": OPTIMIZER_STATES.get(settings.optimizer, 2),
         "net_math_bits": MATH_BITS.get(settings.precision, 32),
         "net_channels_last": float(settings.channels_last),
