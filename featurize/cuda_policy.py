@@ -18,6 +18,7 @@ from torch import _VF, Tensor
 
 from featurize import cudnn_rnn, detection, flash_attention, liger, xformers_attention
 from featurize.autocast import Autocast, casting
+from featurize.device_spec import runs_flash_attention
 from featurize.library_calls import channels_last
 from featurize.replacing import replaced
 
@@ -33,7 +34,7 @@ def as_on_cuda(
     with contextlib.ExitStack() as stack:
         autocast = stack.enter_context(casting(autocast_dtype))  # holds a lock: one trace at a time
         attention = functools.partial(
-            _attention, F.scaled_dot_product_attention, autocast, flash=compute_capability >= (8, 0)
+            _attention, F.scaled_dot_product_attention, autocast, flash=runs_flash_attention(compute_capability)
         )
         stack.enter_context(fused_kernels())
         stack.enter_context(detection.as_trained(autocast, assume))

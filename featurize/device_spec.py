@@ -159,3 +159,8 @@ def _descriptions() -> dict[str, dict]:
             if isinstance(mapping, dict) and "backend" not in mapping:
                 descriptions[entry.name.removesuffix(".yaml")] = mapping
     return descriptions
+
+
+def runs_flash_attention(compute_capability: tuple[int, int]) -> bool:
+    """Return whether PyTorch's flash attention has kernels for such GPUs (sdp_utils.cpp in ATen/native)."""
+    return compute_capability >= (8, 0)

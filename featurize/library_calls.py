@@ -82,6 +82,11 @@ def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
     return call.element_bytes * sum(times * math.prod(shape) for times, shape in copies)
 
 
+def guesses_of(spec: DeviceSpec) -> tuple[bool, int]:
+    """Return all of a GPU model that `workspace_bytes` depends on: models that agree on it have the same guesses."""
+    return spec.peak_tflops.tf32 is None, cublas_workspace_bytes(spec)
+
+
 def channels_last(x: Tensor, weight: Tensor) -> bool:
     """Whether cuDNN runs this convolution in channels-last layout, as it does if either tensor has it."""
     return x.dim() == 4 and x.dtype is not torch.float64 and (_is_channels_last(x) or _is_channels_last(weight))

@@ -158,7 +158,7 @@ def opgraph(trace: StepTrace, spec: DeviceSpec | None = None, settings: Training
     ]
     live = trace.breakdown
     moved = sum(field["bytes_read"]) + sum(field["bytes_written"])
-    major, minor = trace.compute_capability
+    major, minor = trace.compute_capability if spec is None else spec.compute_capability
     totals = [count, edges.shape[1], deepest, trace.parameters, trace.flops, moved, trace.peak_live_bytes]
     totals = [*_log(np.array([*totals, *(live[kind] for kind in BLOCK_KINDS)], dtype=np.float64)), major + minor / 10]
     node_columns, graph_columns = NODE_COLUMNS, GRAPH_COLUMNS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from conf.units import MIB
@@ -15,8 +15,9 @@ from featurize.allocator import CachingAllocator, OutOfMemory
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import CUDNN_MIB
-from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.step_trace import BLOCK_KINDS, StepTrace
+from featurize.trace_memo import of_trace
 
 if TYPE_CHECKING:
     from featurize.cudnn.workspaces import ConvolutionWorkspace
@@ -93,22 +94,29 @@ def replay(
     `workspaces` has what convolutions take (`featurize.cudnn.workspaces`), else it is guessed; of several sizes, the
     largest that fits is taken.
     """
-    run = _Run(trace, spec, cudnn_benchmark, allocator, None, workspaces)
-    run.play(timeline)
+
+    def unlimited() -> MemoryProfile:
+        run = _Run(trace, spec, cudnn_benchmark, allocator, None, workspaces)
+        run.play(timeline)
+        return run.profile(fits=True)
+
+    if timeline or workspaces:
+        profile = unlimited()
+    else:
+        key = ("replay", guesses_of(spec), cudnn_benchmark, allocator)
+        profile = of_trace(trace, key, unlimited)
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
     # Below the card's limit, only what the settings make of a limit differs.
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
-    fits = run.allocator.peak_reserved_bytes <= capacity and not limits
-    if not fits:
-        limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces)
-        try:
-            limited.play(timeline)
-        except OutOfMemory:
-            pass
-        else:
-            run, fits = limited, True
-    return run.profile(fits)
+    if profile.peak_reserved <= capacity and not limits:
+        return profile
+    limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces)
+    try:
+        limited.play(timeline)
+    except OutOfMemory:
+        return replace(profile, fits=False)
+    return limited.profile(fits=True)
 
 
 class _Run:

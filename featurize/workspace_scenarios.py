@@ -7,7 +7,6 @@ convolutions take. How the peak answers to several assumptions is known, and a l
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -15,8 +14,9 @@ from typing import TypeAlias
 from conf.units import MIB
 from featurize.allocator import CachingAllocator
 from featurize.device_spec import DeviceSpec
-from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.step_trace import StepTrace
+from featurize.trace_memo import of_trace
 
 # Scenario -> elements of the workspace, by operation, by whether the kernel is pointwise (of one element), and by the
 # elements of image, kernel and response. Engines for the tensor cores work on copies in channels-last layout; in
@@ -53,8 +53,6 @@ SCENARIOS: Mapping[str, Sizes] = {
 SETTLED = "settled"
 _MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
 
-_last: tuple[weakref.ref[StepTrace], DeviceSpec, dict[str, int]] | None = None  # an estimate asks twice
-
 
 def scenario_features(trace: StepTrace, spec: DeviceSpec, outside_mib: float, memory_mib: float) -> dict[str, float]:
     """Return scenario -> logarithm (base 2) of the job's memory under it, over its memory as replayed.
@@ -75,9 +73,10 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     `settled` takes the guessed workspaces, as the replay does, and repeats the last step until reserved memory stays.
     The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
     """
-    global _last
-    if _last is not None and _last[0]() is trace and _last[1] == spec:
-        return _last[2]
+    return of_trace(trace, ("scenarios", guesses_of(spec)), lambda: _reserved_by_scenario(trace, spec))
+
+
+def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     events = _Events(trace)
     calls = {block.call for block in trace.blocks if block.call is not None}
     guessed = {call: workspace_bytes(call, spec) for call in calls}
@@ -89,7 +88,6 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
             )
     else:
         reserved |= dict.fromkeys(SCENARIOS, events.reserved_bytes(guessed))
-    _last = weakref.ref(trace), spec, reserved
     return reserved
 
 

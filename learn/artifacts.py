@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
@@ -290,10 +290,22 @@ def default_artifact(target: str) -> Artifact | None:
     if not (path / "meta.json").is_file():
         return None
     try:
-        return open_artifact(path).require()
+        return _opened(path, _stamp_of(path))
     except DamagedArtifact as error:
         say_damaged(error, "install the project anew; the trace answers")
         return None
+
+
+@lru_cache(maxsize=8)
+def _opened(path: Path, _stamp: tuple) -> Artifact:
+    """Return a whole artifact, checked and loaded once for as long as its files stay as they are."""
+    return open_artifact(path).require()
+
+
+def _stamp_of(folder: Path) -> tuple:
+    """Return name, size and time of change of a folder's files: equal as long as nobody touches them."""
+    files = [(path, path.stat()) for path in sorted(folder.rglob("*"))]
+    return tuple((str(path), about.st_size, about.st_mtime_ns) for path, about in files)
 
 
 def models_folder(data: DataPlace) -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from conf.errors import UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, describe_device
+from featurize.device_spec import DeviceSpec, describe_device, runs_flash_attention
 from learn.workload import Workload
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from featurize.simulate import SimulatedStep
     from featurize.trace import StepTrace, TraceError
 
-    # One job's traces, by compute capability and training loop: all that a trace depends on besides the job.
-    Traces: TypeAlias = dict[tuple[tuple[int, int], bool], StepTrace]
+    # One job's traces, by whether the GPU runs flash attention and by training loop: all that a trace depends on
+    # besides the job.
+    Traces: TypeAlias = dict[tuple[bool, bool], StepTrace]
 
 
 class CannotTrace(UsageError):
@@ -63,7 +64,7 @@ def step_of(
     """Trace a job's training step, replay its memory and price it on `device`.
 
     `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` keeps the job's traces from
-    one call to the next, so that GPU models of one compute capability share theirs. Raises `CannotTrace`, and
+    one call to the next, so that GPU models with the same attention kernels share theirs. Raises `CannotTrace`, and
     `UsageError` for what is no job: an unknown device, a factory that gives no module, an output without logits.
     """
     from featurize.releases import complete
@@ -73,9 +74,10 @@ def step_of(
 
     spec = describe_device(device)
     complete()
-    trace, kind = job.recorded, (spec.compute_capability, job.training_loop)
+    trace, kind = job.recorded, (runs_flash_attention(spec.compute_capability), job.training_loop)
     if trace is None and traces is not None:
-        trace = traces.get(kind)
+        other = traces.get((not kind[0], job.training_loop))
+        trace = traces.get(kind, other if other is not None and _is_of_any_gpu(other) else None)
     if trace is None:
         try:
             trace = trace_step(
@@ -107,6 +109,11 @@ def breakdown(memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0
         "context": outside_mib,
         **({"other users": others_mib} if others_mib else {}),
     }
+
+
+def _is_of_any_gpu(trace: StepTrace) -> bool:
+    """Return whether no GPU's trace can differ: flash attention computes in half precision only."""
+    return not any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
 
 
 def _explained(error: TraceError) -> CannotTrace:

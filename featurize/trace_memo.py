@@ -1,0 +1,39 @@
+"""What was computed of a trace that does not differ between GPU models, kept for the next GPU model.
+
+Start reading at `of_trace`. Only the last few traces are kept in mind, as long as they live.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from featurize.step_trace import StepTrace
+
+Value = TypeVar("Value")
+_MOST = 4  # a job's trace, and the one in a plain loop, of the job and of a neighbour
+_kept: list[tuple[weakref.ref[StepTrace], dict[Hashable, Any]]] = []
+
+
+def of_trace(trace: StepTrace, key: Hashable, compute: Callable[[], Value]) -> Value:
+    """Return what `compute` gave for this trace and key, or call it now.
+
+    Args:
+        trace: Is told apart by its identity.
+        key: All that the value depends on besides the trace; a tuple that begins with the caller's name.
+        compute: Must give a value that nobody changes.
+    """
+    memo = _memo(trace)
+    if key not in memo:
+        memo[key] = compute()
+    return memo[key]
+
+
+def _memo(trace: StepTrace) -> dict[Hashable, Any]:
+    for kept, memo in _kept:
+        if kept() is trace:
+            return memo
+    memo: dict[Hashable, Any] = {}
+    _kept[:] = [(weakref.ref(trace), memo), *(one for one in _kept[: _MOST - 1] if one[0]() is not None)]
+    return memo

@@ -1,0 +1,68 @@
+"""One job on many GPU models: the figures are those of single answers, from one trace where no GPU differs."""
+
+import dataclasses
+
+import pytest
+from torch import nn
+
+import learn.traced
+from featurize.device_spec import device_names, load_device
+from featurize.trace import trace_step
+from featurize.trace_memo import of_trace
+from learn import devices_that_fit, estimate
+from learn.workload import of_module
+
+NAMES = ("A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4060", "P100-PCIE-16GB")
+
+
+class Block(nn.Module):
+    """A convolution, attention and a product: what replays and workspaces of GPU models differ in."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 10)
+
+    def forward(self, x):
+        tokens = self.stem(x).flatten(2).transpose(1, 2).unflatten(-1, (4, 16)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(tokens, tokens, tokens)
+        return self.head(mixed.transpose(1, 2).flatten(2).mean(1))
+
+
+def figures(done):
+    return dataclasses.replace(done, seconds=0.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_table_has_the_figures_of_single_answers(precision):
+    job = {"inputs": (16, 3, 32, 32), "precision": precision}
+    table = devices_that_fit(Block, devices=NAMES, **job)
+    singles = {name: estimate(Block, device=name, **job) for name in NAMES}
+    for row in table:
+        assert figures(row.estimate) == figures(singles[row.device])
+
+
+def test_gpus_share_a_trace_where_none_can_differ(monkeypatch):
+    traced = []
+
+    def counting(*args, **kwargs):
+        traced.append(args)
+        return trace_step(*args, **kwargs)
+
+    monkeypatch.setattr("featurize.trace.trace_step", counting)
+    devices_that_fit(Block, (16, 3, 32, 32), devices=device_names())
+    assert len(traced) == 1
+    devices_that_fit(Block, (16, 3, 32, 32), devices=NAMES, precision="fp16")
+    assert len(traced) == 3  # with flash attention, and without
+
+
+def test_what_is_kept_of_a_trace_ends_with_it():
+    calls = []
+
+    def traced():
+        return learn.traced.step_of(of_module(nn.Linear(4, 4), (2, 4)), load_device("T4")).trace
+
+    one, other = traced(), traced()
+    for asked in (one, other, one):
+        assert of_trace(asked, "key", lambda asked=asked: calls.append(1) or id(asked)) == id(asked)
+    assert len(calls) == 2
+    assert of_trace(one, "other key", lambda: calls.append(1)) is None and len(calls) == 3
