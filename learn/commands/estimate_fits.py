@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.estimate_view import bound_name
+from learn.estimation.estimate_view import bound_name, rate
 from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
+_WIDTH_WITH_ENERGY = 90  # characters
 
 
 def print_fits(
@@ -65,7 +66,7 @@ def print_fits(
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
         shared = [note for note in fits[0].estimate.warnings if all(note in one.estimate.warnings for one in fits)]
-        _print(title, _table_of_devices(fits), shared)
+        _print(f"{title}, memory in MiB", _table_of_devices(fits), shared)
     else:
         at_limit = largest.estimate or largest.beyond
         decided_by = POINT if at_limit.upper_mib is None else by
@@ -94,12 +95,28 @@ def _table_of_batches(largest: LargestBatch) -> Table:
 
 
 def _table_of_devices(fits: tuple[DeviceFit, ...]) -> Table:
-    table = _table("device", "peak memory", bound_name(fits[0].estimate), "it may take", "room", "fits")
-    for one in fits:
-        done = one.estimate
-        memory = _memory(done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
-        table.add_row(one.device, *memory, "yes" if one.fits else "no")
+    """Return the table, in MiB. It is 80 characters wide; energy has a column where the terminal is wider."""
+    from rich.console import Console
+
+    bound = f"{100 * fits[0].estimate.coverage:g} %\nbound"
+    heads = ["device", "peak", bound, "may\ntake", "room", "fits", "samples/s"]
+    rows = [_row_of_device(one) for one in fits]
+    if Console().width >= _WIDTH_WITH_ENERGY:
+        heads.append("J a step")
+    table = _table(*heads)
+    for row in rows:
+        table.add_row(*row[: len(heads)])
     return table
+
+
+def _row_of_device(one: DeviceFit) -> list[str]:
+    done = one.estimate
+    memory = [
+        "–" if mib is None else f"{mib:,.0f}"
+        for mib in (done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
+    ]
+    time = ["–" if value is None else rate(value) for value in (done.samples_per_s, done.energy_j)]
+    return [one.device, *memory, "yes" if one.fits else "no", *time]
 
 
 def _table(first: str, *others: str) -> Table:
