@@ -230,7 +230,8 @@ def _time(job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep)
     columns = table(("kind", "ms", "share"), ()).columns
     by = done.answered_by["step_time"]
     own = "" if by == "trace" else f" The estimate's step time, {done.step_time_ms:,.1f} ms, is that of {by}."
-    longest = ", ".join(f"{one.name} {one.ms / total_ms:.0%}" for one in parts[:3])
+    longest_parts = sorted(parts, key=lambda one: -one.ms)[:3]
+    longest = ", ".join(f"{one.name} {one.ms / total_ms:.0%}" for one in longest_parts)
     label = f"Time of a step by kind of kernel: {longest}"
     bars = Group(f"{time_text(total_ms, total_ms)} ms a step", (Drawn(time_svg(parts, label)),))
     numbers = Group("In figures", (Table(columns, (*rows, Row(("in all", time_text(total_ms, total_ms), ""), "sum"))),))
