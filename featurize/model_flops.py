@@ -6,10 +6,12 @@ Start reading at `seconds_at_peak`. Torch-free.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from featurize.device_spec import DeviceSpec
-from featurize.step_trace import Operator, StepTrace
-from featurize.training_settings import TrainingSettings
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from featurize.step_trace import Operator, StepTrace
+    from featurize.training_settings import TrainingSettings
 
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
 _PRODUCTS = (

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from conf.reports.svg import Drawing, Svg
-from featurize.kernel_model.step_time import TimedStep
+
+if TYPE_CHECKING:
+    from featurize.kernel_model.step_time import TimedStep
 
 OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
 ARITHMETIC, STREAMS, WAITS = "k1", "k5", "k0"  # colour classes
