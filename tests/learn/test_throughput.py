@@ -1,5 +1,7 @@
 """What an estimate says of throughput, model FLOPs utilization and energy, on a transformer of GPT-2's size."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from featurize.device_spec import describe_device
 from featurize.families import gpt, mlp
 from featurize.model_flops import seconds_at_peak
 from learn import devices_that_fit, estimate
+from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import LOOPS
 from learn.traced import step_of
@@ -172,6 +175,16 @@ def test_a_mix_of_batches_is_of_the_longest_and_keyword_inputs_have_tokens():
 
     done = estimate(Net, batches=[{"mask": torch.ones(4, n), "ids": torch.zeros(4, n).long()} for n in (16, 64)])
     assert done.tokens_per_s == pytest.approx(4 * 64 / (done.step_time_ms / 1e3))
+
+
+def test_the_table_shows_what_is_known(capsys, plain):
+    print_table("a job", plain, None)
+    shown = capsys.readouterr().out
+    for text in (f"{plain.tokens_per_s:,.0f} tokens/s", f"{plain.mfu:.3f}", f"{plain.energy_j:.1f} J", "samples/s"):
+        assert text in shown
+    print_table("a job", replace(plain, tokens_per_s=None, mfu=None), None)
+    shown = capsys.readouterr().out
+    assert "tokens/s" not in shown and "mfu" not in shown and "samples/s" in shown
 
 
 def test_without_a_trace_they_are_unknown():
