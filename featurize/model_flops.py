@@ -59,6 +59,9 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
         spec: The GPU model.
         settings: The trace's own.
 
+    Known limitations:
+        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
+
     Returns:
         None where the description gives no rate for a type that the step uses, as bf16 on GPUs without it.
     """

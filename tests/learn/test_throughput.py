@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from learn_rows import make_configs, write_runs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from featurize.device_spec import describe_device
 from featurize.families import gpt, mlp
 from featurize.model_flops import seconds_at_peak
-from learn import devices_that_fit, estimate
+from learn import FitSettings, devices_that_fit, estimate, fit
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import LOOPS
@@ -137,6 +138,17 @@ def test_energy_lies_between_idle_and_limit_over_the_step(loop):
 def test_a_gpu_that_waits_for_input_draws_less_power():
     watts = {loop: done.energy_j / done.step_time_ms for loop in LOOPS for done in [estimate(MLP, loop=loop)]}
     assert watts["pipeline"] < watts["resident"]
+
+
+def test_power_is_that_of_the_loop_that_the_step_time_speaks_of(tmp_path):
+    configs = make_configs(32, families=("mlp",))
+    write_runs(tmp_path / "d", configs, statuses=["ok"] * 32, source="imported")
+    fit(FitSettings(target="step_time", estimator="lightgbm", data=str(tmp_path / "d")))
+    done = estimate(configs[0], data=tmp_path / "d")
+    assert done.answered_by["step_time"].startswith("lightgbm ") and done.loops["step_time"] == "pipeline"
+    assert done.samples_per_s == pytest.approx(configs[0].batch_size / (done.step_time_ms / 1e3))
+    traced = estimate(configs[0], loop="pipeline")
+    assert done.energy_j / done.step_time_ms == pytest.approx(traced.energy_j / traced.step_time_ms, rel=1e-3)
 
 
 def test_each_type_counts_at_its_own_rate():
