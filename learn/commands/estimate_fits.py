@@ -66,7 +66,7 @@ def print_fits(
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))
     elif largest is None:
         shared = [note for note in fits[0].estimate.warnings if all(note in one.estimate.warnings for one in fits)]
-        _print(f"{title}, memory in MiB", _table_of_devices(fits), shared)
+        _print(f"{title}, memory in MiB", _table_of_devices(fits, bound_name(fits[0].estimate)), shared)
     else:
         at_limit = largest.estimate or largest.beyond
         decided_by = POINT if at_limit.upper_mib is None else by
@@ -94,12 +94,11 @@ def _table_of_batches(largest: LargestBatch) -> Table:
     return table
 
 
-def _table_of_devices(fits: tuple[DeviceFit, ...]) -> Table:
+def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
     """Return the table, in MiB. It is 80 characters wide; energy has a column where the terminal is wider."""
     from rich.console import Console
 
-    bound = f"{100 * fits[0].estimate.coverage:g} %\nbound"
-    heads = ["device", "peak", bound, "may\ntake", "room", "fits", "samples/s"]
+    heads = ["device", "peak", bound.replace(" bound", "\nbound"), "may\ntake", "room", "fits", "samples/s"]
     rows = [_row_of_device(one) for one in fits]
     if Console().width >= _WIDTH_WITH_ENERGY:
         heads.append("J a step")
