@@ -150,7 +150,12 @@ class GraphReplay:
                 values[node] = _call(node, values)
 
     def _run_extern(self, node: Node, values: dict[Node, Any]) -> None:
+        recorder = self._regions.recorder_now()
+        if recorder is not None:
+            recorder.recomputing = "recompute" in node.meta
         result = _call(node, values)
+        if recorder is not None:
+            recorder.recomputing = False
         self._keep(node, result, values)
         del result
         self._end(self._ends[node], values)

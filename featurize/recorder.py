@@ -45,6 +45,7 @@ class Recorder(TorchDispatchMode):
         self.operators: list[Operator] = []
         self.events: list[Event] = []
         self.step, self.phase, self.keep_operators = 0, "setup", False
+        self.recomputing = False  # a compiled graph's backward pass runs what its forward pass ran already
         self._names = {id(m): name or type(m).__name__ for name, m in model.named_modules()}
         self._running: list[str] = []  # paths of the modules whose forward pass runs
         self._node_modules: dict[int, str] = {}  # autograd node -> the module whose forward pass made it
@@ -312,8 +313,14 @@ class Recorder(TorchDispatchMode):
                 launches,
                 module,
                 tuple(sources),
+                self.phase == "backward" and self._recomputes(),
             )
         )
+
+    def _recomputes(self) -> bool:
+        """Whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a module's
+        forward pass runs, or gradients are recorded."""
+        return self.recomputing or bool(self._running) or torch.is_grad_enabled()
 
     def _see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple = ("", "", None)) -> bool:
         """Register a storage on first sight; whether it was the first."""

@@ -39,6 +39,7 @@ class Operator(NamedTuple):
     launches: int  # kernels
     module: str = ""  # path of the module that called it, in the backward pass of the one whose operator it derives
     sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it was there before
+    recomputed: bool = False  # in the backward pass, what the forward pass computed already: a checkpoint
 
 
 class Event(NamedTuple):

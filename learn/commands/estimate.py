@@ -66,7 +66,8 @@ class EstimateSettings(TrainingKeys):
     steps are done. It sees one GPU of the model asked for, whose tensors take no memory. It runs with your rights:
     estimate only scripts that you would run. Its data is read for real; what it saves is kept in a folder that is
     removed; experiment loggers and the network are switched off.
-    The report is one HTML page: memory over the step, the peak and its operator, what it consists of, module by module.
+    The report is one HTML page: memory over the step, the peak and its operator, what it consists of, module by module,
+    and the step's time by kind of kernel.
     """
 
     device: DeviceSpec | None = group(

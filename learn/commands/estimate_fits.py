@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
-from learn.estimation.estimate_view import bound_name
+from learn.estimation.estimate_view import bound_name, rate
 from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
+_WIDTH_WITH_ENERGY = 90  # characters
 
 
 def print_fits(
@@ -67,7 +68,7 @@ def print_fits(
         answers = [one.estimate for one in fits if one.estimate is not None]
         shared = [note for note in answers[0].warnings if all(note in one.warnings for one in answers)]
         problems = [f"{one.device}: {one.problem}" for one in fits if one.problem is not None]
-        _print(title, _table_of_devices(fits, bound_name(answers[0])), [*problems, *shared])
+        _print(f"{title}, memory in MiB", _table_of_devices(fits, bound_name(answers[0])), [*problems, *shared])
     else:
         at_limit = largest.estimate or largest.beyond
         decided_by = POINT if at_limit.upper_mib is None else by
@@ -96,14 +97,28 @@ def _table_of_batches(largest: LargestBatch) -> Table:
 
 
 def _table_of_devices(fits: tuple[DeviceFit, ...], bound: str) -> Table:
-    table = _table("device", "peak memory", bound, "it may take", "room", "fits")
-    for one in fits:
-        if (done := one.estimate) is None:
-            table.add_row(one.device, *_memory(None, None, None, None), "–")
-            continue
-        memory = _memory(done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
-        table.add_row(one.device, *memory, "yes" if one.fits else "no")
+    """Return the table, in MiB. It is 80 characters wide; energy has a column where the terminal is wider."""
+    from rich.console import Console
+
+    heads = ["device", "peak", bound.replace(" bound", "\nbound"), "may\ntake", "room", "fits", "samples/s"]
+    rows = [_row_of_device(one) for one in fits]
+    if Console().width >= _WIDTH_WITH_ENERGY:
+        heads.append("J a step")
+    table = _table(*heads)
+    for row in rows:
+        table.add_row(*row[: len(heads)])
     return table
+
+
+def _row_of_device(one: DeviceFit) -> list[str]:
+    if (done := one.estimate) is None:
+        return [one.device, *["–"] * 7]
+    memory = [
+        "–" if mib is None else f"{mib:,.0f}"
+        for mib in (done.peak_memory_mib, done.upper_mib, done.limit_mib, one.room_mib)
+    ]
+    time = ["–" if value is None else rate(value) for value in (done.samples_per_s, done.energy_j)]
+    return [one.device, *memory, "yes" if one.fits else "no", *time]
 
 
 def _table(first: str, *others: str) -> Table:

@@ -35,6 +35,7 @@ from learn.estimation.sources import (
     ask_stored,
     in_a_plain_loop,
 )
+from learn.estimation.throughput import throughput_of
 from learn.estimators import LEVEL
 from learn.workload import Workload
 
@@ -309,6 +310,8 @@ def _assembled(
                 gathered.loops[target] = loop_named(job.training_loop) if target == "memory" else loop or RESIDENT
                 if target == "step_time":
                     values["step_time_upper_ms"] = step.step_time_upper_ms
+        timed = step if gathered.loops["step_time"] == (loop or RESIDENT) else _priced(traced, job, device, PIPELINE)
+        values |= throughput_of(traced, job, device, step_time_ms=values["step_time_ms"], power_w=timed.power_w)
         notes += traced.trace.notes
         memory = traced.memory
         largest = list(memory.peak_modules.items())[:TOP_MODULES]

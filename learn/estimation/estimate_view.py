@@ -6,7 +6,7 @@ Start reading at `print_table`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.loops import legend
@@ -153,6 +153,26 @@ def figures(done: Estimate):
     yield "step time", done.step_time_ms, ms, "step_time"
     if done.step_time_upper_ms is not None:
         yield "90 % of steps below", done.step_time_upper_ms, ms, "step_time"
+    for name, value, text in throughput_rows(done):
+        if value is not None:
+            yield name, value, text, "step_time"
+
+
+def throughput_rows(done: Estimate) -> tuple[tuple[str, float | None, Callable[[float], str]], ...]:
+    """Return what follows from the step time: name, value, and how the value is written."""
+    return (
+        ("throughput", done.samples_per_s, lambda value: f"{rate(value)} samples/s"),
+        ("tokens", done.tokens_per_s, lambda value: f"{rate(value)} tokens/s"),
+        ("mfu (FLOPs of peak)", done.mfu, lambda value: f"{value:.3f}"),
+        ("energy a step", done.energy_j, lambda value: f"{rate(value)} J"),
+    )
+
+
+def rate(value: float) -> str:
+    """Return a number with three digits or more and no power of ten."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
 def _difference(done: Estimate, past: PastRun, target: str) -> str:

@@ -19,7 +19,7 @@ from learn.estimators import LEVEL
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One training job on one GPU model. MiB, ms; ratios lie in [0, 1]. None: nobody who was asked knows.
+    """One training job on one GPU model. MiB, ms, J; ratios lie in [0, 1]. None: nobody who was asked knows.
 
     peak_memory_mib   of the whole card, by the estimator that `answered_by` names
     allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
@@ -31,6 +31,14 @@ class Estimate:
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
     step_time_upper_ms  what 90 of 100 measured steps stay below, where the trace times the step; else None
+    samples_per_s, tokens_per_s   of the step time: all micro-steps of an optimizer step count, padding too. Tokens are
+                  those of integer inputs of shape [batch, length]. These two, `mfu` and `energy_j` need a trace
+    mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
+                  backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
+                  checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
+                  model has no such rate. See `featurize.model_flops`
+    energy_j      of the board, a step: the step time times the power that simulated runs carry. It rises from idle to
+                  the limit with SM activity, arithmetic and DRAM traffic; no measured power stands behind it
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
                   which is not `peak_memory_mib` where another estimator gave that. Without a trace: the parts that the
                   estimator itself tells apart
@@ -77,6 +85,10 @@ class Estimate:
     uncertain: Mapping[str, float] = field(default_factory=dict)
     distribution: tuple[tuple[float, float], ...] = ()
     step_time_upper_ms: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    energy_j: float | None = None
 
     def quantile_mib(self, p: float) -> float | None:
         """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.

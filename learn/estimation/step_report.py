@@ -41,11 +41,12 @@ from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.training_settings import training_of
 from learn.estimation.answer_notes import times
-from learn.estimation.estimate_view import bound_name, figures, peak_text
+from learn.estimation.estimate_view import bound_name, figures, peak_text, rate
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.loops import legend
+from learn.estimation.loops import PIPELINE, legend
 from learn.estimation.module_tree import module_tree
 from learn.estimation.step_chart import COLOURS, timeline_svg
+from learn.estimation.time_chart import GROUPS, time_parts, time_svg, time_text
 from warehouse.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -86,11 +87,10 @@ def step_page(
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None: the model could not be traced."""
     breakdown, facts = _breakdown(done), _facts(job, device, done, allocator)
-    sections = (
-        (breakdown, facts)
-        if traced is None
-        else (_timeline(device, done, traced), breakdown, _activations(traced), _tensors(traced), facts)
-    )
+    sections: tuple[Section | None, ...] = (breakdown, facts)
+    if traced is not None:
+        timeline, time = _timeline(device, done, traced), _time(job, device, done, traced)
+        sections = (timeline, breakdown, time, _activations(traced), _tensors(traced), facts)
     return Page(
         title=f"{job.name} on {device.name}",
         head=(_outcome(device, done), _tiles(job, device, done), *_notes(done)),
@@ -117,6 +117,15 @@ def _tiles(job: Workload, device: DeviceSpec, done: Estimate) -> Tiles:
         )
     if done.step_time_ms is not None:
         tiles.append(Tile("step time", f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}"))
+    if done.samples_per_s is not None:
+        tokens = "of one GPU" if done.tokens_per_s is None else f"{rate(done.tokens_per_s)} tokens/s"
+        tiles.append(Tile("samples a second", rate(done.samples_per_s), tokens))
+    if done.energy_j is not None:
+        joule = f"{rate(done.energy_j)} J"
+        by_power = Tile("energy a step", joule, "by simulated power")
+        tiles.append(
+            by_power if done.mfu is None else Tile("model FLOPs", f"{done.mfu:.1%} of peak", f"{joule} a step")
+        )
     if done.drama is not None:
         tiles.append(Tile("DRAM activity", f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}"))
     if done.parameters is not None:
@@ -202,6 +211,43 @@ def _breakdown(done: Estimate) -> Section | None:
             )
         )
     return Section("parts", f"What the peak consists of, by {by}", tuple(blocks))
+
+
+def _time(job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
+    """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
+    from featurize.kernel_model.step_time import time_step
+    from featurize.simulate import input_ms
+
+    waits_ms = 0.0
+    if done.loops["step_time"] == PIPELINE:
+        waits_ms = input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)
+    timed = time_step(traced.trace, device, job.settings, input_ms=waits_ms)
+    parts = time_parts(timed, waits_ms)
+    if not parts:
+        return None
+    total_ms = timed.step_time_ms
+    rows = [Row((Swatch(one.css, one.name), time_text(one.ms, total_ms), f"{one.ms / total_ms:.1%}")) for one in parts]
+    columns = table(("kind", "ms", "share"), ()).columns
+    by = done.answered_by["step_time"]
+    own = "" if by == "trace" else f" The estimate's step time, {done.step_time_ms:,.1f} ms, is that of {by}."
+    longest_parts = sorted(parts, key=lambda one: -one.ms)[:3]
+    longest = ", ".join(f"{one.name} {one.ms / total_ms:.0%}" for one in longest_parts)
+    label = f"Time of a step by kind of kernel: {longest}"
+    bars = Group(f"{time_text(total_ms, total_ms)} ms a step", (Drawn(time_svg(parts, label)),))
+    numbers = Group("In figures", (Table(columns, (*rows, Row(("in all", time_text(total_ms, total_ms), ""), "sum"))),))
+    present = {one.css for one in parts}
+    return Section(
+        "time",
+        "What the step's time consists of, by the trace",
+        (
+            Lead(
+                "Kernels run one after the other. The GPU waits where the host launches them more slowly than they "
+                f"run.{own}"
+            ),
+            Legend({name: css for css, name in GROUPS.items() if css in present}),
+            SideBySide((bars, numbers)),
+        ),
+    )
 
 
 def _activations(traced: TracedStep) -> Section:

@@ -179,10 +179,11 @@ def _convolution(row: Any) -> ConvolutionSignature:
 
 
 def _operator(row: Any) -> Operator:
-    name, phase, dtype, inputs, outputs, flops, read, written, launches, module, sources = row
+    name, phase, dtype, inputs, outputs, flops, read, written, launches, module, sources, recomputed = row
     return Operator(
         _text(name), _one_of(phase, PHASES), _text(dtype), _shapes(inputs), _shapes(outputs), _count(flops),
         _integer(read), _integer(written), _count(launches), _text(module), tuple(map(_integer, sources)),
+        bool(recomputed),
     )  # fmt: skip
 
 

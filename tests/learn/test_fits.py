@@ -262,19 +262,27 @@ def test_keyword_inputs_and_a_batch_on_the_command_line(module_of_nets, capsys):
     assert with_mask["peak_memory_mib"] == alone.peak_memory_mib
 
 
-def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, capsys):
+def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, capsys, monkeypatch):
     job = [f"model={module_of_nets}:net", "input=[4096,256]", "estimator=trace"]
     assert run(*job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700", "format=json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tried"][str(found["batch"])] <= 700 < found["tried"][str(found["batch"] + 1)]
     assert run(*job, "find=devices", "format=json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert [one["fits"] for one in found["devices"]] == [True] * len(device_names())
+    found_devices = found["devices"]
+    assert [one["fits"] for one in found_devices] == [True] * len(device_names())
     assert run(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700") == 0
     shown = capsys.readouterr().out
     assert "the largest batch on A100-SXM4-40GB is " in shown and "by the bound" in shown
-    assert run(*job, "find=devices") == 0
-    assert "H200-SXM-141GB" in capsys.readouterr().out
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert run(*job, "find=devices") == 0
+        title, *table = capsys.readouterr().out.splitlines()[:-1]
+        assert title.endswith("memory in MiB")
+        row = next(line for line in table if "H200-SXM-141GB" in line).split("│")[1:-1]
+        done = next(one["estimate"] for one in found_devices if one["device"] == "H200-SXM-141GB")
+        assert float(row[6].replace(",", "")) == pytest.approx(done["samples_per_s"], rel=0.01)
+        assert len(row) == (7 if columns == 80 else 8) and max(map(len, table[:6])) <= columns
 
 
 @pytest.mark.parametrize(

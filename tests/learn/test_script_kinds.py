@@ -186,6 +186,7 @@ def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_
     }  # fmt: skip
     script = check_same("nanogpt_like", Job(gpt, [[4, 128], [4, 128]], settings))
     assert MODELLED in script.warnings
+    assert script.tokens_per_s * script.step_time_ms == pytest.approx(1e3 * 4 * 128)
 
 
 @pytest.mark.slow

@@ -14,9 +14,13 @@ from conf.errors import UsageError
 from conf.reports.render import render_blocks
 from featurize.device_spec import describe_device
 from featurize.families import mlp, zoo
+from featurize.kernel_model.step_time import time_step
+from featurize.simulate import input_ms
+from featurize.training_settings import Training
 from learn import estimate
 from learn.estimation.module_tree import module_tree, tree_of
 from learn.estimation.step_chart import BANDS, columns_of
+from learn.estimation.time_chart import INPUT, LAUNCH, OTHER, time_parts, time_text
 from learn.traced import step_of
 from learn.workload import name_of, of_module
 from tests.parsed_page import ParsedPage
@@ -55,7 +59,7 @@ def test_the_page_explains_the_estimate(case, tmp_path):
     else:
         done = estimate(CONFIG, estimator="trace", report=str(path), name="a small net")
     page = page_of(path)
-    assert page.tags.count("svg") == 1 and "a small net" in page.text
+    assert page.tags.count("svg") == 2 and "a small net" in page.text
     for words in (
         f"{done.peak_memory_mib:,.0f} MiB", done.peak_operator, done.peak_module, DEVICE.name, "40,326 MiB",
         "forward", "backward", "optimizer", "step 1", "step 2", "Activations by module", "Largest tensors at the peak",
@@ -163,6 +167,42 @@ def test_command_writes_the_page_and_says_where(tmp_path, capsys, monkeypatch):
         assert "report=. is a folder" in error and len(error.splitlines()) == 1
     finally:
         sys.modules.pop("gpufarm_report_nets", None)
+
+
+def test_the_page_shows_where_the_steps_time_goes(tmp_path):
+    done = estimate(net, (8, 3, 64, 64), loop="pipeline", report=tmp_path / "r.html")
+    page = page_of(tmp_path / "r.html")
+    traced = step_of(of_module(net, (8, 3, 64, 64)), DEVICE)
+    waits_ms = input_ms(traced.trace, 8)
+    parts = time_parts(time_step(traced.trace, DEVICE, Training(), input_ms=waits_ms), waits_ms)
+    assert sum(part.ms for part in parts) == pytest.approx(done.step_time_ms)
+    assert {INPUT, OTHER, "optimizer"} <= {part.name for part in parts}
+    for part in parts:
+        text = time_text(part.ms, done.step_time_ms)
+        assert f"{part.name} {text} ms, {part.ms / done.step_time_ms:.1%}" in page.text  # in the picture
+        assert f"{part.name} {text} {part.ms / done.step_time_ms:.1%}" in page.text  # in the table
+    labels = [value for tag, name, value in page.elements if (tag, name) == ("svg", "aria-label")]
+    assert any(label.startswith("Time of a step by kind of kernel: GPU waits for input") for label in labels)
+    for words in ("samples a second", "model FLOPs", f"{done.energy_j:.2f} J"):
+        assert words in page.text
+
+
+@pytest.mark.parametrize("slowness", [1, 100])
+def test_bars_sum_to_the_step_time_with_its_small_parts_as_one(slowness):
+    def wide():
+        return nn.Sequential(nn.Conv2d(64, 256, 3), nn.BatchNorm2d(256), nn.ReLU(), nn.Conv2d(256, 64, 3, groups=4))
+
+    spec = replace(DEVICE, launch_overhead_us=slowness * DEVICE.launch_overhead_us)
+    timed = time_step(step_of(of_module(wide, (64, 64, 64, 64)), spec).trace, spec, Training())
+    parts = {part.name: part.ms for part in time_parts(timed)}
+    assert sum(parts.values()) == pytest.approx(timed.step_time_ms)
+    assert all(ms >= 0.01 * timed.step_time_ms for name, ms in parts.items() if name != OTHER)
+    assert (LAUNCH in parts) == (slowness == 100)
+    if slowness == 1:
+        kinds = {f"convolutions, {one}" for one in ("forward", "input gradient", "weight gradient")}
+        assert {*kinds, "normalizations", "elementwise"} <= set(parts)
+        of_kinds = [ms for kind, ms in timed.by_kind_ms.items() if kind.endswith("convolution_weight")]
+        assert len(of_kinds) == 2 and parts["convolutions, weight gradient"] == pytest.approx(sum(of_kinds))
 
 
 @pytest.mark.parametrize("most", [20, 300, 10**6])

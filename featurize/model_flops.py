@@ -1,0 +1,87 @@
+"""The model FLOPs of a traced step, and how long a GPU model takes for them at its peak rate.
+
+Start reading at `seconds_at_peak`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from featurize.device_spec import DeviceSpec
+    from featurize.step_trace import Operator, StepTrace
+    from featurize.training_settings import TrainingSettings
+
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward", "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward")
+_PRODUCTS = (
+    "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm", "gpufarm::liger_add_product_",
+    "gpufarm::int8_product",
+)  # fmt: skip
+_ATTENTION = "aten::_scaled_dot_product_"
+_PACKAGE = "aten::_flash_attention_"  # heads come after the length
+_RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def model_flops(op: Operator) -> int:
+    """Return an operator's share of the step's model FLOPs: 0 for what is no matrix product, convolution or attention.
+
+    A multiply-add counts as 2. Nothing counts of the optimizer, of what a checkpoint computes again, and of the scores
+    that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where
+    its kernel leaves out those that a causal mask hides. Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+
+    Known limitations: Of texts packed one behind the other, attention counts what its kernel computes.
+    """
+    if op.recomputed or op.phase == "optimizer":
+        return 0
+    if op.name in _PRODUCTS or op.name in _CONVOLUTIONS:
+        return op.flops
+    return _attention_flops(op) if op.name.startswith((_ATTENTION, _PACKAGE)) else 0
+
+
+def _attention_flops(op: Operator) -> int:
+    backward = "backward" in op.name
+    query, key, value = op.input_shapes[backward : backward + 3]
+    if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
+        return op.flops * 4 // 5 if backward else op.flops
+    keys = key[1] if op.name.startswith(_PACKAGE) else key[-2]
+    return (4 if backward else 2) * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
+
+
+def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> float | None:
+    """Return how long the step's model FLOPs take at the GPU model's peak rates, in seconds.
+
+    Each operator counts at the dense rate of its own type: half precision at that of the tensor cores, fp32 at that of
+    TF32 where `precision` allows it. PyTorch's default, `fp32`, allows it for convolutions and recurrent layers.
+
+    Args:
+        trace: One step.
+        spec: The GPU model.
+        settings: The trace's own.
+
+    Known limitations:
+        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
+
+    Returns:
+        None where the description gives no rate for a type that the step uses, as bf16 on GPUs without it.
+    """
+    flops: dict[tuple[str, bool], int] = {}
+    for op in trace.operators:
+        if count := model_flops(op):
+            kind = op.dtype if op.name != "gpufarm::int8_product" else "int8", op.name in _CONVOLUTIONS
+            flops[kind] = flops.get(kind, 0) + count
+    seconds = []
+    for (dtype, is_convolution), count in flops.items():
+        rate_tflops = _rate_tflops(spec, settings.precision, dtype, is_convolution=is_convolution)
+        if rate_tflops is None:
+            return None
+        seconds.append(count / (rate_tflops * 1e12))
+    return math.fsum(seconds)
+
+
+def _rate_tflops(spec: DeviceSpec, precision: str, dtype: str, *, is_convolution: bool) -> float | None:
+    rates = spec.peak_tflops
+    if dtype == "float32" and (precision == "tf32" or (precision == "fp32" and is_convolution)):
+        return rates.tf32 or rates.fp32
+    name = _RATES.get(dtype)
+    return None if name is None else getattr(rates, name)
