@@ -76,17 +76,21 @@ def measured_times(connection: WarehouseConnection, progress: Progress) -> tuple
     return times, dict(left_out)
 
 
-def kernel_times(connection: WarehouseConnection, most: int) -> tuple[list[MeasuredTime], dict[str, int]]:
+def kernel_times(
+    connection: WarehouseConnection, most: int, *, same_shapes: bool = False
+) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
 
     Args:
         connection: Of the data folder.
         most: Rows of an operator on a GPU model, drawn by their ids.
+        same_shapes: Draw by shapes instead: the same ones on every GPU model, as far as they were measured there.
     """
+    drawn_by = "md5(concat(dims, '/', dtype)), kernel_row" if same_shapes else "md5(kernel_row)"
     rows = connection.execute(
         "SELECT operator, device_name, dims, dtype, duration_us FROM kernels "
         "WHERE timing = 'cuda_events' AND source IN ('measured', 'imported') AND duration_us > 0 "
-        "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY md5(kernel_row)) <= ? "
+        "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY " + drawn_by + ") <= ? "
         "ORDER BY operator, device_name, kernel_row",
         [most],
     ).fetchall()
