@@ -200,8 +200,8 @@ class TilesAndWaves:
 
     _EPOCHS, _ROWS, _RATE, _HIDDEN, _OF_KIND = 20, 128, 3e-3, 64, 8
 
-    def __init__(self, fit: TimeFit) -> None:
-        self.fit = fit
+    def __init__(self, fit: TimeFit, epochs: int = _EPOCHS) -> None:
+        self.fit, self.epochs = fit, epochs
         sizes = _sizes(fit.rows)
         self.ends = np.concatenate([[0], np.cumsum([len(row.calls.kind) for row in fit.rows])])
         self.kinds = len(sizes.kinds)
@@ -241,8 +241,8 @@ class TilesAndWaves:
         weights = torch.tensor(self.fit.row_weights(of)).float()
         inside, order = np.flatnonzero(of), np.random.default_rng(0)
         batches = math.ceil(len(inside) / self._ROWS)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self._EPOCHS * batches)
-        for _ in range(self._EPOCHS):
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * batches)
+        for _ in range(self.epochs):
             for rows in np.array_split(order.permutation(inside), batches):
                 optimizer.zero_grad()
                 estimated, measured = self._milliseconds(network, kind, added, rows), self.measured_ms[rows]

@@ -40,17 +40,22 @@ _MPT_TOKENS = 50_368
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
 
-def measured_times(connection: WarehouseConnection, progress: Progress) -> tuple[list[MeasuredTime], dict[str, int]]:
+def measured_times(
+    connection: WarehouseConnection, progress: Progress, most: int | None = None
+) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
 
     Args:
         connection: Of the data folder.
         progress: Hears of each traced row.
+        most: Steps of a source, drawn by their ids; None: all.
     """
     rows = connection.execute(
         "SELECT run_id, source, job_id, family, config, device_name, step_time_ms, torch_version, origin FROM runs "
         "WHERE status = 'ok' AND step_time_ms > 0 AND source IN ('measured', 'imported') "
-        f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' ORDER BY run_id"
+        f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' "
+        "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
+        [most],
     ).fetchall()
     columns = (
         "run_id",
