@@ -32,6 +32,7 @@ class FitKernelsSettings:
       python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv data=steps
       python -m warehouse.ingest source=neusight path=kernel_times.parquet data=steps
       python -m learn.fit_kernels data=steps out=parameters.json
+      python -m learn.fit_kernels data=steps peers=true
 
     Learns the efficiencies of kernels from all measured steps of a data folder (its own trials' and imported ones) and
     from its table of kernels. Each step is traced first, which takes most of the time: half a second a row. The table
@@ -40,6 +41,10 @@ class FitKernelsSettings:
 
     Jobs with measured SM activity and occupancy (GPUMemNet's rows, your own trials on GPUs with those counters) say
     what the kernels keep busy. A folder without them keeps what the file that comes along says of it.
+
+    peers=true judges other people's formulas beside ours: the roofline with one share for each kind of kernel,
+    Habitat's wave scaling, NeuSight's tiles and waves. Each is fitted on the same rows and judged on the same left-out
+    ones. Rows of the table kernels are then drawn by their shapes, the same on every GPU model. No file is written.
     """
 
     data: str | None = data_key()
@@ -47,11 +52,18 @@ class FitKernelsSettings:
         None, "file to write; default featurize/kernel_model/parameters.json of this checkout", "new path"
     )
 
+    steps: int | None = key(
+        None, "steps that are learned from, of each imported file and each job; default all", "int >= 1 | null"
+    )
     kernels: int = key(
         60, "rows of the table kernels that are learned from, of each operator on each GPU model", "int 0 to 100000"
     )
 
+    peers: bool = key(False, "judge other people's formulas beside ours, and write no file")
+
     def __post_init__(self) -> None:
+        if self.peers and self.out is not None:
+            raise UsageError(f"peers=true writes no file; leave out={self.out} away")
         if self.path.is_dir():
             raise UsageError(f"out={self.path} is a folder; name a file")
         if not self.path.parent.is_dir():
@@ -82,7 +94,7 @@ class FittedKernels:
 
 
 def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int], None]) -> FittedKernels:
-    """Trace, fit, judge, and write the file.
+    """Trace, fit, judge, and write the file, unless peers are judged, too.
 
     Raises:
         UsageError: The folder holds too few measured steps.
@@ -92,13 +104,14 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from learn.kernels.activity_fit import ActivityFit, judged_activity
     from learn.kernels.fitting import TimeFit
     from learn.kernels.judging import judged, learned_of
+    from learn.kernels.peers import PEERS
     from learn.kernels.rows import kernel_times, measured_activity, measured_times
     from warehouse.layout import write_bytes
 
     connection = warehouse.connect(settings.data)
     try:
-        rows, left_out = measured_times(connection, progress)
-        kernels, kernels_left_out = kernel_times(connection, settings.kernels)
+        rows, left_out = measured_times(connection, progress, settings.steps)
+        kernels, kernels_left_out = kernel_times(connection, settings.kernels, same_shapes=settings.peers)
     finally:
         connection.close()
     if len(rows) < LEAST_ROWS:
@@ -108,7 +121,9 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
             + (f" (left out: {reasons})" if reasons else "")
         )
     fit = TimeFit([*rows, *kernels], WEIGHTS)
-    scores, held_out = judged(fit, FOLDS, progress)
+    scores, held_out = judged(fit, FOLDS, progress, PEERS if settings.peers else None)
+    if settings.peers:
+        return FittedKernels(times=scores, activity=(), left_out=left_out | kernels_left_out)
     learned = learned_of(fit, held_out, load_efficiencies().activity)
     jobs, jobs_left_out = measured_activity(settings.data, progress)
     of_activity: Sequence[ActivityScore] = ()
@@ -132,7 +147,8 @@ def entry(settings: FitKernelsSettings) -> None:
         print(activity_table(fitted.activity))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
-    print(f"written: {settings.path}")
+    if not settings.peers:
+        print(f"written: {settings.path}")
 
 
 if __name__ == "__main__":

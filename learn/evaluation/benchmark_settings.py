@@ -129,7 +129,11 @@ class BenchmarkSettings:
             if not self.published:
                 problems.append("published= names no file or folder")
             if self.target not in PUBLISHED_TARGETS and not problems:
-                problems.append(f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}")
+                other = "; python -m learn.fit_kernels peers=true judges step times of imported files"
+                problems.append(
+                    f"published files hold target={', '.join(PUBLISHED_TARGETS)}, got target={self.target}"
+                    + (other if self.target == "step_time" else "")
+                )
             if self.source is not None:
                 problems.append("source= is for the warehouse's runs, and published= was given")
         for name, known in (("split", SPLITS), ("by", (None, *GROUPINGS)), ("doubtful", DOUBTFUL)):

@@ -150,11 +150,7 @@ class TimeFit:
         """Return the efficiencies that explain the rows that the mask `of` names."""
         begin = self._begin()
         values = {name: value.clone().requires_grad_(True) for name, value in begin.items()}
-        weight = np.zeros(len(self.rows))
-        for source in np.unique(self.sources[of]):
-            inside = of & (self.sources == source)
-            weight[inside] = self.weights.get(source, 1.0) / math.sqrt(inside.sum())
-        weights = torch.tensor(weight / weight.sum())
+        weights = torch.tensor(self.row_weights(of))
         optimizer = torch.optim.Adam(values.values(), lr=_RATE)
         for iteration in range(iterations):
             if iteration == int(0.7 * iterations):
@@ -181,6 +177,14 @@ class TimeFit:
                 key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in met and key[0]
             },
         )
+
+    def row_weights(self, of: np.ndarray) -> np.ndarray:
+        """Return each row's weight in a fit of the rows that `of` names; 0 for the others, 1 in sum."""
+        weight = np.zeros(len(self.rows))
+        for source in np.unique(self.sources[of]):
+            inside = of & (self.sources == source)
+            weight[inside] = self.weights.get(source, 1.0) / math.sqrt(inside.sum())
+        return weight / weight.sum()
 
     def roofline(self) -> FittedTimes:
         """Return what the described rates alone say: every kernel reaches them."""

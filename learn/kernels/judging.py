@@ -1,22 +1,28 @@
-"""How far estimated times are off, of rows that were fitted on and of rows that were left out.
+"""How far off estimated times are, ours and other formulas', of rows that were fitted on and of rows left out.
 
 Start reading at `judged`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from featurize.kernel_model.activity import ActivityParameters
+from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED, GROUPS
 from featurize.kernel_model.step_time import LearnedEfficiencies
-from learn.kernels.fitting import KERNELS, TimeFit, held_out_by
+from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
+from learn.kernels.peers import Peer
 
+OURS = "learned efficiencies"
 ROOFLINE = "nothing learned"  # the described rates alone
 _OF_KERNELS = (ROOFLINE, "learned from", "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
+_LONG_TOKENS = 8192
+_DEPTHWISE_SHARE = 0.25  # of a network's convolutions
+_TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,62 +32,79 @@ class TimeScore:
     Args:
         split: Which rows were left out of the fit.
         rows: Which rows are judged.
-        count: Of them.
+        formula: Whose estimates: `OURS`, or a key of `learn.kernels.peers.PEERS`.
+        count: Of the rows with an answer.
+        unanswered: Rows without one.
         median, p90: Factor, never below 1, that half and nine tenths of the rows stay below.
         bias: Median of estimated over measured.
+        mean_error: Mean of |estimated / measured - 1|.
     """
 
     split: str
     rows: str
+    formula: str
     count: int
+    unanswered: int
     median: float
     p90: float
     bias: float
+    mean_error: float
 
 
-def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[TimeScore], np.ndarray]:
+class _Ours:
+    """The kernel model as one formula among others."""
+
+    def __init__(self, fit: TimeFit) -> None:
+        self.fit = fit
+
+    def log_ratios(self, of: np.ndarray) -> np.ndarray:
+        return self.fit.log_ratios(self.fit.fitted(of))
+
+
+def judged(
+    fit: TimeFit,
+    folds: int,
+    progress: Callable[[str, int, int], None],
+    peers: Mapping[str, Callable[[TimeFit], Peer]] | None = None,
+) -> tuple[list[TimeScore], np.ndarray]:
     """Return the scores of each split, and the logarithm of estimated over measured of rows in left-out families.
 
     Args:
         fit: The rows.
         folds: Parts of the families that are left out in turn.
         progress: Hears of each fit.
+        peers: Formulas to judge beside ours, on the same rows, each fitted on the same others.
     """
-    everything = np.ones(len(fit.rows), dtype=bool)
+    formulas: dict[str, Peer] = {OURS: _Ours(fit)} | {name: make(fit) for name, make in (peers or {}).items()}
     steps = fit.sources != KERNELS
-    sources, devices = np.unique(fit.sources[steps]), np.unique(fit.devices[steps])
-    fits = 1 + folds + (len(sources) if len(sources) > 1 else 0) + (len(devices) if len(devices) > 1 else 0)
-    done = 0
-
-    def held_out(split: str, parts: Iterable[tuple[str, np.ndarray]]) -> np.ndarray:
-        nonlocal done
-        ratios = np.full(len(fit.rows), np.nan)
-        for _, mask in parts:
-            progress(f"fitting, {split}", done, fits)
-            if (~mask).any():
-                ratios[mask] = fit.log_ratios(fit.fitted(~mask))[mask]
-            done += 1
-        return ratios
-
-    progress("fitting", done, fits)
-    ratios = {ROOFLINE: fit.log_ratios(fit.roofline()), "learned from": fit.log_ratios(fit.fitted(everything))}
-    done += 1
-    ratios["families left out"] = held_out("families left out", held_out_by(fit.groups, folds))
-    if len(sources) > 1:
-        ratios["sources left out"] = held_out("sources left out", held_out_by(np.where(steps, fit.sources, KERNELS)))
-    if len(devices) > 1:
-        ratios["GPU models left out"] = held_out("GPU models left out", held_out_by(fit.devices))
+    splits = _splits(fit, steps, folds)
+    fits, done = len(formulas) * (1 + sum(map(len, splits.values()))), 0
+    everything = np.ones(len(fit.rows), dtype=bool)
+    ratios: dict[tuple[str, str], np.ndarray] = {(ROOFLINE, ROOFLINE): fit.log_ratios(fit.roofline())}
+    for name, formula in formulas.items():
+        progress("fitting", done, fits)
+        ratios["learned from", name] = formula.log_ratios(everything)
+        done += 1
+    for split, masks in splits.items():
+        for name, formula in formulas.items():
+            left_out = np.full(len(fit.rows), np.nan)
+            for mask in masks:
+                progress(f"fitting, {split}", done, fits)
+                if (~mask).any():
+                    left_out[mask] = formula.log_ratios(~mask)[mask]
+                done += 1
+            ratios[split, name] = left_out
+    subsets = dict(_subsets(fit, steps))
+    kernels_alone = {rows for rows, mask in subsets.items() if not (mask & steps).any()}
     scores = [
-        _score(split, name, values[mask])
-        for split, values in ratios.items()
-        for name, mask in (
-            *((str(source), fit.sources == source) for source in sources),
-            *([(KERNELS, ~steps)] if split in _OF_KERNELS else []),
-            *((str(device), (fit.devices == device) & steps) for device in devices),
-        )
-        if mask.any() and np.isfinite(values[mask]).any()
+        _score(split, rows, name, values[mask])
+        for split in dict.fromkeys(split for split, _ in ratios)
+        for rows, mask in subsets.items()
+        if rows not in kernels_alone or split in _OF_KERNELS
+        for (of_split, name), values in ratios.items()
+        if of_split == split
     ]
-    return scores, ratios["families left out"][steps]
+    return [score for score in scores if score.count or score.formula != OURS], ratios["families left out", OURS][steps]
 
 
 def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
@@ -101,25 +124,77 @@ def table_of(scores: Sequence[TimeScore]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("rows", "judged on", "rows judged", "factor, median", "p90", "estimated / measured")
+    several = len({score.formula for score in scores} - {ROOFLINE}) > 1
+    own = ("formula", "no answer") if several else ()
+    table = Table(
+        "rows", "judged on", *own, "rows judged", "factor, median", "p90", "estimated / measured", "mean error"
+    )
     for score in scores:
-        table.add_row(
-            score.split, score.rows, f"{score.count:,}", f"{score.median:.3f}", f"{score.p90:.3f}", f"{score.bias:.3f}"
+        formula = (score.formula, f"{score.unanswered:,}") if several else ()
+        figures = (
+            (f"{score.median:.3f}", f"{score.p90:.3f}", f"{score.bias:.3f}", f"{score.mean_error:.1%}")
+            if score.count
+            else ("", "", "", "")
         )
-    console = Console(width=120, no_color=True)
+        table.add_row(score.split, score.rows, *formula, f"{score.count:,}", *figures)
+    console = Console(width=160 if several else 120, no_color=True)
     with console.capture() as text:
         console.print(table)
     return text.get().rstrip("\n")
 
 
-def _score(split: str, rows: str, ratios: np.ndarray) -> TimeScore:
-    ratios = ratios[np.isfinite(ratios)]
-    size = np.abs(ratios)
+def _splits(fit: TimeFit, steps: np.ndarray, folds: int) -> dict[str, list[np.ndarray]]:
+    """Return for each split the masks of the rows that are left out in turn."""
+
+    def masks(parts: Iterable[tuple[str, np.ndarray]]) -> list[np.ndarray]:
+        return [mask for _, mask in parts]
+
+    splits = {"families left out": masks(held_out_by(fit.groups, folds))}
+    if len(np.unique(fit.sources[steps])) > 1:
+        splits["sources left out"] = masks(held_out_by(np.where(steps, fit.sources, KERNELS)))
+    if len(np.unique(fit.devices[steps])) > 1:
+        splits["GPU models left out"] = masks(held_out_by(fit.devices))
+    return splits
+
+
+def _subsets(fit: TimeFit, steps: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield which rows are judged together, with their mask."""
+    for source in np.unique(fit.sources[steps]):
+        yield str(source), fit.sources == source
+    for name, mask in (
+        (KERNELS, ~steps),
+        ("products, convolutions", np.isin(fit.groups, _TILED_OPERATORS)),
+        ("depthwise networks", steps & np.array([_is_depthwise(row) for row in fit.rows])),
+        (f"{_LONG_TOKENS:,} tokens and more", steps & np.array([_is_long(row) for row in fit.rows])),
+    ):
+        if mask.any():
+            yield name, mask
+    for device in np.unique(fit.devices[steps]):
+        yield str(device), (fit.devices == device) & steps
+
+
+def _is_depthwise(row: MeasuredTime) -> bool:
+    of_group = [float(row.calls.count[row.calls.group == GROUPS.index(g)].sum()) for g in (CONVOLUTION, GROUPED)]
+    depthwise = float(row.calls.count[row.calls.group == GROUPS.index(DEPTHWISE)].sum())
+    return depthwise > 0 and depthwise >= _DEPTHWISE_SHARE * (depthwise + sum(of_group))
+
+
+def _is_long(row: MeasuredTime) -> bool:
+    attention = row.calls.group == GROUPS.index(ATTENTION)
+    return bool((row.calls.rows[attention] >= _LONG_TOKENS).any())
+
+
+def _score(split: str, rows: str, formula: str, ratios: np.ndarray) -> TimeScore:
+    answered = ratios[np.isfinite(ratios)]
+    size = np.abs(answered) if len(answered) else np.array([np.nan])
     return TimeScore(
         split=split,
         rows=rows,
-        count=len(ratios),
+        formula=formula,
+        count=len(answered),
+        unanswered=len(ratios) - len(answered),
         median=float(np.exp(np.median(size))),
         p90=float(np.exp(np.quantile(size, 0.9))),
-        bias=float(np.exp(np.median(ratios))),
+        bias=float(np.exp(np.median(answered))) if len(answered) else float("nan"),
+        mean_error=float(np.mean(np.abs(np.exp(answered) - 1))) if len(answered) else float("nan"),
     )

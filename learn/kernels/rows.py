@@ -44,17 +44,22 @@ _MPT_TOKENS = 50_368
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
 
-def measured_times(connection: WarehouseConnection, progress: Progress) -> tuple[list[MeasuredTime], dict[str, int]]:
+def measured_times(
+    connection: WarehouseConnection, progress: Progress, most: int | None = None
+) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
 
     Args:
         connection: Of the data folder.
         progress: Hears of each traced row.
+        most: Steps of a source, drawn by their ids; None: all.
     """
     rows = connection.execute(
         "SELECT run_id, source, job_id, family, config, device_name, step_time_ms, torch_version, origin FROM runs "
         "WHERE status = 'ok' AND step_time_ms > 0 AND source IN ('measured', 'imported') "
-        f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' ORDER BY run_id"
+        f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' "
+        "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
+        [most],
     ).fetchall()
     columns = (
         "run_id",
@@ -80,17 +85,21 @@ def measured_times(connection: WarehouseConnection, progress: Progress) -> tuple
     return times, dict(left_out)
 
 
-def kernel_times(connection: WarehouseConnection, most: int) -> tuple[list[MeasuredTime], dict[str, int]]:
+def kernel_times(
+    connection: WarehouseConnection, most: int, *, same_shapes: bool = False
+) -> tuple[list[MeasuredTime], dict[str, int]]:
     """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
 
     Args:
         connection: Of the data folder.
         most: Rows of an operator on a GPU model, drawn by their ids.
+        same_shapes: Draw by shapes instead: the same ones on every GPU model, as far as they were measured there.
     """
+    drawn_by = "md5(concat(dims, '/', dtype)), kernel_row" if same_shapes else "md5(kernel_row)"
     rows = connection.execute(
         "SELECT operator, device_name, dims, dtype, duration_us FROM kernels "
         "WHERE timing = 'cuda_events' AND source IN ('measured', 'imported') AND duration_us > 0 "
-        "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY md5(kernel_row)) <= ? "
+        "QUALIFY row_number() OVER (PARTITION BY operator, device_name ORDER BY " + drawn_by + ") <= ? "
         "ORDER BY operator, device_name, kernel_row",
         [most],
     ).fetchall()

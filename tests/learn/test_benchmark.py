@@ -268,6 +268,7 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
         (["target=speed"], "unknown target 'speed'; known: drama"),
         (["estimators=[hours]"], "unknown estimator 'hours'; known: deepspeed"),
         (["published=here", "target=power"], "published files hold target=memory, smact, smocc, drama, gpu_util, got"),
+        (["published=here", "target=step_time"], "python -m learn.fit_kernels peers=true judges step times"),
         (["published=here", "source=measured"], "source= is for the warehouse's runs"),
         (["split=thirds"], "unknown split 'thirds'; known: cv, holdout, leave_one_out"),
         (["split=leave_one_out"], "give by=module or by=family or by=device"),

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+from functools import partialmethod
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
 from learn.kernels.judging import judged, table_of
+from learn.kernels.peers import PEERS
 from learn.kernels.rows import kernel_times, measured_times
 from warehouse.ingest import IngestSettings, ingest
 
@@ -121,6 +123,14 @@ def test_measured_steps_are_learned_from_and_the_rest_is_left_out_with_its_reaso
     assert step.calls.kind.count("attention") == 1  # twelve equal layers are one kernel that runs twelve times
 
 
+def test_a_number_of_steps_is_drawn_from_each_source(folder):
+    connection = warehouse.connect(folder)
+    drawn, again = (measured_times(connection, silent, 5)[0] for _ in range(2))
+    connection.close()
+    assert [row.name for row in drawn] == [row.name for row in again]
+    assert sorted(row.source for row in drawn) == ["farm"] * 5 + ["llm_foundry"]
+
+
 def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
     sizes = [
         ("linear", {"B": 1, "M": 64, "N": 96, "K": 32}), ("bmm", {"B": 4, "M": 8, "N": 16, "K": 24}),
@@ -171,3 +181,15 @@ def test_too_few_measured_steps_are_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(UsageError, match="2 measured steps can be learned from, and 20 are needed"):
         fit_kernels(settings, silent)
     assert not settings.path.exists()
+
+
+def test_judging_peers_writes_no_file(folder, monkeypatch):
+    by_kind = "roofline, share by kind"
+    monkeypatch.setattr("learn.kernels.peers.PEERS", {by_kind: PEERS[by_kind]})
+    monkeypatch.setattr("learn.kernels.judging.TimeFit.fitted", partialmethod(TimeFit.fitted, iterations=3))
+    settings = FitKernelsSettings(data=str(folder), peers=True)
+    before = settings.path.read_bytes()
+    scores = fit_kernels(settings, silent).times
+    assert by_kind in {score.formula for score in scores} and settings.path.read_bytes() == before
+    with pytest.raises(UsageError, match="peers=true writes no file"):
+        FitKernelsSettings(peers=True, out="parameters.json")
