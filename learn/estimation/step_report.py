@@ -215,8 +215,8 @@ def _breakdown(done: Estimate) -> Section | None:
 
 def _time(job: Workload, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
     """Show where the time of the traced step goes, in the loop that the estimate's step time speaks of."""
+    from featurize.input_pipeline import input_ms
     from featurize.kernel_model.step_time import time_step
-    from featurize.simulate import input_ms
 
     waits_ms = 0.0
     if done.loops["step_time"] == PIPELINE:
