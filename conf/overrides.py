@@ -17,6 +17,7 @@ from conf.commands import settings_class
 from conf.device_names import resolve_device
 from conf.errors import UsageError, shown, unknown_name
 from conf.keys import (
+    choice_values,
     chosen_by_default,
     command_options,
     group_options,
@@ -25,6 +26,7 @@ from conf.keys import (
     known_keys,
     offered_groups,
 )
+from conf.mig_slices import slice_values, split_slice
 from conf.plain_text import first_line
 from conf.settings import Settings, built, schema
 from conf.space_overrides import replacing
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
 _LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
 DEVICES = "device"  # the group of GPU models and backends
+_RATES = "peak_tflops."
 _QUOTE = "quote values that hold spaces or commas"
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
 
@@ -111,8 +114,9 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
     from omegaconf import OmegaConf
 
     overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
-    overrides = [_with_device(name, override) for override in overrides]
+    overrides, slice_problems = _with_slices(name, [_with_device(name, override) for override in overrides])
     chosen, problems = _choices(name, overrides)
+    problems += slice_problems
     keys = known_keys(name, chosen)
     problems += [problem for override in overrides if (problem := _problem_of_key(override, keys, name, chosen))]
     declared = kinds(name, chosen)
@@ -155,6 +159,32 @@ def _with_device(name: str, override: Override) -> Override:
         return replace(override, written=resolve_device(override.choice, command_options(name, DEVICES)))
     except UsageError:
         return override
+
+
+def _with_slices(name: str, overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
+    """Return `device=A100-SXM4-40GB:3g.20gb` as the whole GPU and the keys that differ in the slice, and problems."""
+    result, problems = [], []
+    for override in overrides:
+        parts = split_slice(override.choice) if override.key == DEVICES else None
+        if parts is None:
+            result.append(override)
+            continue
+        parent, profile = parts
+        try:
+            parent = resolve_device(parent, command_options(name, DEVICES))
+            flat = choice_values(DEVICES, parent)
+            rates = {key.removeprefix(_RATES): rate for key, rate in flat.items() if key.startswith(_RATES)}
+            values = slice_values({**flat, "peak_tflops": rates}, profile)
+        except UsageError as error:
+            problems.append(str(error))
+            continue
+        result.append(replace(override, written=parent))
+        for key, value in values.items():
+            nested = value.items() if isinstance(value, Mapping) else [("", value)]
+            for inner, one in nested:
+                full = f"{DEVICES}.{key}.{inner}" if inner else f"{DEVICES}.{key}"
+                result.append(Override("", full, "null" if one is None else str(one)))
+    return result, problems
 
 
 def _unknown_choice(name: str, group: str, choice: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from conf.mig_slices import profiles_of
 from featurize.device_spec import device_from_mapping
 
 _RATES = ("fp32", "tf32", "bf16", "fp16")
@@ -26,6 +27,7 @@ def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
         **device.to_mapping(),
         "peak_tflops": rates,
         "ridge_flop_per_byte": {name: rate * 1e3 / device.bandwidth_gb_s for name, rate in rates.items()},
+        "mig_slices": list(profiles_of(device.name)),
     }
 
 
@@ -44,4 +46,6 @@ def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, st
         "power": f"{described['idle_power_w']:g} W idle, at most {described['power_limit_w']:g} W",
         "launch": f"{described['launch_overhead_us']:g} µs of the host",
     }
+    if described["mig_slices"]:
+        texts["MIG slices"] = f"{', '.join(described['mig_slices'])} (device={described['name']}:PROFILE)"
     return [(name, None, text) for name, text in texts.items()]

@@ -15,6 +15,7 @@ from typing import Any
 from conf.device_names import plain_device as plain_device
 from conf.device_names import resolve_device
 from conf.errors import UsageError
+from conf.mig_slices import slice_values, split_slice
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
@@ -77,9 +78,13 @@ def device_names() -> tuple[str, ...]:
 def load_device(name: str) -> DeviceSpec:
     """The description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
 
-    An unknown name raises `UsageError` listing the known ones, an ambiguous beginning its candidates.
+    A MIG slice is named by its GPU and profile, as `conf.mig_slices` says. An unknown name raises `UsageError` listing
+    the known ones, an ambiguous beginning its candidates.
     """
     known = _descriptions()
+    if (parts := split_slice(name)) is not None:
+        parent = known[resolve_device(parts[0], known)]
+        return device_from_mapping({**parent, **slice_values(parent, parts[1])})
     return device_from_mapping(known[resolve_device(name, known)])
 
 

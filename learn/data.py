@@ -364,16 +364,22 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
 
 
 def _is_described(name: str) -> bool:
+    from conf.mig_slices import profiles_of, split_slice
     from featurize.device_spec import device_names
 
-    return name in map(plain_device, device_names())
+    parent, profile = split_slice(name) or (name, None)
+    described = plain_device(parent) in map(plain_device, device_names())
+    return described and (profile is None or profile in profiles_of(parent))
 
 
 @cache
 def _described_memory(name: str) -> float | None:
     """Of the device in `conf/device`, as far as it is there."""
+    from conf.mig_slices import split_slice
     from featurize.device_spec import device_names, load_device
 
+    if split_slice(name) is not None and _is_described(plain_device(name)):
+        return load_device(name).memory_mib
     return next((load_device(known).memory_mib for known in device_names() if same_device(known, name)), None)
 
 

@@ -1,0 +1,73 @@
+"""MIG slices as GPU models: named as drivers name them, derived from the whole GPU, refused with what there is."""
+
+import dataclasses
+import json
+
+import pytest
+
+from conf.errors import UsageError
+from conf.mig_slices import PROFILES
+from conf.overrides import load_config
+from featurize.device_spec import device_names, load_device, plain_device
+from learn import estimate
+from learn.commands.estimate import described_device
+
+
+def test_a_slice_is_named_by_gpu_and_profile_or_as_drivers_name_it():
+    asked = load_device("a100:3g.20gb")
+    assert asked == load_device("NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    assert asked.name == "A100-SXM4-40GB MIG 3g.20gb"
+    whole = load_device("a100")
+    assert (asked.sm_count, asked.memory_mib, asked.bandwidth_gb_s) == (
+        42,
+        whole.memory_mib / 2,
+        whole.bandwidth_gb_s / 2,
+    )
+    assert asked.peak_tflops.bf16 == pytest.approx(whole.peak_tflops.bf16 * 42 / 108, abs=1e-3)
+
+
+def test_every_profile_is_of_a_described_gpu_and_no_larger_than_it():
+    described = {plain_device(name): name for name in device_names()}
+    for parent, profiles in PROFILES.items():
+        whole = load_device(described[parent])
+        for profile in profiles:
+            one = load_device(f"{whole.name}:{profile}")
+            gb = int(profile.removesuffix("gb").partition("g.")[2])
+            assert one.sm_count <= whole.sm_count and one.memory_mib <= whole.memory_mib
+            assert one.memory_mib == pytest.approx(gb * 1000, rel=0.08)
+
+
+def test_the_command_line_takes_slices_and_keys_change_them_further():
+    values = load_config("estimate", ["device=A100-SXM4-40GB:1g.5gb", "device.context_mib=300"])["device"]
+    asked = dataclasses.replace(load_device("A100-SXM4-40GB:1g.5gb"), context_mib=300)
+    assert described_device(values) == asked and asked.sm_count == 14
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "A100-SXM4-40GB:9g.9gb",
+            "has no slice 9g.9gb; its slices: 1g.5gb, 1g.10gb, 2g.10gb, 3g.20gb",
+        ),
+        ("L4:1g.5gb", "device L4 has no slice 1g.5gb; no MIG slices of it are known"),
+        ("B300:1g.5gb", "unknown device 'B300'"),
+    ],
+)
+def test_an_unknown_slice_is_refused_with_what_there_is(name, message):
+    with pytest.raises(UsageError, match=message):
+        load_device(name)
+    with pytest.raises(UsageError, match=message):
+        load_config("estimate", [f"device={name}"])
+
+
+def test_a_job_that_fits_the_whole_gpu_may_not_fit_its_slice():
+    from torch import nn
+
+    def job():
+        return nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(12)])
+
+    whole, part = (estimate(job, (64, 8192), device=name) for name in ("a100", "a100:1g.5gb"))
+    assert whole.fits_device and not part.fits_device
+    assert part.step_time_ms > 3 * whole.step_time_ms
+    assert json.loads(json.dumps(part.to_mapping()))["device"] == "A100-SXM4-40GB MIG 1g.5gb"
