@@ -39,29 +39,31 @@ _OF_PADDING = 0.3  # exponent
 _LENGTH_HALF = 256.0  # queries at which attention reaches half its rate
 _CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and how soon they no longer do
 _CORNER = 4  # of the roofline: the larger it is, the sharper
-_USUAL_RIDGE = 150.0  # FLOP per byte
+_USUAL_SM_RATE = 1024.0  # FLOP in an SM and clock
+# FP32 lanes of an SM from a compute capability on (CUDA C Programming Guide, arithmetic instructions), newest first.
+_FP32_LANES = (((8, 6), 128), ((7, 0), 64), ((6, 1), 128), ((6, 0), 64), ((5, 0), 128), ((0, 0), 192))
 # W per TFLOP/s of fp32 that a chip takes at full load, by compute capability, the newest first; below it the clock
 # falls. Chosen by the process: 4 to 5, 7 to 8, 12 and 16 nm.
 _WATTS_PER_TFLOP = (((8, 9), 8.0), ((8, 0), 11.0), ((7, 0), 16.0), ((6, 0), 20.0), ((0, 0), 25.0))
 OTHER = "other"  # efficiency of a kind that nothing was learned of
 UNITS = ("fp32", "tensor")
 
-GROUP_VALUES = ("half_depth", "half_width", "ridge", "wave")
+GROUP_VALUES = ("half_depth", "half_width", "sm_rate", "wave")
 UNIT_VALUES = ("power", "searched")
 SINGLE_VALUES = ("half_head", "latency_us", "l2", "unaligned")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """What was learned, as natural logarithms; `ridge`, `wave` and `power` are exponents.
+    """What was learned, as natural logarithms; `sm_rate`, `wave` and `power` are exponents.
 
     Args:
         names: Of the kernels in `compute` and `bandwidth`: what `Kernels` looks up.
         compute: Share of the units' rate that each kind reaches.
         bandwidth: Share of the memory's rate.
         by_group: Name -> an array of GROUPS x UNITS. `half_depth`, `half_width`: inner and smaller outer size at which
-            half the rate is reached. `ridge`: how the share falls with the GPU's FLOP per byte. `wave`: how it falls
-            with waves of blocks that are not full.
+            half the rate is reached. `sm_rate`: how the share falls with what an SM computes in a clock, which its
+            shared memory has to feed. `wave`: how it falls with waves of blocks that are not full.
         by_units: Name -> an array over UNITS. `power`: how the share falls where the power limit is below what the chip
             takes. `searched`: what a search by `cudnn.benchmark` adds to a convolution's.
         single: `half_head`: head size at which attention reaches half its rate. `latency_us`: of each kernel. `l2`: how
@@ -87,7 +89,7 @@ class Kernels:
         math_s, memory_s: At the data sheet's rates.
         known: Share of the rate's logarithm that is not learned: padding, and attention over short texts.
         log_filled: Of the share of the GPU that its waves of blocks fill.
-        log_ridge: Of the GPU's FLOP per byte over the usual one.
+        log_sm_rate: Of the units' FLOP in an SM and clock over the usual number.
         log_power: Of the power limit over what the chip takes.
         depth, width, head: Sizes of products and of attention; infinite where they do not count.
         cached: Share of the traffic that the L2 cache serves.
@@ -102,7 +104,7 @@ class Kernels:
     memory_s: Any
     known: Any
     log_filled: Any
-    log_ridge: Any
+    log_sm_rate: Any
     log_power: Any
     depth: Any
     width: Any
@@ -170,7 +172,7 @@ def kernels_on(
         memory_s=calls.nbytes / bandwidth,
         known=np.where(tiled, _OF_PADDING * np.log(padded), 0.0) - np.where(attention, short, 0.0),
         log_filled=np.where(tiled, np.log(np.clip(filled, 1 / 256, 1.0)), 0.0),
-        log_ridge=np.log(peak / bandwidth / _USUAL_RIDGE),
+        log_sm_rate=np.log(peak / (spec.sm_count * clock_ghz(spec) * 1e9) / _USUAL_SM_RATE),
         log_power=np.full(len(peak), _log_power(spec)),
         depth=np.where(tiled, np.maximum(calls.depth, 1.0), np.inf),
         width=np.where(tiled, np.maximum(narrow, 1.0), np.inf),
@@ -194,7 +196,7 @@ def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
     share = (
         learned.compute[kernels.compute]
         + kernels.known
-        - group["ridge"][at] * kernels.log_ridge
+        - group["sm_rate"][at] * kernels.log_sm_rate
         + group["wave"][at] * kernels.log_filled
         - xp.log1p(xp.exp(group["half_depth"][at]) / kernels.depth)
         - xp.log1p(xp.exp(group["half_width"][at]) / kernels.width)
@@ -214,6 +216,12 @@ def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarra
     """Return for each name and its more general ones the index of the first that is known; else of `OTHER`."""
     place = {name: at for at, name in enumerate(known)}
     return np.array([next((place[name] for name in one if name in place), place[OTHER]) for one in names], dtype=int)
+
+
+def clock_ghz(spec: DeviceSpec) -> float:
+    """Return the clock that the described fp32 rate takes, in GHz."""
+    lanes = next(lanes for oldest, lanes in _FP32_LANES if spec.compute_capability >= oldest)
+    return spec.peak_tflops.fp32 * 1e3 / (2 * lanes * spec.sm_count)
 
 
 def _log_power(spec: DeviceSpec) -> float:

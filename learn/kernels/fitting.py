@@ -33,7 +33,7 @@ KERNELS = "kernels"  # source of rows that are one kernel each
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
 # Kernels of narrow groups load an operand for each multiply-add.
 _COMPUTE_OF = {"depthwise_large": math.log(0.03), "depthwise": math.log(0.15), "grouped": math.log(0.3)}
-_BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "ridge": 0.15, "wave": 0.7}
+_BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rate": 0.15, "wave": 0.7}
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
 _INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
@@ -41,9 +41,9 @@ _HOST_FACTOR = 2.0  # of the described time for a launch: hosts differ
 # How firmly: a value's squared distance from where it began costs so much.
 _FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
 _OF_PRIORS = 2e-4
-# What physics says of the exponents: a share never rises with the GPU's FLOP per byte or with idle blocks.
+# What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
 _LIMITS = {
-    "by_group/ridge": (0.0, 1.0),
+    "by_group/sm_rate": (0.0, 1.0),
     "by_group/wave": (0.0, 1.0),
     "by_units/power": (0.0, 1.5),
     "by_units/searched": (0.0, 0.7),

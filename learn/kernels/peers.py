@@ -17,10 +17,9 @@ import torch
 from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, GROUPED, GROUPS, PRODUCT, STREAM, Calls
+from featurize.kernel_model.times import clock_ghz
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit
 
-# FP32 lanes of an SM from a compute capability on (CUDA C Programming Guide, arithmetic instructions), newest first.
-_FP32_LANES = (((8, 6), 128), ((7, 0), 64), ((6, 1), 128), ((6, 0), 64), ((5, 0), 128), ((0, 0), 192))
 _TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
 _BLOCK_BYTES = 8192.0  # of a kernel that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
@@ -173,13 +172,6 @@ def wave_factors(
     bandwidth = before.bandwidth_gb_s / after.bandwidth_gb_s
     clock = clock_ghz(before) / clock_ghz(after)
     return waves * (bandwidth * sms) ** bound * clock ** (1 - bound)
-
-
-def clock_ghz(device: DeviceSpec) -> float:
-    """Return the clock that the described fp32 rate takes, in GHz."""
-    capability = device.compute_capability
-    lanes = next(lanes for oldest, lanes in _FP32_LANES if capability >= oldest)
-    return device.peak_tflops.fp32 * 1e3 / (2 * lanes * device.sm_count)
 
 
 class TilesAndWaves:

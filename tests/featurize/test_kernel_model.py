@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import device_names, load_device
 from featurize.families import family_names
-from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, FP32, GROUPS, STREAM, TENSOR, TF32, kernel_calls
+from featurize.kernel_model.calls import (
+    ATTENTION, DEPTHWISE, FP32, GROUPS, STREAM, TENSOR, TF32, as_calls, kernel_calls, product,
+)  # fmt: skip
 from featurize.kernel_model.step_time import (
     efficiencies_text,
     load_efficiencies,
@@ -213,3 +216,15 @@ def test_a_step_without_kernels_takes_a_launch_and_keeps_nothing_busy(small_cnn)
     step = time_step(dataclasses.replace(small_cnn, operators=()), A100, Training())
     assert step.step_time_ms > 0
     assert step.activity.smact == step.activity.drama == 0 and step.activity.power_w == A100.idle_power_w
+
+
+def test_faster_memory_alone_does_not_change_how_fast_a_large_product_is_computed():
+    """Two GPUs of one chip, whose memory alone differs, compute at one rate."""
+    chip = load_device("A100-SXM4-40GB")
+    faster_memory = dataclasses.replace(chip, bandwidth_gb_s=1.3 * chip.bandwidth_gb_s)
+    calls = as_calls(Counter({product(8192, 8192, 8192, 1, TENSOR, 3 * 2 * 8192**2): 1}), 1.0)
+    learned = load_efficiencies().parameters
+    before, after = (
+        float(call_seconds(kernels_on(calls, device, learned.names), learned)[0]) for device in (chip, faster_memory)
+    )
+    assert 0.98 * before < after <= before

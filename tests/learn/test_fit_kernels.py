@@ -62,7 +62,7 @@ def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(fit):
     after = np.abs(fit.log_ratios(fit.fitted(everything)))
     assert np.median(after) < 0.1 < before
     learned = fit.fitted(everything, iterations=30).parameters
-    for name, least, most in (("ridge", 0, 1), ("wave", 0, 1)):
+    for name, least, most in (("sm_rate", 0, 1), ("wave", 0, 1)):
         assert least <= learned.by_group[name].min() <= learned.by_group[name].max() <= most
 
 
