@@ -14,7 +14,16 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.device_spec import device_names, load_device
 from featurize.families import family_names
 from featurize.kernel_model.calls import (
-    ATTENTION, DEPTHWISE, FP32, GROUPS, STREAM, TENSOR, TF32, as_calls, kernel_calls, product,
+    ATTENTION,
+    DEPTHWISE,
+    FP32,
+    GROUPS,
+    STREAM,
+    TENSOR,
+    TF32,
+    as_calls,
+    kernel_calls,
+    product,
 )  # fmt: skip
 from featurize.kernel_model.step_time import (
     efficiencies_text,
