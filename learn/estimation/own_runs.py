@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from warehouse.folder import DataFolder
 
     MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
+
+
+_OF_FAMILY = (
+    "FROM runs WHERE family = ? AND status = 'ok' AND source = 'measured' AND device_uuid IS NOT NULL "
+    "AND coalesce(quality, 'trusted') = 'trusted' AND peak_memory_mib > 0 AND device_name IS NOT NULL"
+)
+_WITHOUT_RUNS: dict[Path, int] = {}  # a family's folder without any such run -> when it last changed, in ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +106,18 @@ def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: Tri
     folder = DataFolder.resolve(data)
     if config.family not in folder.families("runs"):
         return []
+    partition = folder.partition("runs", config.family)
+    landed_ns = partition.stat().st_mtime_ns  # before the query: a run that lands meanwhile is looked for the next time
+    if _WITHOUT_RUNS.get(partition) == landed_ns:
+        return []
     same_fields, values = _same_fields(config)
     connection = warehouse.connect(folder)
     try:
         rows = connection.execute(
-            "SELECT device_name, config, peak_memory_mib FROM runs WHERE family = ? AND status = 'ok' "
-            "AND source = 'measured' AND device_uuid IS NOT NULL AND coalesce(quality, 'trusted') = 'trusted' "
-            f"AND peak_memory_mib > 0 AND device_name IS NOT NULL{same_fields}",
-            [config.family, *values],
+            f"SELECT device_name, config, peak_memory_mib {_OF_FAMILY}{same_fields}", [config.family, *values]
         ).fetchall()
+        if not rows and connection.execute(f"SELECT 1 {_OF_FAMILY} LIMIT 1", [config.family]).fetchone() is None:
+            _WITHOUT_RUNS[partition] = landed_ns
     finally:
         connection.close()
     measured = []

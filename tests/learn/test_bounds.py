@@ -253,6 +253,14 @@ def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_p
         estimate(MLP, known="runs")
 
 
+def test_a_run_that_lands_after_an_estimate_moves_the_next_one(tmp_path):
+    write_runs(tmp_path / "d", [MLP], job="simulated")
+    assert "measured" not in estimate(MLP, data=tmp_path / "d").answered_by["memory"]
+    labels = {"peak_memory_mib": [estimate(MLP, known="none").process_mib + 250]}
+    write_runs(tmp_path / "d", [MLP], source="measured", job="a", device_uuid="GPU-1", labels=labels)
+    assert estimate(MLP, data=tmp_path / "d").answered_by["memory"] == "trace with 1 measured run"
+
+
 def test_runs_whose_text_is_no_config_and_of_other_jobs_are_passed_over(measured_folder):
     labels = {"peak_memory_mib": [9000]}
     odd = {"source": "measured", "device_uuid": "GPU-1", "labels": labels}
