@@ -34,6 +34,6 @@ def _memo(trace: StepTrace) -> dict[Hashable, Any]:
     for kept, memo in _kept:
         if kept() is trace:
             return memo
-    memo: dict[Hashable, Any] = {}
-    _kept[:] = [(weakref.ref(trace), memo), *(one for one in _kept[: _MOST - 1] if one[0]() is not None)]
-    return memo
+    new: dict[Hashable, Any] = {}
+    _kept[:] = [(weakref.ref(trace), new), *(one for one in _kept[: _MOST - 1] if one[0]() is not None)]
+    return new
