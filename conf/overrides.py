@@ -162,9 +162,13 @@ def _with_device(name: str, override: Override) -> Override:
 
 
 def _with_slices(name: str, overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
-    """Return `device=A100-SXM4-40GB:3g.20gb` as the whole GPU and the keys that differ in the slice, and problems."""
+    """Return the overrides, and problems: `device=A100-SXM4-40GB:3g.20gb` as the whole GPU and the keys that differ in
+    the slice, `device=[A,B]` of an estimate as `devices=`."""
     result, problems = [], []
     for override in overrides:
+        if name == "estimate" and override.key == DEVICES and override.choice.startswith("["):
+            result.append(Override("", "devices", override.choice))
+            continue
         parts = split_slice(override.choice) if override.key == DEVICES else None
         if parts is None:
             result.append(override)

@@ -15,7 +15,7 @@ from typing import Any
 from conf.device_names import plain_device as plain_device
 from conf.device_names import resolve_device
 from conf.errors import UsageError
-from conf.mig_slices import slice_values, split_slice
+from conf.mig_slices import profiles_of, slice_values, split_slice
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
@@ -86,6 +86,16 @@ def load_device(name: str) -> DeviceSpec:
         parent = known[resolve_device(parts[0], known)]
         return device_from_mapping({**parent, **slice_values(parent, parts[1])})
     return device_from_mapping(known[resolve_device(name, known)])
+
+
+def known_device(name: str | None) -> str | None:
+    """Return the name, as `load_device` takes it, of the GPU model or MIG slice that a driver calls so; None without a
+    description."""
+    parent, profile = split_slice(name) or (name, None)
+    known = next((one for one in device_names() if same_device(one, parent)), None)
+    if known is None or profile is None:
+        return known
+    return f"{known}:{profile}" if profile in profiles_of(known) else None
 
 
 def describe_device(name: str | DeviceSpec) -> DeviceSpec:

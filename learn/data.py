@@ -364,23 +364,18 @@ def _one_of_a_kind(rows: list[dict[str, Any]], key: str, wanted: str | None) -> 
 
 
 def _is_described(name: str) -> bool:
-    from conf.mig_slices import profiles_of, split_slice
-    from featurize.device_spec import device_names
+    from featurize.device_spec import known_device
 
-    parent, profile = split_slice(name) or (name, None)
-    described = plain_device(parent) in map(plain_device, device_names())
-    return described and (profile is None or profile in profiles_of(parent))
+    return name == plain_device(name) and known_device(name) is not None
 
 
 @cache
 def _described_memory(name: str) -> float | None:
     """Of the device in `conf/device`, as far as it is there."""
-    from conf.mig_slices import split_slice
-    from featurize.device_spec import device_names, load_device
+    from featurize.device_spec import known_device, load_device
 
-    if split_slice(name) is not None and _is_described(plain_device(name)):
-        return load_device(name).memory_mib
-    return next((load_device(known).memory_mib for known in device_names() if same_device(known, name)), None)
+    known = known_device(name)
+    return None if known is None else load_device(known).memory_mib
 
 
 def _quoted(value: str) -> str:

@@ -24,7 +24,7 @@ from farm.monitoring.service import Service
 from farm.settings import SampledSettings, SubmitSettings
 from farm.submit import submit
 from farm.work import TimedStop, run_job
-from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, device_names, load_device, same_device
+from featurize.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
 from warehouse.folder import DataFolder
 from warehouse.layout import checked_name
@@ -250,7 +250,7 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 
     if submission.device.backend == "simulated" and submission.device.spec is not None:
         return device_from_mapping(dict(submission.device.spec))
-    known = next((name for name in device_names() for device in devices if same_device(name, device)), DEFAULT_DEVICE)
+    known = next(filter(None, map(known_device, devices)), DEFAULT_DEVICE)
     return load_device(known)
 
 

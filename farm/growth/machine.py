@@ -21,7 +21,7 @@ from farm.journal import Cycle
 from farm.queue_values import device_key, text_of_config, text_of_settings
 from farm.ray_executor import ClusterSettings
 from farm.submitted_code import record_submitted
-from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, device_names, load_device, same_device
+from featurize.device_spec import DEFAULT_DEVICE, device_from_mapping, known_device, load_device, same_device
 from featurize.row_config import code_problem
 from featurize.trial import TrialConfig, canonical_json
 from warehouse.folder import DataFolder
@@ -76,7 +76,7 @@ def machine_of(device: DeviceChoice, cluster: ClusterSettings, before: Sequence[
 def _description(choice: DeviceChoice, slot) -> DeviceSpec:
     if choice.backend == "simulated" and choice.spec is not None:
         return device_from_mapping(dict(choice.spec))
-    known = next((name for name in device_names() if same_device(name, slot.device_name)), None)
+    known = known_device(slot.device_name)
     if known is not None:
         return load_device(known)
     memory_mib = slot.device_memory_mib or load_device(_STANDS_IN).memory_mib

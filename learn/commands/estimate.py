@@ -20,7 +20,7 @@ from featurize.machine import DESCRIBED
 from featurize.own_code import config_of_user, parse_trust
 from featurize.trial import TrialConfig, config_from_mapping
 from learn.cases import DEFAULT_DEVICE
-from learn.commands.estimate_fits import FINDS, print_fits
+from learn.commands.estimate_fits import DEVICES, FINDS, print_fits
 from learn.commands.model_inputs import model_batches, model_inputs
 from learn.commands.training_keys import TrainingKeys
 from learn.estimation.estimating import estimate, estimate_many
@@ -72,6 +72,12 @@ class EstimateSettings(TrainingKeys):
 
     device: DeviceSpec | None = group(
         None, "GPU model, by default A100-SXM4-40GB, and for run= the run's own", described_device
+    )
+    devices: tuple[str, ...] = key(
+        None,
+        "GPU models of a table, as in [A100-SXM4-40GB,L4]; device=[...] says the same; default those of find=devices: "
+        "all",
+        "text | list of text | null",
     )
     model: str | None = key(
         None, "MODULE:FACTORY, a torch.nn.Module, a function that gives one, or a model class of transformers"
@@ -173,6 +179,10 @@ class EstimateSettings(TrainingKeys):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trust", parse_trust(self.trust))
+        names = (self.devices,) if isinstance(self.devices, str) else tuple(self.devices or ())
+        object.__setattr__(self, "devices", names)
+        if names and self.find is None:
+            object.__setattr__(self, "find", DEVICES)
 
     def require_one_job(self) -> None:
         """Raise `UsageError` unless the keys name one job that is no script, and what belongs to it."""
@@ -201,6 +211,8 @@ class EstimateSettings(TrainingKeys):
             return
         if self.find not in FINDS:
             raise unknown_name("find", self.find, FINDS)
+        if self.devices and self.find != DEVICES:
+            raise UsageError(f"find={self.find} is of one GPU model; name it with device=")
         if self.model is None and self.config is None:
             raise UsageError(f"find={self.find} is for model= and config=")
         one_only = ["report"] if self.report is not None else []
@@ -264,8 +276,9 @@ def entry(settings: EstimateSettings) -> int:
     if settings.find is not None:
         as_json = settings.format == "json"
         return print_fits(
-            settings.find, title, job, inputs, device=settings.device, by=settings.by, as_json=as_json, options=options
-        )
+            settings.find, title, job, inputs, device=settings.device, devices=settings.devices, by=settings.by,
+            as_json=as_json, options=options,
+        )  # fmt: skip
     with contextlib.redirect_stdout(sys.stderr):
         done = estimate(
             job, inputs, name=title, device=device or DEFAULT_DEVICE, method=settings.method, report=settings.report,

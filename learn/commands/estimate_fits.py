@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
@@ -34,6 +34,7 @@ def print_fits(
     inputs: Inputs | None,
     *,
     device: DeviceSpec | None,
+    devices: Sequence[str],
     by: str | None,
     as_json: bool,
     options: Mapping[str, Any],
@@ -45,22 +46,23 @@ def print_fits(
         title: The job's name in the answer.
         job, inputs: As `learn.estimate` takes them.
         device: The GPU model of `largest_batch`; None is the default one.
+        devices: The GPU models of `devices`; none is all of them.
         by: `bound` (also None) or `point`.
         as_json: Whether the answer is JSON.
         options: Further keywords of `learn.estimate`.
 
     Raises:
-        UsageError: A device for `devices`, which goes over all; what the search itself raises.
+        UsageError: A single device for `devices`; what the search itself raises.
     """
     if find == DEVICES and device is not None:
-        raise UsageError(f"find={DEVICES} does not take device: it goes over all GPU models")
+        raise UsageError(f"find={DEVICES} goes over all GPU models, or over those of device=[A,B]: not over one")
     by = by or BOUND
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is none of the output
         if find == LARGEST_BATCH:
             largest = largest_batch(job, inputs, device=device or DEFAULT_DEVICE, by=by, **options)
             fits: tuple[DeviceFit, ...] = ()
         else:
-            largest, fits = None, devices_that_fit(job, inputs, by=by, **options)
+            largest, fits = None, devices_that_fit(job, inputs, devices=devices or None, by=by, **options)
     if as_json:
         answer = {"devices": [one.to_mapping() for one in fits]} if largest is None else largest.to_mapping()
         print(json.dumps({"subject": title, "by": by, **answer}, indent=1))

@@ -181,7 +181,7 @@ def devices_that_fit(
 ) -> tuple[DeviceFit, ...]:
     """Return for each GPU model whether a training job fits it, and the room that is left in MiB.
 
-    The step is traced once for each compute capability, and replayed for each GPU model.
+    The step is traced once where no GPU differs, in half precision with flash attention and without.
 
     Args:
         model, inputs, target: As in `estimate`.

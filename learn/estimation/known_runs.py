@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from conf.errors import UsageError, shown, unknown_name
-from featurize.device_spec import DeviceSpec, device_names, plain_device
+from featurize.device_spec import DeviceSpec, device_names, known_device, plain_device
 from learn.estimation.job_estimate import Estimate, estimators_named
 from learn.estimation.memory_causes import BOUND_NOTE, COVERAGES, NEIGHBOUR, Uncertainty, widest
 
@@ -83,9 +83,7 @@ class KnownRun:
             raise UsageError(f"batch_size is a whole number of at least 1, got {size!r}")
         if isinstance(mib, bool) or not isinstance(mib, numbers.Real) or not (math.isfinite(mib) and mib > 0):
             raise UsageError(f"memory_mib is a number above 0, got {mib!r}")
-        if self.device is not None and (
-            not isinstance(self.device, str) or plain_device(self.device) not in map(plain_device, device_names())
-        ):
+        if self.device is not None and (not isinstance(self.device, str) or known_device(self.device) is None):
             raise unknown_name("device", self.device, device_names())
 
     def is_of(self, device: DeviceSpec) -> bool:

@@ -304,3 +304,15 @@ def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, cap
 def test_wrong_keys_are_named(arguments, message, capsys):
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_command_prints_a_table_of_the_gpus_named(module_of_nets, capsys):
+    job = [f"model={module_of_nets}:net", "input=[4096,256]", "format=json"]
+    assert run(*job, "device=[a100,L4,a100:1g.5gb]") == 0
+    rows = json.loads(capsys.readouterr().out)["devices"]
+    assert {row["device"] for row in rows} == {"A100-SXM4-40GB", "L4", "A100-SXM4-40GB MIG 1g.5gb"}
+    assert all(row["estimate"]["samples_per_s"] > 0 for row in rows)
+    assert run(*job, "device=[a100,B300]") == 2
+    assert "unknown device 'B300'" in capsys.readouterr().err
+    assert run(*job, "device=[a100,L4]", "find=largest_batch") == 2
+    assert "find=largest_batch is of one GPU model" in capsys.readouterr().err
