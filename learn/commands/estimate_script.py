@@ -23,7 +23,7 @@ def entry_of_script(settings: EstimateSettings, command: Sequence[str]) -> int:
     from learn.estimation.estimate_view import print_json, print_table
 
     given = [name for name in _OF_OTHER_JOBS if getattr(settings, name) is not None]
-    given += ["trust"] if settings.trust else []
+    given += [name for name in ("trust", "devices") if getattr(settings, name)]
     given += ["input_dtype"] if settings.input_dtype != DEFAULT_DTYPE else []
     if given:
         raise UsageError(f"a script says itself what it trains; leave {', '.join(given)} out")

@@ -293,7 +293,10 @@ def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, cap
         (["batch=4", "config={family: mlp}"], "batch is for model=; a trial config has its batch_size"),
         (["find=devices", "report=a.html", "method=fast", "model=a:b"], "find=devices does not take report, method"),
         (["find=devices", "run=none"], "find=devices is for model= and config="),
-        (["find=devices", "device=H200", "model=torch.nn:Identity"], "find=devices does not take device"),
+        (
+            ["find=devices", "device=H200", "model=torch.nn:Identity"],
+            "find=devices goes over all GPU models, or over those of device=",
+        ),
         (
             ["model=torch.nn:Identity", "input={x: {shape: [2], dtype: int65}}"],
             "input.x.dtype must be a torch dtype such as float32 or int64, got 'int65'",

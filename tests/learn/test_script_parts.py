@@ -107,7 +107,7 @@ def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkey
     given = {field.name: [] for field in dataclasses.fields(EstimateSettings)}
     settings = SimpleNamespace(**{**given, "input_dtype": "int64"}, require_format=lambda: None)
     with pytest.raises(UsageError) as refused:
-        settings.trust = ("mine",)
+        settings.trust, settings.devices = ("mine",), ("L4",)
         estimate_script.entry_of_script(settings, ["python", "train.py"])
     refusal = str(refused.value).partition("leave ")[2].removesuffix(" out").split(", ")
     assert set(given) - set(passed) - set(refusal) == {"method", "format"}  # which are checked

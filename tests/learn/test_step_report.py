@@ -14,8 +14,8 @@ from conf.errors import UsageError
 from conf.reports.render import render_blocks
 from featurize.device_spec import describe_device
 from featurize.families import mlp, zoo
+from featurize.input_pipeline import input_ms
 from featurize.kernel_model.step_time import time_step
-from featurize.simulate import input_ms
 from featurize.training_settings import Training
 from learn import estimate
 from learn.estimation.module_tree import module_tree, tree_of
