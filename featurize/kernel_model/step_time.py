@@ -37,6 +37,7 @@ from featurize.kernel_model.times import (
     kernels_on,
 )
 from featurize.step_trace import StepTrace
+from featurize.trace_memo import of_trace
 from featurize.training_settings import TrainingSettings
 
 VERSION = 2
@@ -118,7 +119,8 @@ def time_step(
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
     learned = learned or load_efficiencies()
-    calls = kernel_calls(trace.operators, **uses_tf32(settings))
+    flags = uses_tf32(settings)
+    calls = of_trace(trace, ("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
     timed = timed_kernels(calls, spec, settings, learned)
     total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
