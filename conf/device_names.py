@@ -19,6 +19,8 @@ _DRIVER_NAMES = {
     "gh200 480gb": "gh200-96gb",  # the host's memory
     "b200": "b200-sxm-180gb",
     "rtx 6000 ada generation": "rtx-6000-ada",
+    "mi250": "mi250-gcd",  # ROCm calls each of a board's two dies by the board's name
+    "mi250x": "mi250x-gcd",
 }
 # What a short name means: the model that the others are variants of.
 _USUAL = {"a100": "a100-sxm4-40gb", "h100": "h100-sxm5-80gb", "v100": "v100-sxm2-32gb", "p100": "p100-pcie-16gb"}
@@ -26,7 +28,9 @@ _USUAL = {"a100": "a100-sxm4-40gb", "h100": "h100-sxm5-80gb", "v100": "v100-sxm2
 
 def plain_device(name: str | None) -> str:
     """Return a device name in lower case without the vendor, as the data sheet spells it."""
-    plain = (name or "").strip().lower().removeprefix("nvidia ").strip()
+    plain = (name or "").strip().lower()
+    for vendor in ("nvidia ", "amd instinct ", "amd "):
+        plain = plain.removeprefix(vendor).strip()
     if plain in _DRIVER_NAMES:
         return _DRIVER_NAMES[plain]
     for brand in ("geforce ", "tesla "):

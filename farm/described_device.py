@@ -11,7 +11,7 @@ from typing import Any
 from conf.mig_slices import profiles_of
 from featurize.device_spec import device_from_mapping
 
-_RATES = ("fp32", "tf32", "bf16", "fp16")
+_RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16")
 
 
 def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -25,6 +25,8 @@ def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
     rates = {name: rate for name in _RATES if (rate := getattr(device.peak_tflops, name)) is not None}
     return {
         **device.to_mapping(),
+        "architecture": device.architecture.title,
+        "warp_size": device.architecture.warp_size,
         "peak_tflops": rates,
         "ridge_flop_per_byte": {name: rate * 1e3 / device.bandwidth_gb_s for name, rate in rates.items()},
         "mig_slices": list(profiles_of(device.name)),
@@ -36,13 +38,14 @@ def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, st
     rates = ", ".join(f"{name} {rate:g}" for name, rate in described["peak_tflops"].items())
     ridge = ", ".join(f"{name} {value:.0f}" for name, value in described["ridge_flop_per_byte"].items())
     texts = {
-        "model": f"{described['name']}, compute capability {described['compute_capability']}",
+        "model": f"{described['name']}, {described['architecture']}",
         "usable memory": f"{described['memory_mib']:,.0f} MiB, of which a process's context takes "
         f"{described['context_mib']:,.0f}",
         "bandwidth": f"{described['bandwidth_gb_s']:,.0f} GB/s, L2 cache {described['l2_mib']:g} MiB",
         "TFLOP/s": rates,
         "ridge, FLOP/byte": ridge,
-        "multiprocessors": f"{described['sm_count']}, each of {described['warps_per_sm']} warps",
+        "multiprocessors": f"{described['sm_count']}, each of {described['warps_per_sm']} warps of "
+        f"{described['warp_size']} threads",
         "power": f"{described['idle_power_w']:g} W idle, at most {described['power_limit_w']:g} W",
         "launch": f"{described['launch_overhead_us']:g} µs of the host",
     }

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import _VF, Tensor
 
 from featurize import cudnn_rnn, detection, flash_attention, liger, xformers_attention
+from featurize.architecture import AttentionKernels
 from featurize.autocast import Autocast, casting
-from featurize.device_spec import runs_flash_attention
 from featurize.library_calls import channels_last
 from featurize.replacing import replaced
 
@@ -26,15 +26,17 @@ from featurize.replacing import replaced
 @contextlib.contextmanager
 def as_on_cuda(
     autocast_dtype: torch.dtype | None,
-    compute_capability: tuple[int, int],
+    kernels: AttentionKernels,
     assume: Callable[[str], None] = lambda text: None,
+    attends: Callable[[int], None] = lambda width: None,
 ) -> Iterator[Callable[[str], None]]:
-    """Within, meta tensors take CUDA's paths. Yields a function to call with each phase that begins. `assume` hears
-    what is taken for granted of values that only computing the step would give."""
+    """Within, meta tensors take CUDA's paths, which are ROCm's but for attention. Yields a function to call with each
+    phase that begins. `kernels` are PyTorch's for fused attention. `assume` hears what is taken for granted of values
+    that only computing the step would give, `attends` the width of a head of each call of attention."""
     with contextlib.ExitStack() as stack:
         autocast = stack.enter_context(casting(autocast_dtype))  # holds a lock: one trace at a time
         attention = functools.partial(
-            _attention, F.scaled_dot_product_attention, autocast, flash=runs_flash_attention(compute_capability)
+            _attention, F.scaled_dot_product_attention, autocast, kernels=kernels, attends=attends
         )
         stack.enter_context(fused_kernels())
         stack.enter_context(detection.as_trained(autocast, assume))
@@ -152,19 +154,20 @@ def _dropout(original, input, p=0.5, training=True, inplace=False, **kwargs):
 
 def _attention(
     original, autocast, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
-    enable_gqa=False, *, flash: bool,
+    enable_gqa=False, *, kernels: AttentionKernels, attends: Callable[[int], None],
 ):  # fmt: skip
     """The kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
     (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
-    kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash."""
+    kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
+    width = query.shape[-1]
+    attends(width)
     query, key, value, attn_mask = autocast.lower((query, key, value, attn_mask))
     half = query.dtype in (torch.float16, torch.bfloat16)
     aligned = query.shape[-1] % (8 if half else 4) == 0 and value.shape[-1] % (8 if half else 4) == 0
     fused = query.device.type == "meta" and query.dim() == key.dim() == value.dim() == 4
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     square = not is_causal or query.shape[-2] == key.shape[-2]  # flash aligns the causal mask differently
-    if fused and flash and half and attn_mask is None and same_width and square and query.shape[-1] <= 256:
-        width = query.shape[-1]
+    if fused and half and attn_mask is None and same_width and square and width <= kernels.flash:
         if width % 8:  # flash pads the head to a multiple of 8
             scale = scale if scale is not None else width**-0.5
             query, key, value = (F.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
@@ -172,7 +175,7 @@ def _attention(
         out = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out[..., :width] if width % 8 else out
     grouped = fused and query.shape[1] != key.shape[1]
-    if fused and aligned and not grouped:
+    if fused and aligned and not grouped and width <= kernels.efficient:
         if attn_mask is not None:
             if attn_mask.dtype is torch.bool:
                 bias = torch.zeros_like(attn_mask, dtype=query.dtype)

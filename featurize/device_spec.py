@@ -16,16 +16,23 @@ from conf.device_names import plain_device as plain_device
 from conf.device_names import resolve_device
 from conf.errors import UsageError
 from conf.mig_slices import profiles_of, slice_values, split_slice
+from featurize.architecture import LLVM_TARGETS, Architecture, architecture_of
 
 DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
 _LARGEST = 1e12  # of any figure, in its unit
+_ARCHITECTURE = ("compute_capability", "llvm_target")  # of which a description has one
+_NO_CAPABILITY = 0.0  # as a feature: that of no NVIDIA GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakTflops:
-    """Dense peak rates in TFLOP/s, a multiply-add counted as 2. None: no tensor cores for that type."""
+    """Dense peak rates in TFLOP/s, a multiply-add counted as 2. None: no tensor cores for that type.
+
+    `fp32` is that of vectors; `fp32_matrix` that of products on units for matrices, as AMD's GPUs have them in fp32.
+    """
 
     fp32: float
+    fp32_matrix: float | None = None
     tf32: float | None = None
     bf16: float | None = None
     fp16: float | None = None
@@ -37,6 +44,9 @@ class DeviceSpec:
 
     `memory_mib` is what CUDA can use, `context_mib` what NVML charges a process before its first tensor (context
     and library kernels); `launch_overhead_us` is the host's time for one eager operator, which bounds small kernels.
+    An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), and none has both: PyTorch's
+    numbers for AMD's GPUs are no compute capabilities. Of an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
+    the wavefronts that one holds.
     """
 
     name: str
@@ -46,28 +56,51 @@ class DeviceSpec:
     sm_count: int
     warps_per_sm: int
     l2_mib: float
-    compute_capability: tuple[int, int]
     power_limit_w: float
     idle_power_w: float
     context_mib: float
     launch_overhead_us: float
+    compute_capability: tuple[int, int] | None = None
+    llvm_target: str | None = None
 
     def __post_init__(self) -> None:
-        numbers = [f.name for f in dataclasses.fields(self)
-                   if f.name not in ("name", "peak_tflops", "compute_capability")]  # fmt: skip
+        numbers = [f.name for f in dataclasses.fields(self) if f.name not in ("name", "peak_tflops", *_ARCHITECTURE)]
         bad = [f"{n} must be {_bound(v)}, got {v!r}" for n in numbers if not _positive(v := getattr(self, n))]
         if not isinstance(self.name, str) or not self.name:
             bad.append(f"name must be text, got {self.name!r}")
+        if (self.compute_capability is None) == (self.llvm_target is None):
+            bad.append("give compute_capability, as '8.0', of an NVIDIA GPU, or llvm_target, as gfx942, of an AMD GPU")
+        elif self.llvm_target is not None and self.llvm_target not in LLVM_TARGETS:
+            bad.append(f"llvm_target must be one of {', '.join(LLVM_TARGETS)}, got {self.llvm_target!r}")
         if bad:
             raise UsageError(f"device {self.name}: " + "; ".join(bad))
 
+    @property
+    def architecture(self) -> Architecture:
+        """What follows from the compute capability or the LLVM target."""
+        return architecture_of(self.compute_capability, self.llvm_target)
+
+    @property
+    def threads_per_sm(self) -> int:
+        """Threads that a multiprocessor holds."""
+        return self.warps_per_sm * self.architecture.warp_size
+
+    @property
+    def multiplies_fp32(self) -> bool:
+        """Whether units for matrices take float32 operands, in TF32 or in full."""
+        return self.peak_tflops.tf32 is not None or self.peak_tflops.fp32_matrix is not None
+
     def tflops(self, math: str) -> float:
         """Peak rate of a matrix product in `fp32`, `tf32`, `bf16` or `fp16`; fp32's where the GPU has no such units."""
-        return getattr(self.peak_tflops, math) or self.peak_tflops.fp32
+        rates = self.peak_tflops
+        return (getattr(rates, math) if math != "fp32" else None) or rates.fp32_matrix or rates.fp32
 
     def to_mapping(self) -> dict[str, Any]:
         """The description as `device_from_mapping` reads it and a YAML file would hold it."""
-        return {**dataclasses.asdict(self), "compute_capability": ".".join(map(str, self.compute_capability))}
+        mapping = {name: value for name, value in dataclasses.asdict(self).items() if name not in _ARCHITECTURE}
+        if self.compute_capability is None:
+            return {**mapping, "llvm_target": self.llvm_target}
+        return {**mapping, "compute_capability": ".".join(map(str, self.compute_capability))}
 
 
 def device_names() -> tuple[str, ...]:
@@ -113,7 +146,7 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     label = values.get("name", "?")
     fields = {f.name for f in dataclasses.fields(DeviceSpec)}
     rates = values.get("peak_tflops")
-    problems = [f"missing {key}" for key in sorted(fields - set(values))]
+    problems = [f"missing {key}" for key in sorted(fields - set(values) - set(_ARCHITECTURE))]
     problems += [f"unknown {key}" for key in sorted(map(str, set(values) - fields))]
     if "peak_tflops" in values and not (
         isinstance(rates, Mapping)
@@ -121,15 +154,16 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
         and _positive(rates.get("fp32"))
         and all(rate is None or _positive(rate) for rate in rates.values())
     ):
-        problems.append("peak_tflops must give fp32 and may give tf32, bf16, fp16: numbers > 0 or null")
+        known = ", ".join(f.name for f in dataclasses.fields(PeakTflops) if f.name != "fp32")
+        problems.append(f"peak_tflops must give fp32 and may give {known}: numbers > 0 or null")
+    capability = values.get("compute_capability")
     try:
-        major, minor = map(int, str(values.get("compute_capability", "0.0")).split("."))
+        values["compute_capability"] = None if capability is None else _capability(capability)
     except ValueError:
-        problems.append(f"compute_capability must look like '8.0', got {values['compute_capability']!r}")
+        problems.append(f"compute_capability must look like '8.0', got {capability!r}")
     if problems or not isinstance(rates, Mapping):
         raise UsageError(f"device {label}: " + "; ".join(problems))
     values["peak_tflops"] = PeakTflops(**rates)
-    values["compute_capability"] = (major, minor)
     return DeviceSpec(**values)
 
 
@@ -149,10 +183,22 @@ def device_features(spec: DeviceSpec) -> dict[str, float]:
         "gpu_half_tflops": rates.bf16 or rates.fp16 or rates.fp32,
         "gpu_sms": float(spec.sm_count),
         "gpu_l2_mib": spec.l2_mib,
-        "gpu_compute_capability": spec.compute_capability[0] + spec.compute_capability[1] / 10,
+        "gpu_compute_capability": capability_feature(spec.compute_capability),
         "gpu_power_limit_w": spec.power_limit_w,
         "gpu_context_mib": spec.context_mib,
     }
+
+
+def capability_feature(compute_capability: tuple[int, int] | None) -> float:
+    """Return a compute capability as a learner sees it, 8.6; 0 of AMD's GPUs, which have none."""
+    if compute_capability is None:
+        return _NO_CAPABILITY
+    return compute_capability[0] + compute_capability[1] / 10
+
+
+def _capability(text: object) -> tuple[int, int]:
+    major, minor = map(int, str(text).split("."))
+    return major, minor
 
 
 def _positive(value: object) -> bool:
@@ -174,8 +220,3 @@ def _descriptions() -> dict[str, dict]:
             if isinstance(mapping, dict) and "backend" not in mapping:
                 descriptions[entry.name.removesuffix(".yaml")] = mapping
     return descriptions
-
-
-def runs_flash_attention(compute_capability: tuple[int, int]) -> bool:
-    """Return whether PyTorch's flash attention has kernels for such GPUs (sdp_utils.cpp in ATen/native)."""
-    return compute_capability >= (8, 0)

@@ -12,13 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from conf.units import MIB
 from featurize import cudnn_rnn
+from featurize.architecture import AMD
 from featurize.cudnn.convolution_calls import backward_operation, forward_operation
 from featurize.cudnn.signature import ConvolutionSignature
 from featurize.device_spec import DeviceSpec
 
 CUBLAS = "cublas"
+# On ROCm: fp32 values that AOTriton's backward passes take for each row of queries (ATen/native/transformers:
+# hip/flash_attn/aot/mha_all_aot.hip, mha_bwd_aot; cuda/attention_backward.cu).
+_AOTRITON_VALUES = {"flash_backward": 2, "efficient_backward": 1}
 
 # Where cuDNN itself is not asked (`featurize.cudnn`), which is the default, this is assumed of its 2-d
 # convolutions that are not channels last: kernels for the tensor cores read and write channels-last copies, which lie
@@ -67,36 +70,32 @@ def has_library_calls(name: str) -> bool:
 
 
 def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
-    """What the call takes while it runs. cuBLAS keeps its own, one for the forward and one for the backward thread."""
+    """What the call takes while it runs. cuBLAS keeps its own, one for the forward and one for the backward thread; so
+    does hipBLASLt, or hipBLAS where PyTorch prefers that. MIOpen is taken to need what cuDNN does."""
     if call.kind == CUBLAS:
-        return cublas_workspace_bytes(spec)
+        return spec.architecture.blas_workspace_bytes
+    if call.kind in _AOTRITON_VALUES and spec.architecture.vendor == AMD:
+        return 4 * _AOTRITON_VALUES[call.kind] * math.prod(call.shapes[0][:-1])
     if not call.spare:
         return call.nbytes
     x, weight, _ = call.shapes
     depthwise = 1 < call.groups == x[1]
     if call.channels_last or len(weight) != 4 or weight[2] == weight[3] == 1 or depthwise:
         return 0
-    if call.element_bytes > 4 or (call.element_bytes == 4 and spec.peak_tflops.tf32 is None):
+    if call.element_bytes > 4 or (call.element_bytes == 4 and not spec.multiplies_fp32):
         return 0  # no tensor cores for this type
     copies = zip(_COPIES[call.kind], call.shapes, strict=True)
     return call.element_bytes * sum(times * math.prod(shape) for times, shape in copies)
 
 
-def guesses_of(spec: DeviceSpec) -> tuple[bool, int]:
+def guesses_of(spec: DeviceSpec) -> tuple[bool, int, str]:
     """Return all of a GPU model that `workspace_bytes` depends on: models that agree on it have the same guesses."""
-    return spec.peak_tflops.tf32 is None, cublas_workspace_bytes(spec)
+    return spec.multiplies_fp32, spec.architecture.blas_workspace_bytes, spec.architecture.vendor
 
 
 def channels_last(x: Tensor, weight: Tensor) -> bool:
     """Whether cuDNN runs this convolution in channels-last layout, as it does if either tensor has it."""
     return x.dim() == 4 and x.dtype is not torch.float64 and (_is_channels_last(x) or _is_channels_last(weight))
-
-
-def cublas_workspace_bytes(spec: DeviceSpec) -> int:
-    """Of one cuBLAS handle: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8 (ATen/cuda/CublasHandlePool.cpp).
-
-    cuBLASLt shares it from PyTorch 2.8 on; before, it took 1 MiB more for single calls, which is left out."""
-    return 32 * MIB if spec.compute_capability[0] == 9 else 8 * MIB + 128 * 1024
 
 
 def _convolution(args: Sequence, outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
 from conf.plain_text import exception_line
+from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_constants import CUDNN_MIB
 
@@ -87,8 +88,10 @@ def machine(name: str, spec: DeviceSpec) -> MachineProfile:
     `current` is CUDA 12 with lazy loading of kernels, `eager` a stack that loads all of them at once (CUDA 11, or
     CUDA_MODULE_LOADING=EAGER), `described` what the device's description says: the machine of the measured rows.
 
+    Of an AMD GPU, MIOpen is taken to need what cuDNN does.
+
     Raises:
-        UsageError: An unknown name; the message lists the known ones.
+        UsageError: An unknown name, or `eager` of an AMD GPU; the message lists the known ones.
     """
     lazy_mib = _LAZY_CONTEXT_MIB.get(spec.name, spec.context_mib)
     context_mib = max(lazy_mib - LAZY_KERNELS_MIB, 0.0)
@@ -96,6 +99,8 @@ def machine(name: str, spec: DeviceSpec) -> MachineProfile:
         return MachineProfile(
             name=name, context_mib=context_mib, kernels_mib=lazy_mib - context_mib, cudnn_mib=LAZY_CUDNN_MIB
         )
+    if name == EAGER and spec.architecture.vendor == AMD:
+        raise UsageError(f"machine={EAGER} is a stack of CUDA, and {spec.name} is an AMD GPU: {CURRENT} or {DESCRIBED}")
     if name == EAGER:
         return MachineProfile(
             name=name, context_mib=context_mib, kernels_mib=EAGER_KERNELS_MIB, cudnn_mib=float(CUDNN_MIB)

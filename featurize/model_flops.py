@@ -20,7 +20,7 @@ _PRODUCTS = (
 )  # fmt: skip
 _ATTENTION = "aten::_scaled_dot_product_"
 _PACKAGE = "aten::_flash_attention_"  # heads come after the length
-_RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_RATES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def model_flops(op: Operator) -> int:
@@ -52,7 +52,8 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
     """Return how long the step's model FLOPs take at the GPU model's peak rates, in seconds.
 
     Each operator counts at the dense rate of its own type: half precision at that of the tensor cores, fp32 at that of
-    TF32 where `precision` allows it. PyTorch's default, `fp32`, allows it for convolutions and recurrent layers.
+    TF32 where `precision` allows it. PyTorch's default, `fp32`, allows it for convolutions and recurrent layers, which
+    never take it on AMD's GPUs.
 
     Args:
         trace: One step.
@@ -80,8 +81,9 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
 
 
 def _rate_tflops(spec: DeviceSpec, precision: str, dtype: str, *, is_convolution: bool) -> float | None:
-    rates = spec.peak_tflops
-    if dtype == "float32" and (precision == "tf32" or (precision == "fp32" and is_convolution)):
-        return rates.tf32 or rates.fp32
+    if dtype == "float32":
+        convolution = is_convolution and precision == "fp32" and spec.architecture.tf32_convolutions
+        products = precision == "tf32" and (not is_convolution or spec.architecture.tf32_convolutions)
+        return spec.tflops("tf32" if convolution or products else "fp32")
     name = _RATES.get(dtype)
-    return None if name is None else getattr(rates, name)
+    return None if name is None else getattr(spec.peak_tflops, name)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from featurize.device_spec import DeviceSpec
+from featurize.device_spec import DeviceSpec, capability_feature
 from featurize.step_trace import BLOCK_KINDS, Operator, StepTrace
 from featurize.training import Training, TrainingSettings
 
@@ -158,9 +158,9 @@ def opgraph(trace: StepTrace, spec: DeviceSpec | None = None, settings: Training
     ]
     live = trace.breakdown
     moved = sum(field["bytes_read"]) + sum(field["bytes_written"])
-    major, minor = trace.compute_capability if spec is None else spec.compute_capability
+    capability = capability_feature(trace.compute_capability if spec is None else spec.compute_capability)
     totals = [count, edges.shape[1], deepest, trace.parameters, trace.flops, moved, trace.peak_live_bytes]
-    totals = [*_log(np.array([*totals, *(live[kind] for kind in BLOCK_KINDS)], dtype=np.float64)), major + minor / 10]
+    totals = [*_log(np.array([*totals, *(live[kind] for kind in BLOCK_KINDS)], dtype=np.float64)), capability]
     node_columns, graph_columns = NODE_COLUMNS, GRAPH_COLUMNS
     if spec is not None:
         more_nodes, more_totals = _priced(trace, spec, settings or Training())

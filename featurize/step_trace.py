@@ -91,10 +91,13 @@ class StepTrace:
     blocks: tuple[Block, ...]
     parameters: int  # elements
     parameter_bytes: int
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None  # of an NVIDIA GPU
     assumed: tuple[str, ...] = ()  # of values that the model reads and only computing the step would give
     notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
     mix: BatchMix | None = None
+    widest_head: int | None = (
+        None  # of calls of PyTorch's attention, whose kernels differ by GPU; 0: none; None: unknown
+    )
 
     @property
     def flops(self) -> int:

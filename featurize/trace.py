@@ -95,7 +95,7 @@ def trace_step(
     target     class indices; None takes the loss that the output holds, or makes indices to suit the output
     loss       `loss(output, target)`; None takes cross entropy of the output, its `logits` or its first tensor
     optimizer, precision  as `featurize.training_settings.Training` has them: adam and fp32 by default
-    device     the GPU model whose kernels are meant: its compute capability decides which attention kernels there are
+    device     the GPU model whose kernels are meant: its architecture decides which attention kernels there are
     settings   all training settings at once, instead of `optimizer` and `precision`: a `Training` has many more
     training_loop  the usual loop: each step's batch is copied to the device while the last one's is alive, and output
                and loss live until the next ones are assigned. Without, the batch lies on the device and the step
@@ -114,7 +114,8 @@ def trace_step(
         settings = Training(optimizer=optimizer or "adam", precision=precision or "fp32")
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
-    capability = (device if isinstance(device, DeviceSpec) else load_device(device)).compute_capability
+    spec = device if isinstance(device, DeviceSpec) else load_device(device)
+    heads = [0]
     collecting = gc.isenabled()
     gc.disable()  # a collection at a random moment would make two traces differ
     doing = "the model cannot be built on the meta device"
@@ -143,7 +144,10 @@ def trace_step(
         shapes: dict[Hashable, int] = {}
         order = [shapes.setdefault(shape_of(one), len(shapes)) for one in given]
         met_at = [order.index(shape) for shape in range(len(shapes))]
-        policy = as_on_cuda(AUTOCAST_DTYPES.get(settings.precision), capability, recorder.values.assume)
+        policy = as_on_cuda(
+            AUTOCAST_DTYPES.get(settings.precision), spec.architecture.attention, recorder.values.assume,
+            attends=lambda width: heads.append(int(width)),
+        )  # fmt: skip
         doing = "the model cannot be traced: it fails"
         with recorder.modules(), policy as enter_policy:
             of_shape = []
@@ -178,7 +182,8 @@ def trace_step(
             blocks=blocks,
             parameters=elements(model),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
-            compute_capability=capability,
+            compute_capability=spec.compute_capability,
+            widest_head=None if compiled else max(heads),  # a compiler need not call Python
             assumed=tuple(recorder.values.assumed),
             notes=(*regions.notes(), *notes, *([COMPILED_SHAPES] if mix is not None and compiled else ())),
             mix=mix,

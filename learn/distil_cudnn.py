@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from conf.cli import command
 from conf.errors import UsageError
 from conf.settings import data_key, key
+from featurize.cudnn.device_properties import cudnn_capability
 
 if TYPE_CHECKING:
     from featurize.cudnn.distilled import OperationModel
@@ -128,10 +129,10 @@ def distil(settings: DistilSettings, progress: Progress, networks: tuple[str, ..
         **answered(asked, devices, settings.workers, progress, kept),
         **answered(asked[::SMALLER_SHARE], smaller, settings.workers, progress, kept),
     }
-    capabilities = sorted({device.compute_capability for device in devices})
+    capabilities = sorted(set(map(cudnn_capability, devices)))
     parts = [(capability, operation) for capability in capabilities for operation in OPERATIONS]
     rows = {
-        capability: joined([labels[one.name] for one in (*devices, *smaller) if one.compute_capability == capability])
+        capability: joined([labels[one.name] for one in (*devices, *smaller) if cudnn_capability(one) == capability])
         for capability in capabilities
     }
     fitted: dict[tuple[tuple[int, int], str], OperationModel] = {}
@@ -172,7 +173,7 @@ def _devices() -> tuple[list[DeviceSpec], list[DeviceSpec]]:
             device_properties(device)
         except UsageError:
             continue  # not a GPU that cuDNN runs on
-        by_capability.setdefault(device.compute_capability, []).append(device)
+        by_capability.setdefault(cudnn_capability(device), []).append(device)
     ascending = [sorted(by_capability[key], key=lambda device: device.sm_count) for key in sorted(by_capability)]
     smaller = [alike[0] for alike in ascending if alike[0].sm_count < alike[-1].sm_count]
     return [alike[-1] for alike in ascending], smaller

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, TypeAlias
 from conf.errors import UsageError
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
-from featurize.device_spec import DeviceSpec, describe_device, runs_flash_attention
+from featurize.device_spec import DeviceSpec, describe_device
 from learn.workload import Workload
 
 if TYPE_CHECKING:
+    from featurize.architecture import AttentionKernels
     from featurize.replay import MemoryProfile
     from featurize.simulate import SimulatedStep
     from featurize.trace import StepTrace, TraceError
 
-    # One job's traces, by whether the GPU runs flash attention and by training loop: all that a trace depends on
-    # besides the job.
-    Traces: TypeAlias = dict[tuple[bool, bool], StepTrace]
+    # One job's traces, by the GPU's attention kernels and by training loop: all that a trace depends on besides the
+    # job.
+    Traces: TypeAlias = dict[tuple[AttentionKernels, bool], StepTrace]
 
 
 class CannotTrace(UsageError):
@@ -74,10 +75,9 @@ def step_of(
 
     spec = describe_device(device)
     complete()
-    trace, kind = job.recorded, (runs_flash_attention(spec.compute_capability), job.training_loop)
+    trace, kind = job.recorded, (spec.architecture.attention, job.training_loop)
     if trace is None and traces is not None:
-        other = traces.get((not kind[0], job.training_loop))
-        trace = traces.get(kind, other if other is not None and _is_of_any_gpu(other) else None)
+        trace = traces.get(kind) or _of_other_kernels(kind, traces)
     if trace is None:
         try:
             trace = trace_step(
@@ -111,9 +111,22 @@ def breakdown(memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0
     }
 
 
-def _is_of_any_gpu(trace: StepTrace) -> bool:
-    """Return whether no GPU's trace can differ: flash attention computes in half precision only."""
-    return not any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
+def _of_other_kernels(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
+    """Return a trace of the same loop in which these kernels of attention differ nowhere; None if there is none."""
+    for (kernels, loop), trace in traces.items():
+        if loop == kind[1] and _are_alike(trace, kernels, kind[0]):
+            return trace
+    return None
+
+
+def _are_alike(trace: StepTrace, one: AttentionKernels, other: AttentionKernels) -> bool:
+    """Return whether both take the same of the trace's heads. Flash attention computes in half precision only."""
+    widest = trace.widest_head
+    if widest is None:
+        return False
+    halves = any(op.dtype in ("float16", "bfloat16") for op in trace.operators)
+    flash = not halves or min(one.flash, widest) == min(other.flash, widest)
+    return flash and min(one.efficient, widest) == min(other.efficient, widest)
 
 
 def _explained(error: TraceError) -> CannotTrace:

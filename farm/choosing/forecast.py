@@ -82,7 +82,7 @@ class Forecaster:
         traced = {
             name
             for name, places in families.items()
-            if not _knows(name) and len({configs[i] for i in places}) <= self.trace_at_most
+            if not _knows(name, self.device) and len({configs[i] for i in places}) <= self.trace_at_most
         }
         parts = [
             rows[i : i + _AT_ONCE] for rows in families.values() for i in range(0, len(rows), _AT_ONCE)
@@ -146,7 +146,7 @@ def sketch_of(
     configs, device = job
     sketch = step_sketch(configs, device)
     figures, way = {name: sketch.base[name] for name in TARGETS}, "plan"
-    if _knows(configs[0].family):
+    if _knows(configs[0].family, device):
         answers = _fast_path().answer(configs, device)
         figures, way = (
             {**figures, **{name: answers.figures[name] for name in TARGETS if name in answers.figures}},
@@ -170,9 +170,9 @@ def _fast_path():
     return _loaded[0]
 
 
-def _knows(family: str) -> bool:
+def _knows(family: str, device: DeviceSpec) -> bool:
     path = _fast_path()
-    return path is not None and family in path.families
+    return path is not None and family in path.families and path.answers_for(device)
 
 
 def _own_fields(configs: Sequence[TrialConfig]) -> tuple[np.ndarray, np.ndarray]:

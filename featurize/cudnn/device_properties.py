@@ -35,6 +35,20 @@ _MULTIPROCESSORS = {
 _MEMORY_BUS_BITS = 4096
 
 
+def cudnn_capability(spec: DeviceSpec) -> tuple[int, int]:
+    """Return the compute capability of a GPU model that cuDNN runs on.
+
+    Raises:
+        UsageError: An AMD GPU.
+    """
+    if spec.compute_capability is None:
+        raise UsageError(
+            f"cuDNN does not run on {spec.name}, an AMD GPU: workspaces=guessed, the default, and workspaces=auto "
+            "answer for it"
+        )
+    return spec.compute_capability
+
+
 def device_properties(spec: DeviceSpec) -> dict[str, Any]:
     """Return what cuDNN wants to know of a GPU model.
 
@@ -43,14 +57,13 @@ def device_properties(spec: DeviceSpec) -> dict[str, Any]:
     random signatures on compute capability 8.0.
 
     Raises:
-        UsageError: A compute capability that the table does not have.
+        UsageError: An AMD GPU, or a compute capability that the table does not have.
     """
-    sm = _MULTIPROCESSORS.get(spec.compute_capability)
+    major, minor = cudnn_capability(spec)
+    sm = _MULTIPROCESSORS.get((major, minor))
     if sm is None:
-        known = ", ".join(f"{major}.{minor}" for major, minor in _MULTIPROCESSORS)
-        wanted = ".".join(map(str, spec.compute_capability))
-        raise UsageError(f"cuDNN cannot be asked about compute capability {wanted}; known are {known}")
-    major, minor = spec.compute_capability
+        known = ", ".join(f"{known_major}.{known_minor}" for known_major, known_minor in _MULTIPROCESSORS)
+        raise UsageError(f"cuDNN cannot be asked about compute capability {major}.{minor}; known are {known}")
     return {
         "deviceName": spec.name,
         "deviceVer": 100 * major + 10 * minor,
@@ -60,7 +73,7 @@ def device_properties(spec: DeviceSpec) -> dict[str, Any]:
         "maxThreadsPerBlock": 1024,
         "maxBlockSize": [1024, 1024, 64],
         "maxGridSize": [2**31 - 1, 65535, 65535],
-        "maxThreadsPerSM": 32 * spec.warps_per_sm,
+        "maxThreadsPerSM": spec.threads_per_sm,
         "maxCtasPerSM": sm.max_blocks,
         "regsPerBlock": 65536,
         "maxRegistersPerSM": 65536,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
+from featurize.cudnn.device_properties import cudnn_capability
 from featurize.cudnn.packed_trees import PackedTrees
 from featurize.cudnn.signature import OPERATIONS, ConvolutionSignature, SearchSettings
 from featurize.cudnn.workspace_formulas import FEATURES, WorkspaceFormula, described
@@ -100,7 +101,7 @@ def distilled_for(device: DeviceSpec, path: Path = FILE) -> DistilledWorkspaces:
     """Return the models for a GPU model.
 
     Raises:
-        UsageError: No answers for its generation were distilled; the message lists those that were.
+        UsageError: No answers for its generation were distilled; the message lists those that were. An AMD GPU.
         EnvironmentProblem: The file is missing or damaged.
     """
     try:
@@ -127,7 +128,7 @@ def _nearest(device: DeviceSpec, about: Mapping[str, Any]) -> tuple[int, int]:
     if about["format"] != FORMAT or tuple(about["features"]) != FEATURES:
         raise ValueError("it is of another version")
     known = sorted(tuple(map(int, name.split("."))) for name in about["models"])
-    major, minor = device.compute_capability
+    major, minor = cudnn_capability(device)
     older = [
         (known_major, known_minor)
         for known_major, known_minor in known

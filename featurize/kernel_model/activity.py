@@ -29,6 +29,7 @@ from featurize.kernel_constants import (
 from featurize.kernel_model.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
 from featurize.kernel_model.times import Kernels
 
+_WARP = 32  # threads; AMD's wavefronts of 64 count as two
 _REGISTERS_HOLD = 64  # warps an SM held at most on the GPUs that the warps of streams are counted on
 
 
@@ -185,8 +186,8 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
         filled=np.clip(filled, 1 / 1024, 1.0),
         per_sm=np.where(stream, of_stream, blocks) / spec.sm_count,
         warps=np.where(shapes[:, 1] > 0, shapes[:, 1], tile_warps),
-        warps_per_sm=np.full(len(names), float(spec.warps_per_sm)),
-        scale=np.where(stream, spec.warps_per_sm / _REGISTERS_HOLD, 1.0),
+        warps_per_sm=np.full(len(names), spec.threads_per_sm / _WARP),
+        scale=np.where(stream, spec.threads_per_sm / _WARP / _REGISTERS_HOLD, 1.0),
     )
 
 

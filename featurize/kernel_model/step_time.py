@@ -144,8 +144,9 @@ def timed_kernels(
 ) -> TimedKernels:
     """Return each kernel's time on a GPU model, and what it keeps busy there. Args: as in `time_step`."""
     kernels = kernels_on(
-        calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark
-    )
+        calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark,
+        half="bf16" if "bf16" in settings.precision else "fp16",
+    )  # fmt: skip
     occupied = occupied_on(calls, kernels, spec)
     sm_share, occupancy = kernel_activity(occupied, learned.activity)
     return TimedKernels(

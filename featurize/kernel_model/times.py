@@ -40,11 +40,6 @@ _LENGTH_HALF = 256.0  # queries at which attention reaches half its rate
 _CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and how soon they no longer do
 _CORNER = 4  # of the roofline: the larger it is, the sharper
 _USUAL_SM_RATE = 1024.0  # FLOP in an SM and clock
-# FP32 lanes of an SM from a compute capability on (CUDA C Programming Guide, arithmetic instructions), newest first.
-_FP32_LANES = (((8, 6), 128), ((7, 0), 64), ((6, 1), 128), ((6, 0), 64), ((5, 0), 128), ((0, 0), 192))
-# W per TFLOP/s of fp32 that a chip takes at full load, by compute capability, the newest first; below it the clock
-# falls. Chosen by the process: 4 to 5, 7 to 8, 12 and 16 nm.
-_WATTS_PER_TFLOP = (((8, 9), 8.0), ((8, 0), 11.0), ((7, 0), 16.0), ((6, 0), 20.0), ((0, 0), 25.0))
 OTHER = "other"  # efficiency of a kind that nothing was learned of
 UNITS = ("fp32", "tensor")
 
@@ -125,6 +120,7 @@ def kernels_on(
     *,
     channels_last: bool = False,
     searched: bool = False,
+    half: str = "fp16",
 ) -> Kernels:
     """Return a step's kernels on one GPU model.
 
@@ -134,19 +130,17 @@ def kernels_on(
         names: Of `Parameters`.
         channels_last: The convolutions' layout.
         searched: `cudnn.benchmark`.
+        half: Type of half precision, of which only some GPUs have both at one rate: `fp16` or `bf16`.
     """
-    rates = spec.peak_tflops
-    half = rates.fp16 or rates.bf16
-    tensor = np.array([False, rates.tf32 is not None, half is not None])[calls.pipe]
-    peak = (np.array([rates.fp32, rates.tf32 or rates.fp32, half or rates.fp32]) * 1e12)[calls.pipe]
     bandwidth = spec.bandwidth_gb_s * 1e9
     in_group = {name: calls.group == at for at, name in enumerate(GROUPS)}
     attention, convolution = in_group[ATTENTION], in_group[CONVOLUTION] | in_group[GROUPED]
     tiled = in_group[PRODUCT] | convolution
     computes = tiled | attention | in_group[DEPTHWISE]
+    pipe, tensor, peak = _units_on(calls, spec, convolution, tiled | attention, half)
 
     wide, narrow = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
-    tile = np.array([_TILE[pipe] for pipe in PIPES])[np.where(tensor, calls.pipe, 0)]
+    tile = np.array([_TILE[pipe] for pipe in PIPES])[np.where(tensor, pipe, 0)]
     narrow_tile = np.minimum(tile, 2.0 ** np.ceil(np.log2(np.maximum(narrow, _LEAST_WIDTH))))
     waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / spec.sm_count
     splits = np.clip(calls.depth / _SPLIT_DEPTH, 1.0, _MOST_SPLITS)
@@ -178,9 +172,23 @@ def kernels_on(
         width=np.where(tiled, np.maximum(narrow, 1.0), np.inf),
         head=np.where(attention, np.maximum(calls.columns, 1.0), np.inf),
         cached=1 / (1 + np.exp(np.clip(_SOFTNESS * (calls.nbytes / (spec.l2_mib * MIB) - _CACHED), -50, 50))),
-        unaligned=(~calls.aligned & tensor & tiled).astype(float),
+        unaligned=(~calls.aligned & tensor & tiled & (pipe != PIPES.index(FP32))).astype(float),
         searched=convolution.astype(float) if searched else np.zeros(len(peak)),
     )
+
+
+def _units_on(
+    calls: Calls, spec: DeviceSpec, convolution: np.ndarray, product: np.ndarray, half: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of each kernel the pipe, whether units for matrices do its arithmetic, and these units' FLOP/s."""
+    rates, pipe = spec.peak_tflops, calls.pipe
+    if not spec.architecture.tf32_convolutions:
+        pipe = np.where(convolution & (pipe == PIPES.index(TF32)), PIPES.index(FP32), pipe)
+    in_half = rates.bf16 or rates.fp16 if half == "bf16" else rates.fp16 or rates.bf16
+    has_units = np.array([rates.fp32_matrix is not None, spec.multiplies_fp32, in_half is not None])
+    tflops = np.array([spec.tflops("fp32"), spec.tflops("tf32"), in_half or spec.tflops("fp32")])
+    vectors = ~product & (pipe == PIPES.index(FP32))
+    return pipe, has_units[pipe] & ~vectors, np.where(vectors, rates.fp32, tflops[pipe]) * 1e12
 
 
 def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
@@ -220,10 +228,11 @@ def _places(names: Sequence[tuple[str, ...]], known: Sequence[str]) -> np.ndarra
 
 def clock_ghz(spec: DeviceSpec) -> float:
     """Return the clock that the described fp32 rate takes, in GHz."""
-    lanes = next(lanes for oldest, lanes in _FP32_LANES if spec.compute_capability >= oldest)
-    return spec.peak_tflops.fp32 * 1e3 / (2 * lanes * spec.sm_count)
+    return spec.peak_tflops.fp32 * 1e3 / (2 * spec.architecture.fp32_lanes * spec.sm_count)
 
 
 def _log_power(spec: DeviceSpec) -> float:
-    watts = next(taken for oldest, taken in _WATTS_PER_TFLOP if spec.compute_capability >= oldest)
+    watts = spec.architecture.watts_per_tflop
+    if watts is None:
+        return 0.0
     return math.log(min(1.0, spec.power_limit_w / (spec.peak_tflops.fp32 * watts)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from learn.cases import DEFAULT_DEVICE
+from learn.estimation.answer_notes import AMD_NOTE
 from learn.estimation.estimate_view import bound_name, rate
 from learn.estimation.fits import BOUND, POINT, DeviceFit, LargestBatch, devices_that_fit, largest_batch
 
@@ -69,6 +70,8 @@ def print_fits(
     elif largest is None:
         answers = [one.estimate for one in fits if one.estimate is not None]
         shared = [note for note in answers[0].warnings if all(note in one.warnings for one in answers)]
+        of_amd = {note: None for one in answers for note in one.warnings if note.startswith(AMD_NOTE)}
+        shared += [note for note in of_amd if note not in shared]
         problems = [f"{one.device}: {one.problem}" for one in fits if one.problem is not None]
         _print(f"{title}, memory in MiB", _table_of_devices(fits, bound_name(answers[0])), [*problems, *shared])
     else:

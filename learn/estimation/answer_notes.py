@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from conf.units import MIB
 from featurize.allocator_settings import AllocatorSettings
+from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from learn.estimation.loops import PIPELINE, RESIDENT
 from learn.estimation.memory_causes import widest
@@ -18,8 +19,11 @@ from learn.estimation.sources import TARGETS, Gathered
 from learn.workload import Workload
 
 if TYPE_CHECKING:
-    from featurize.step_trace import BatchMix
+    from featurize.step_trace import BatchMix, StepTrace
     from learn.traced import TracedStep
+
+
+AMD_NOTE = "on an AMD GPU: "  # begins the note on what is not known there
 
 
 def notes_of_trace(
@@ -56,6 +60,8 @@ def notes_of_trace(
     notes += workspace_notes(
         memory.workspaces, job.search, cudnn_benchmark=job.settings.cudnn_benchmark, torch_version=torch_version
     )
+    if device.architecture.vendor == AMD:
+        notes.append(_of_amd(traced.trace))
     if memory.workspaces and by != "trace" and not gathered.beyond_fit:
         notes.append(f"workspaces= changes the trace's figures only; memory is answered by {by}")
     return notes
@@ -113,6 +119,16 @@ def note_of_two_loops(loops: Mapping[str, str]) -> list[str]:
 def times(count: int) -> str:
     """Return how often, in words."""
     return "once" if count == 1 else f"{count} times"
+
+
+def _of_amd(trace: StepTrace) -> str:
+    from featurize.replay import loads_cudnn
+
+    of_layers = "; what MIOpen takes is not known, and assumed to be what cuDNN does" if loads_cudnn(trace) else ""
+    return (
+        f"{AMD_NOTE}nothing was measured on any: times rest on its data sheet and on kernels of NVIDIA GPUs, "
+        f"its context is assumed{of_layers}"
+    )
 
 
 def _room(device: DeviceSpec, limit_mib: float) -> str:

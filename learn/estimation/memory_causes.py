@@ -13,6 +13,7 @@ import numpy as np
 
 from conf.errors import UsageError
 from conf.units import MIB
+from featurize.architecture import AMD
 from featurize.device_spec import DeviceSpec
 from featurize.machine import CURRENT, DESCRIBED, EAGER, MachineProfile
 from learn.estimators import LEVEL
@@ -46,6 +47,9 @@ _OF_RESERVED = 0.08  # of reserved memory
 # MiB by machine, chosen: the described one was off by up to 100 MiB in the median of one of five published files, and
 # nothing was measured on the others. The rest are calibrated profiles.
 _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER: 300.0}, 50.0
+# Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
+_OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
+_BLAS_THREADS = 2  # that keep a workspace: of the forward and of the backward pass
 # Coverage -> share of that margin: the largest of the three files' quantiles, and below one half the smallest.
 _SCORES: Mapping[float, float] = {
     0.01: -0.8, 0.05: -0.6, 0.1: -0.45, 0.25: -0.25, 0.5: 0.0, 0.75: 0.12, 0.9: 0.31, 0.95: 0.5, 0.99: 1.0,
@@ -107,17 +111,22 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
     largest, most_live = _workspaces(traced, device)
     reserved_mib = traced.step.peak_reserved_mib
     outside_mib = traced.step.peak_memory_mib - reserved_mib
+    on_amd = device.architecture.vendor == AMD
     context_mib = _OF_CONTEXT_MIB.get(on.name, _OF_OWN_CONTEXT_MIB)
+    if on_amd and on.name in _OF_CONTEXT_MIB:
+        context_mib = _OF_CONTEXT_ON_AMD_MIB
+    blas_mib = _BLAS_THREADS * device.architecture.blas_fallback_bytes / MIB
+    of_spread = _OF_SPREAD_ON_AMD if on_amd else _OF_SPREAD
     reserved = dict(reserved_by_scenario(traced.trace, device))
     settled_mib = max(reserved.pop(SETTLED) / MIB - reserved_mib, 0.0)
     spread_mib = (max(reserved.values()) - min(reserved.values())) / MIB
     causes = {
-        WORKSPACES: _OF_WORKSPACES * largest / MIB if traced.memory.workspaces else _OF_SPREAD * spread_mib,
+        WORKSPACES: _OF_WORKSPACES * largest / MIB if traced.memory.workspaces else of_spread * spread_mib,
         FRAGMENTATION: _OF_SETTLED * settled_mib,
-        KERNELS: _OF_RESERVED * reserved_mib,
+        KERNELS: _OF_RESERVED * reserved_mib + blas_mib,
         CONTEXT: context_mib,
     }
-    needed_mib = (1 + _OF_LIVE_AT_LIMIT) * most_live / MIB + outside_mib + context_mib
+    needed_mib = (1 + _OF_LIVE_AT_LIMIT) * most_live / MIB + outside_mib + context_mib + blas_mib
     return Uncertainty(causes_mib=causes, needed_mib=needed_mib)
 
 

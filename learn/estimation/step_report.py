@@ -312,7 +312,7 @@ def _facts(job: Workload, device: DeviceSpec, done: Estimate, allocator: Allocat
     described = {
         "name": device.name,
         "memory": f"{device.memory_mib:,.0f} MiB",
-        "compute capability": ".".join(map(str, device.compute_capability)),
+        "architecture": device.architecture.title,
         "bandwidth": f"{device.bandwidth_gb_s:,.0f} GB/s",
         "multiprocessors": str(device.sm_count),
         "machine": done.machine or MISSING,

@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
+from featurize.architecture import NVIDIA
 from featurize.device_spec import DeviceSpec, device_features, plain_device
 from featurize.trial import TrialConfig
 from featurize.version import FEATURES_STAMP, is_current
@@ -173,9 +174,17 @@ class FastPath:
         names = sorted({subject.spec.name for subject in subjects})
         return cls(targets, bounded, {plain_device(name): name for name in names}, families, FEATURES_STAMP)
 
+    @staticmethod
+    def answers_for(spec: DeviceSpec) -> bool:
+        """Whether it was distilled on GPUs of this vendor."""
+        return spec.architecture.vendor == NVIDIA
+
     def answer(self, configs: Sequence[TrialConfig], device: str | DeviceSpec) -> FastAnswers:
-        """Figures of each config on one GPU model, in order. Raises `UsageError` for a family or device unknown."""
+        """Figures of each config on one GPU model, in order. Raises `UsageError` for a family or device unknown, and
+        for an AMD GPU: the rough model knows cuDNN and CUDA's kernels."""
         spec = _described(device)
+        if not self.answers_for(spec):
+            raise UsageError(f"method=fast was distilled on NVIDIA GPUs; {spec.name}, an AMD GPU, takes method=full")
         for config in configs:
             if config.family not in self._families:
                 raise unknown_name("family of the fast path", config.family, self.families)

@@ -30,7 +30,7 @@ class _Step(Tape):
         self.batch = config.batch_size
         self.half = config.precision in ("bf16", "fp16")
         self.width = 2 if self.half else 4  # bytes of an element
-        self.workspaces = not config.channels_last and (spec.peak_tflops.tf32 is not None or self.half)
+        self.workspaces = not config.channels_last and (spec.multiplies_fp32 or self.half)
         self.weights: list[int] = []
         self.gradients: list[int] = []
         self.nodes: list | None = []
@@ -203,7 +203,7 @@ def cnn_program(config: cnn.Config, spec: DeviceSpec) -> tuple[Program, int]:
     tape.weights.append(4 * last.outputs * config.classes)
     half_head = tape.new(tape.weights[head] // 2) if tape.half else NONE
     output = tape.new(width * logits)
-    tape.handle(spec.compute_capability)
+    tape.handle(spec.architecture.blas_workspace_bytes)
     raw = output
     if config.softmax:
         output = tape.new(4 * logits)
@@ -231,7 +231,7 @@ def cnn_program(config: cnn.Config, spec: DeviceSpec) -> tuple[Program, int]:
         tape.release(gradient)
         gradient = after
     small = tape.new(width * batch * last.outputs)
-    tape.handle(spec.compute_capability)
+    tape.handle(spec.architecture.blas_workspace_bytes)
     made = tape.new(tape.weights[head] * width // 4)
     tape.release(gradient)
     tape.release(pooled)

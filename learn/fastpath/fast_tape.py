@@ -5,7 +5,7 @@ Start reading at `Tape.new`; `learn.fastpath.fast_cnn` writes one.
 
 from __future__ import annotations
 
-from learn.fastpath.fast_blocks import EMPTY, KEPT, MIB, PROBE, SMALL_REQUEST, units
+from learn.fastpath.fast_blocks import EMPTY, KEPT, PROBE, SMALL_REQUEST, units
 
 NONE = -1  # no tensor
 
@@ -68,10 +68,9 @@ class Tape:
         if size > SMALL_REQUEST:
             self.events.append(PROBE + self.absent(size))
 
-    def handle(self, compute_capability: tuple[int, int]) -> None:
-        """A thread makes its cuBLAS handle and keeps its workspace (`library_calls.cublas_workspace_bytes`)."""
-        size = 32 * MIB if compute_capability[0] == 9 else 8 * MIB + MIB // 8
-        self.events.append(KEPT + self.absent(size))
+    def handle(self, nbytes: int) -> None:
+        """A thread makes its cuBLAS handle and keeps its workspace of so many bytes."""
+        self.events.append(KEPT + self.absent(units(nbytes)))
 
     def tries(self, *call: object) -> None:
         """A convolution was called. With `cudnn.benchmark`, PyTorch empties its cache after the first one of a kind."""

@@ -245,7 +245,7 @@ def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTim
     except UnreadableConfig as error:
         raise _LeftOut(f"{source}: no trial config") from error
     fused = release is None or release >= _FIRST_FUSED
-    key = (row["config"], device.compute_capability, fused)
+    key = (row["config"], device.architecture.attention, fused)
     if key not in traces:
         with _attention(fused):
             traces[key] = _traced(lambda: trace_config(config, device=device), config.precision, listed=fused)
@@ -268,7 +268,7 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
     recompute = cells["Activation Checkpointing"] == "True"
     if size not in _MPT or not cells["Precision"].endswith("bf16"):
         raise _LeftOut(f"{_LLM_FOUNDRY}: {size} in {cells['Precision']}")
-    key = (size, length, samples, recompute, device.compute_capability)
+    key = (size, length, samples, recompute, device.architecture.attention)
     if key not in traces:
         traces[key] = _traced(lambda: _trace_mpt(size, length, samples, recompute, device), "bf16", listed=True)
     return MeasuredTime(

@@ -85,7 +85,7 @@ class _Run:
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter that moves stays the same object
         problem = None
         assume = self.recorder.values.assume
-        with self.recorder.modules(), as_on_cuda(None, self.spec.compute_capability, assume) as enter_policy:
+        with self.recorder.modules(), as_on_cuda(None, self.spec.architecture.attention, assume) as enter_policy:
             assert isinstance(enter_policy, types.MethodType)
             autocast = enter_policy.__self__
             assert isinstance(autocast, Autocast)

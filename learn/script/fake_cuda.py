@@ -9,7 +9,7 @@ import collections
 import contextlib
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _device as default_device
@@ -22,9 +22,30 @@ from featurize.replacing import replace_attribute
 from learn.script.device_mode import CUDA, names_cuda
 from learn.script.script_recorder import ScriptRecorder
 
-_CUDA_VERSION = "12.8"
-_CUDNN_VERSION = 91002
-_NCCL_VERSION = (2, 26, 2)
+
+class _Build(NamedTuple):
+    """What a build of PyTorch says of itself and of its libraries; MIOpen and RCCL answer in cuDNN's and NCCL's
+    place."""
+
+    cuda: str | None
+    hip: str | None
+    cudnn: int
+    nccl: tuple[int, int, int]
+    arch_name: str  # gcnArchName
+    compiled_for: str
+    bf16: bool
+    tf32: bool
+
+
+def _build_of(spec: DeviceSpec) -> _Build:
+    """Return the build for a GPU model. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
+    if spec.llvm_target is not None:
+        tf32 = spec.peak_tflops.tf32 is not None
+        name = f"{spec.llvm_target}:sramecc+:xnack-"
+        return _Build(None, "6.4.43482", 3_04_000, (2, 22, 3), name, spec.llvm_target, True, tf32)
+    major, minor = spec.architecture.torch_capability
+    newer = (major, minor) >= (8, 0)
+    return _Build("12.8", None, 91002, (2, 26, 2), "", f"sm_{major}{minor}", newer, newer)
 
 
 # Functions of `torch._C` that libraries take directly, once they see a GPU, and what they give.
@@ -104,14 +125,15 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
         recorder: Knows the bytes that are alive.
         autocast: `featurize.autocast.Autocast` of the process: knows which type is cast to.
     """
+    build, capability = _build_of(spec), spec.architecture.torch_capability
     properties = types.SimpleNamespace(
         name=spec.name,
-        major=spec.compute_capability[0],
-        minor=spec.compute_capability[1],
+        major=capability[0],
+        minor=capability[1],
         total_memory=int(spec.memory_mib * MIB),
         multi_processor_count=spec.sm_count,
-        max_threads_per_multi_processor=32 * spec.warps_per_sm,
-        warp_size=32,
+        max_threads_per_multi_processor=spec.threads_per_sm,
+        warp_size=spec.architecture.warp_size,
         regs_per_multiprocessor=65536,
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=101376,
@@ -119,10 +141,9 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
         L2_cache_size=int(spec.l2_mib * MIB),
         is_integrated=0,
         is_multi_gpu_board=0,
-        gcnArchName="",
+        gcnArchName=build.arch_name,
         uuid="GPU-00000000-0000-0000-0000-000000000000",
     )
-    newer = spec.compute_capability >= (8, 0)
     stream = FakeStream()
     constants: dict[str, Any] = {
         "is_available": True,
@@ -133,12 +154,12 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
         "_device_count_nvml": 1,
         "current_device": 0,
         "get_device_name": spec.name,
-        "get_device_capability": spec.compute_capability,
+        "get_device_capability": capability,
         "get_device_properties": properties,
         "_get_device_properties": properties,
-        "get_arch_list": [f"sm_{spec.compute_capability[0]}{spec.compute_capability[1]}"],
-        "is_bf16_supported": newer,
-        "is_tf32_supported": newer,
+        "get_arch_list": [build.compiled_for],
+        "is_bf16_supported": build.bf16,
+        "is_tf32_supported": build.tf32,
         "current_stream": stream,
         "default_stream": stream,
         "can_device_access_peer": False,
@@ -183,12 +204,12 @@ def install(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any) -> None:
     replace_attribute(torch.nn.DataParallel, "scatter", _to_one_device)
     # Its C++ takes torch's own streams only, and reads them before a mode is asked.
     replace_attribute(torch.Tensor, "record_stream", _giving(None))
-    torch.version.cuda = _CUDA_VERSION
+    torch.version.cuda, torch.version.hip = build.cuda, build.hip
     replace_attribute(torch.backends.cudnn, "is_available", _giving(True))
-    replace_attribute(torch.backends.cudnn, "version", _giving(_CUDNN_VERSION))
+    replace_attribute(torch.backends.cudnn, "version", _giving(build.cudnn))
     replace_attribute(torch.backends.cudnn, "is_acceptable", _giving(False))  # weights are not flattened
     replace_attribute(torch.backends.cuda, "is_built", _giving(True))
-    replace_attribute(torch.cuda.nccl, "version", _giving(_NCCL_VERSION))
+    replace_attribute(torch.cuda.nccl, "version", _giving(build.nccl))
     for name, value in _OF_CUDA_BUILDS.items():  # a CPU build of torch has none of them
         setattr(torch._C, name, _giving(value))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):

@@ -115,17 +115,22 @@ def _trace_of_json(content: Mapping[str, Any]) -> StepTrace:
     for place, operator in enumerate(operators):
         if not all(-2 <= source < place for source in operator.sources):
             raise BadRecord("an operator reads what a later one makes")
-    major, minor = content["compute_capability"]
+    capability = content["compute_capability"]
     return StepTrace(
         operators=operators,
         events=_events(_fields(content["events"], list), blocks),
         blocks=blocks,
         parameters=_count(content["parameters"]),
         parameter_bytes=_count(content["parameter_bytes"]),
-        compute_capability=(_count(major), _count(minor)),
+        compute_capability=None if capability is None else _capability(_fields(capability, list)),
         assumed=tuple(map(_text, _fields(content["assumed"], list))),
         notes=tuple(map(_text, _fields(content["notes"], list))),
     )
+
+
+def _capability(pair: list) -> tuple[int, int]:
+    major, minor = pair
+    return _count(major), _count(minor)
 
 
 def _events(rows: list, blocks: tuple[Block, ...]) -> tuple[Event, ...]:

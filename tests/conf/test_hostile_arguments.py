@@ -175,6 +175,7 @@ REFUSED_BY_THE_COMMAND = {
         "device=RTX-4090 device.memory_mib=nan", "device=RTX-4090 device.memory_mib=inf",
         "device=RTX-4090 device.name=null",
         "device=RTX-4090 device.peak_tflops=null", "device=RTX-4090 device.compute_capability=x",
+        "device=MI300X device.llvm_target=gfx1", "device=MI300X device.llvm_target=null",
         "device=RTX-4090 device.sm_count=1e400", "device=RTX-4090 device.power_limit_w=''",
     ),
     "grow": (

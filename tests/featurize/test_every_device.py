@@ -19,9 +19,10 @@ def test_figures_stay_in_their_ranges_on_every_device(family, index):
     config = small_config(family, index)
     traces = {}
     for spec in map(load_device, device_names()):
-        if spec.compute_capability not in traces:  # all of a GPU that a trace depends on
-            traces[spec.compute_capability] = trace_config(config, device=spec)
-        trace = traces[spec.compute_capability]
+        kernels = spec.architecture.attention  # all of a GPU that a trace depends on
+        if kernels not in traces:
+            traces[kernels] = trace_config(config, device=spec)
+        trace = traces[kernels]
         step = simulate(trace, spec, config)
         assert_ratios_hold(step, spec, ("smact", "smocc", "drama", "gpu_util"))
         assert step.step_time_ms > 0 and step.fits

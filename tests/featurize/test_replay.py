@@ -9,7 +9,7 @@ from torch import nn
 
 from featurize.allocator_settings import AllocatorSettings
 from featurize.device_spec import load_device
-from featurize.library_calls import CUBLAS, LibraryCall, cublas_workspace_bytes, workspace_bytes
+from featurize.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.replay import MIB, outside_mib, replay
 from featurize.trace import BLOCK_KINDS, Block, Event, StepTrace, trace_step
 
@@ -113,7 +113,7 @@ def test_parts_sum_to_the_peak_but_for_the_rounding_of_blocks():
                                        ("H100-SXM5-80GB", 32 * 1024), ("H200-SXM-141GB", 32 * 1024)])  # fmt: skip
 def test_cublas_keeps_a_workspace_of_its_generation_from_each_thread(name, kib):
     spec = load_device(name)
-    assert cublas_workspace_bytes(spec) == kib * 1024
+    assert spec.architecture.blas_workspace_bytes == kib * 1024
     script = Script()
     script.call(LibraryCall(CUBLAS))
     script.take(1)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from featurize.device_spec import load_device
-from featurize.library_calls import cublas_workspace_bytes
 from featurize.simulate import simulate
 from featurize.trace import trace_step
 from featurize.training import Training
@@ -33,7 +32,7 @@ def test_allocated_memory_is_the_live_bytes_rounded_to_512_and_two_cublas_worksp
     rounded = lambda elements: -(-4 * elements // 512) * 512  # noqa: E731
     tensors = [rounded(n) for n in (1000 * 2000, 2000, 2000 * 10, 10)]
     small = 64 * 1000 * 4 + 512 + 512  # inputs, targets, loss
-    expected = 5 * sum(tensors) + small + 2 * cublas_workspace_bytes(A100)
+    expected = 5 * sum(tensors) + small + 2 * A100.architecture.blas_workspace_bytes
     assert simulate(trace, A100).peak_allocated_mib * 2**20 == expected
 
 

@@ -77,7 +77,7 @@ def random_program(seed: int) -> Program:
     tape, alive = Tape(empties_cache=True), []
     for number in range(120):
         if number == 60:
-            tape.handle(SPEC.compute_capability)
+            tape.handle(SPEC.architecture.blas_workspace_bytes)
         tape.workspace(rng.choice((3, 30, 300)) * 2**20 + rng.randrange(2**20))
         tape.tries(number // 40)
         alive.append(tape.new(rng.choice((1, 2, 4, 12, 40)) * 2**20 + rng.randrange(2**21)))
@@ -162,5 +162,6 @@ def test_the_memory_of_sampled_cnns_is_what_their_traced_steps_reserve():
 def test_what_libraries_take_is_what_the_trace_assumes():
     for name in device_names():
         spec, tape = load_device(name), Tape(empties_cache=False)
-        tape.handle(spec.compute_capability)
-        assert tape.sizes == [library_calls.cublas_workspace_bytes(spec) // UNIT]
+        tape.handle(spec.architecture.blas_workspace_bytes)
+        handle = library_calls.LibraryCall(library_calls.CUBLAS)
+        assert tape.sizes == [library_calls.workspace_bytes(handle, spec) // UNIT]

@@ -15,6 +15,10 @@ from learn.workload import of_module
 NAMES = ("A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4060", "P100-PCIE-16GB")
 
 
+def stem():
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 30 * 30, 10))
+
+
 class Block(nn.Module):
     """A convolution, attention and a product: what replays and workspaces of GPU models differ in."""
 
@@ -50,9 +54,11 @@ def test_gpus_share_a_trace_where_none_can_differ(monkeypatch):
 
     monkeypatch.setattr("featurize.trace.trace_step", counting)
     devices_that_fit(Block, (16, 3, 32, 32), devices=device_names())
-    assert len(traced) == 1
-    devices_that_fit(Block, (16, 3, 32, 32), devices=NAMES, precision="fp16")
-    assert len(traced) == 3  # with flash attention, and without
+    assert len(traced) == 2  # an MI100 alone has no fused attention
+    devices_that_fit(Block, (16, 3, 32, 32), devices=(*NAMES, "MI210", "MI300X"), precision="fp16")
+    assert len(traced) == 4  # with flash attention, and without
+    devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
+    assert len(traced) == 5
 
 
 def test_what_is_kept_of_a_trace_ends_with_it():

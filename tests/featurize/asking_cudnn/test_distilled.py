@@ -64,8 +64,8 @@ def test_the_file_that_comes_along_is_small_and_answers_for_every_described_devi
         for operation in OPERATIONS for dtype in ("float32", "float16") for last in (False, True)
     ]  # fmt: skip
     for device in map(load_device, device_names()):
-        if device.compute_capability < (7, 0):
-            with pytest.raises(UsageError, match=f"{device.name} has"):
+        if device.compute_capability is None or device.compute_capability < (7, 0):
+            with pytest.raises(UsageError, match=f"{device.name} has|cuDNN does not run on {device.name}, an AMD GPU"):
                 distilled_for(device)
             continue
         answers = distilled_for(device).workspaces(asked, SEARCH)
