@@ -68,6 +68,15 @@ def test_a_described_gpu_model_is_shown_with_what_follows_from_it(capsys, tmp_pa
     assert "ridge, FLOP/byte fp32 101, tf32 200, bf16 403, fp16 403" in table
 
 
+def test_an_amd_gpu_is_shown_with_its_architecture_and_no_compute_capability(capsys, tmp_path, no_gpu):
+    shown = report(capsys, override(made(tmp_path)), "device=MI300X")["device"]["description"]
+    assert (shown["llvm_target"], shown["warp_size"], shown["mig_slices"]) == ("gfx942", 64, [])
+    assert "compute_capability" not in shown
+    assert run("doctor", doctor.entry, ["device=MI300X", override(made(tmp_path))]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "model MI300X, AMD gfx942" in table and "304, each of 32 warps of 64 threads" in table
+
+
 def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(capsys, tmp_path, no_gpu):
     doctor_report = report(capsys, override(tmp_path / "a'; echo foo"), refused=True)
     assert doctor_report["gpus"] == [] and "Driver Not Loaded" in doctor_report["gpus_reason"]

@@ -76,6 +76,13 @@ def test_simulated_rows_say_so_and_carry_their_labels(data):
     ) == [(3,)]
 
 
+def test_trials_on_an_amd_gpu_are_simulated_and_land(data, capsys):
+    assert submit(data, "n=2", "device=MI300X") == 0
+    assert "device: 4 x MI300X (simulated)" in capsys.readouterr().out
+    landed = rows(data, "SELECT source, device_name, status, peak_memory_mib > 0, step_time_ms > 0 FROM runs")
+    assert landed == [("simulated", "MI300X", "ok", True, True)] * 2
+
+
 def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):
     assert submit(data, "n=2", "device=A100-SXM4-40GB", "device.memory_mib=100") == 0
     assert rows(data, "SELECT DISTINCT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
