@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from featurize.trace_memo import of_trace
+
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.step_trace import Operator, StepTrace
@@ -66,11 +68,7 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
     Returns:
         None where the description gives no rate for a type that the step uses, as bf16 on GPUs without it.
     """
-    flops: dict[tuple[str, bool], int] = {}
-    for op in trace.operators:
-        if count := model_flops(op):
-            kind = op.dtype if op.name != "gpufarm::int8_product" else "int8", op.name in _CONVOLUTIONS
-            flops[kind] = flops.get(kind, 0) + count
+    flops = of_trace(trace, "model FLOPs", lambda: _flops_by_type(trace))
     seconds = []
     for (dtype, is_convolution), count in flops.items():
         rate_tflops = _rate_tflops(spec, settings.precision, dtype, is_convolution=is_convolution)
@@ -78,6 +76,16 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
             return None
         seconds.append(count / (rate_tflops * 1e12))
     return math.fsum(seconds)
+
+
+def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
+    """Return the step's model FLOPs by type, convolutions apart."""
+    flops: dict[tuple[str, bool], int] = {}
+    for op in trace.operators:
+        if count := model_flops(op):
+            kind = op.dtype if op.name != "gpufarm::int8_product" else "int8", op.name in _CONVOLUTIONS
+            flops[kind] = flops.get(kind, 0) + count
+    return flops
 
 
 def _rate_tflops(spec: DeviceSpec, precision: str, dtype: str, *, is_convolution: bool) -> float | None:

@@ -65,7 +65,9 @@ class MemoryProfile:
 
 def loads_cudnn(trace: StepTrace) -> bool:
     """Return whether a step runs cuDNN's layers."""
-    return any(block.call is not None and block.call.loads_cudnn for block in trace.blocks)
+    return of_trace(
+        trace, "cuDNN", lambda: any(block.call is not None and block.call.loads_cudnn for block in trace.blocks)
+    )
 
 
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:

@@ -269,7 +269,7 @@ def _bound_by_causes(
     centre_mib = max(gathered.values.get("peak_memory_mib", 0.0), traced.step.peak_memory_mib)
     levels = sorted({*COVERAGES, coverage})
     bounds = {level: uncertainty.bound_mib(centre_mib, level, limit_mib) for level in levels}
-    gathered.bound(bounds, coverage, uncertainty.at(coverage))
+    gathered.bound(bounds, coverage, uncertainty.at(coverage), uncertainty.least_card_mib(centre_mib, coverage))
 
 
 def _priced(traced: TracedStep, job: Workload, device: DeviceSpec, loop: str | None) -> SimulatedStep:

@@ -13,7 +13,10 @@ LARGEST_BATCH = 2**31 - 1  # beyond it, memory evidently does not depend on the 
 _GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
 _WIDER = 4  # times as wide is each further step away from the line's prediction
 _BY_LINE = 2  # tries of the line's own prediction between a batch that fits and one that does not
-_NARROW = 256  # batch sizes between the two that are halved at once: memory grows in steps of the allocator's segments
+# Between a batch that fits and one that does not, so many sizes, or one in so many of the batch, are halved at once:
+# memory grows in steps of the allocator's segments.
+_FEW, _NARROW = 64, 32
+_FAR = 2  # times a batch that fits: one that does not says little of the limit
 
 
 def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start: int) -> int:
@@ -53,10 +56,11 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
             continue
         tries_between += 1
         batch = (low + high) // 2
+        narrow = max(low // _NARROW, _FEW)
         if guess is not None and tries_between <= _BY_LINE:
             batch = min(max(guess, low + 1), high - 1)
-        elif guess is not None and high - low > _NARROW and (step is None or fitted == side):
-            step, side = (_NARROW // 2, guess - low <= high - guess) if step is None else (_WIDER * step, side)
+        elif guess is not None and high - low > narrow and (step is None or fitted == side):
+            step, side = (narrow // 2, guess - low <= high - guess) if step is None else (_WIDER * step, side)
             batch = min(low + step, batch) if side else max(high - step, batch)
     return low
 
@@ -66,9 +70,11 @@ def _predicted(tried: Mapping[int, float], low: int, high: int | None, limit_mib
     if len(tried) < 2:
         return None
     sizes = sorted(tried)
-    if low in tried and high is not None:
+    if low not in tried:
+        first, second = sizes[:2]
+    elif high is not None and (high < _FAR * low or low == sizes[0]):
         first, second = low, high
-    else:
-        first, second = sizes[-2:] if low in tried else sizes[:2]
+    else:  # memory moves in steps: two batches far apart say best how it grows
+        first, second = sizes[0], low
     slope = (tried[second] - tried[first]) / (second - first)
     return int(first + (limit_mib - tried[first]) / slope + 1e-9) if slope > 0 else None

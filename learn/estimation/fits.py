@@ -158,7 +158,9 @@ def largest_batch(
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
         done = estimates[batch]
-        return _needed_mib(done, by) + spec.memory_mib - _limit_mib(done, spec)
+        # The bound stays at the card's memory over many batches, and shows no slope there.
+        card_mib = _needed_mib(done, by) if by == POINT or done.least_card_mib is None else done.least_card_mib
+        return card_mib + spec.memory_mib - _limit_mib(done, spec)
 
     batch = largest_fitting(needed_mib, spec.memory_mib, given)
     return LargestBatch(

@@ -27,6 +27,8 @@ class Estimate:
     machine       the profile that says what lies outside the allocator; see `featurize.machine`
     upper_mib     what a share `coverage` of jobs stay below, 99 of 100 by default; None where no bound is calibrated
                   (training-free estimators but the trace, figures of a trace that was stored)
+    least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
+                  runs on a smaller card without its caches and spare workspaces
     uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
                   sum is less than the causes' own, a card of that size is all that the job can take
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
@@ -89,6 +91,7 @@ class Estimate:
     tokens_per_s: float | None = None
     mfu: float | None = None
     energy_j: float | None = None
+    least_card_mib: float | None = None
 
     def quantile_mib(self, p: float) -> float | None:
         """Return the MiB that the job's memory stays below with probability p; None where no bound is calibrated.

@@ -212,6 +212,7 @@ def moved(
         done,
         peak_memory_mib=peak_mib,
         upper_mib=bounds[coverage],
+        least_card_mib=uncertain.least_card_mib(peak_mib, coverage),
         coverage=coverage,
         uncertain=causes,
         distribution=tuple(bounds.items()),

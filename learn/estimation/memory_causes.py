@@ -83,10 +83,15 @@ class Uncertainty:
             coverage: From 0.01 to 0.99.
             card_mib: Memory of the card. A job that runs there never takes more.
         """
-        bound = centre_mib + score_at(coverage) * sum(self.causes_mib.values())
-        if centre_mib <= card_mib < bound and self.needed_mib <= card_mib:
-            return card_mib
-        return max(bound, 0.0)
+        bound = self._unlimited_mib(centre_mib, coverage)
+        return card_mib if self.least_card_mib(centre_mib, coverage) <= card_mib < bound else bound
+
+    def least_card_mib(self, centre_mib: float, coverage: float) -> float:
+        """Return the memory of the smallest card that has room for the job with this probability. Args: as above."""
+        return max(centre_mib, min(self.needed_mib, self._unlimited_mib(centre_mib, coverage)))
+
+    def _unlimited_mib(self, centre_mib: float, coverage: float) -> float:
+        return max(centre_mib + score_at(coverage) * sum(self.causes_mib.values()), 0.0)
 
     def at(self, coverage: float) -> dict[str, float]:
         """Return cause -> MiB at another coverage than 99 %."""

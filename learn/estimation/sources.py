@@ -49,16 +49,24 @@ class Gathered:
     searched: str = ""
     beyond_fit: bool = False
 
-    def bound(self, quantiles_mib: Mapping[float, float], coverage: float, causes_mib: Mapping[str, float]) -> None:
-        """Take a memory bound: its distribution, and the causes' MiB at the coverage."""
+    def bound(
+        self,
+        quantiles_mib: Mapping[float, float],
+        coverage: float,
+        causes_mib: Mapping[str, float],
+        least_card_mib: float | None = None,
+    ) -> None:
+        """Take a memory bound: its distribution, the causes' MiB at the coverage, and the smallest card that has room,
+        where that is less than the bound."""
         ascending = np.maximum.accumulate([quantiles_mib[p] for p in sorted(quantiles_mib)]).tolist()
         self.values["distribution"] = tuple(zip(sorted(quantiles_mib), ascending, strict=True))
         self.values |= {"upper_mib": quantiles_mib[coverage], "coverage": coverage, "uncertain": dict(causes_mib)}
+        self.values["least_card_mib"] = self.values["upper_mib"] if least_card_mib is None else least_card_mib
 
     def move(self, mib: float) -> None:
         """Move memory that a model which comes along answered to another machine than its rows were measured on."""
         if self.by.get("memory", "").endswith("(default)"):
-            for name in ("peak_memory_mib", "upper_mib"):
+            for name in ("peak_memory_mib", "upper_mib", "least_card_mib"):
                 if self.values.get(name) is not None:
                     self.values[name] += mib
             self.values["distribution"] = tuple((p, at + mib) for p, at in self.values.get("distribution", ()))

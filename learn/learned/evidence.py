@@ -1,4 +1,5 @@
-"""How much of a learned correction holds for kinds of cases that a fit left out, and how wide errors are there.
+"""How much of a learned correction holds, for known families and for kinds of cases that a fit left out, and how wide
+errors are there.
 
 Start reading at `Evidence`; `learn.learned.hybrid` measures it by leaving out one kind of its rows after the other.
 """
@@ -17,10 +18,12 @@ from learn.step_record import StepRecord
 
 MOST_LEFT_OUT = 3  # kinds of one axis, the ones with most rows: each costs a fit
 LEAST_LEFT_OUT = 10  # rows on either side, for their errors to say anything
+LEAST_KNOWN = 30  # held-out rows of a family, for them to say what its share is
 _SHARES = np.linspace(0.0, 1.0, 21)
 _WIDTH = 0.95  # quantile of the absolute error by which widths are compared
 _WORST = 0.5  # a logarithm of an error beyond it counts as this much
 _CERTAIN = 1e-3  # an error below a thousandth is none
+_NO_ERROR = 1e-6
 _WIDEST = 4.0
 
 
@@ -41,18 +44,23 @@ class Evidence:
 
     shares    axis -> share of the correction that makes the error on left-out kinds smallest, 0 to 1
     widening  axis -> how many times wider the error on them is than on held-out rows of known kinds
+    families  known family -> share of the correction that makes the error on its held-out rows smallest
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     widening: Mapping[str, float] = field(default_factory=dict)
+    families: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, left_out: Mapping[str, Sequence[LeftOut]], known_width: float) -> Self:
+    def of(
+        cls, left_out: Mapping[str, Sequence[LeftOut]], known_width: float, families: Mapping[str, float] | None = None
+    ) -> Self:
         """Return the evidence of axes, each with the kinds that were left out.
 
         Args:
             left_out: Axis -> its kinds.
             known_width: The 95 % quantile of the absolute error on held-out rows of known kinds.
+            families: Known family -> its share, of `share_of_known`.
         """
         shares, widening = {}, {}
         for axis, kinds in left_out.items():
@@ -63,19 +71,32 @@ class Evidence:
             widths = [float(np.quantile(np.abs(k.residual - share * k.correction), _WIDTH)) for k in kinds]
             shares[axis] = share
             widening[axis] = float(np.clip(np.median(widths) / max(known_width, _CERTAIN), 1.0, _WIDEST))
-        return cls(shares, widening)
+        return cls(shares, widening, dict(families or {}))
 
     def share(self, axes: Collection[str]) -> float:
         """Return the share of the correction for a case that is new along these axes. Where no fit could leave out a
         kind of an axis, nothing shows that the correction helps: the share is 0, but for the family, where it is 1."""
         return min((self.shares.get(axis, 1.0 if axis == FAMILY else 0.0) for axis in axes), default=1.0)
 
+    def share_of_family(self, family: str) -> float:
+        """Return the share of the correction for a family, known or not."""
+        return self.families.get(family, 1.0)
+
     def to_mapping(self) -> dict[str, dict[str, float]]:
-        return {"shares": dict(self.shares), "widening": dict(self.widening)}
+        return {"shares": dict(self.shares), "widening": dict(self.widening), "families": dict(self.families)}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Mapping[str, float]]) -> Self:
-        return cls(dict(mapping["shares"]), dict(mapping["widening"]))
+        """Models fitted before families were judged take the whole correction for each of them."""
+        return cls(dict(mapping["shares"]), dict(mapping["widening"]), dict(mapping.get("families", {})))
+
+
+def share_of_known(kind: LeftOut) -> float:
+    """Return the share of the correction for a family that was fitted on, from its held-out rows: the one with the
+    smallest error, where both mean and median count, as multiples of the trace's own."""
+    errors = np.minimum(np.abs(kind.residual - _SHARES[:, None] * kind.correction), _WORST)
+    loss = sum(of_share / max(of_share[0], _NO_ERROR) for of_share in (errors.mean(axis=1), np.median(errors, axis=1)))
+    return float(_SHARES[int(np.argmin(loss))])
 
 
 def _loss(kind: LeftOut, share: float) -> float:

@@ -17,7 +17,7 @@ from featurize.device_spec import plain_device
 from learn.cases import Case
 from learn.data import Rows
 from learn.estimators import LEVEL, Estimator, conformal_score, open_state, to_space, too_few_for, write_state
-from learn.learned.evidence import Evidence, LeftOut, kinds_to_leave_out
+from learn.learned.evidence import LEAST_KNOWN, Evidence, LeftOut, kinds_to_leave_out, share_of_known
 from learn.learned.familiarity import DEVICE, FAMILY, Familiarity, Unfamiliar, torch_release
 from learn.learned.hybrid_boosting import Boosted, Settings
 from learn.learned.scaled_prediction import ScaledPrediction
@@ -118,6 +118,9 @@ class HybridEstimator(Estimator):
         self._correction = self._boosted().fit(table, label - base, rows.censored, weight)
 
         exact = ~rows.censored
+        if self.target.is_memory:
+            self._evidence = self._weighed(rows, records, table, label - base, weight, base, held_out)
+            held_out = base + self._shares_of_families(rows) * (held_out - base)
         gap = label - held_out
         residual = gap[exact]
         self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
@@ -126,8 +129,6 @@ class HybridEstimator(Estimator):
         )
         self._kinds, self._scores = self._calibrated(rows, table, gap)
         self._familiarity = Familiarity.learn(rows, records)
-        if self.target.is_memory:
-            self._evidence = self._weighed(rows, records, table, label - base, weight, base, held_out)
         return self
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ScaledPrediction:
@@ -151,10 +152,11 @@ class HybridEstimator(Estimator):
             if self.target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
             for i, record in zip(known, kept, strict=True):
-                if unlike := self._familiarity.judge(cases[i], record):
-                    share = self._evidence.share(unlike.axes) if self.target.is_memory else 1.0
-                    if share < 1.0:
-                        centre[i] = traced[i] + share * (centre[i] - traced[i])
+                unlike = self._familiarity.judge(cases[i], record)
+                share = self._evidence.share(unlike.axes) if unlike is not None and self.target.is_memory else 1.0
+                if (kept_share := min(share, self._evidence.share_of_family(cases[i].family))) < 1.0:
+                    centre[i] = traced[i] + kept_share * (centre[i] - traced[i])
+                if unlike is not None:
                     if reasons := _reasons(unlike, share):
                         unfamiliar[i] = reasons
                     if unlike.widening:
@@ -263,8 +265,16 @@ class HybridEstimator(Estimator):
                 boosted.fit(table[inside], correction[inside], rows.censored[inside], weight[inside])
                 points = self._centre(boosted, table[judged], base[judged])
             left_out.setdefault(axis, []).append(LeftOut(correction[judged], points - base[judged]))
+        of_known = {}
+        for family in sorted(set(map(str, rows.family))):
+            mine = exact & (rows.family == family)
+            if mine.sum() >= LEAST_KNOWN:
+                of_known[family] = share_of_known(LeftOut(correction[mine], (held_out - base)[mine]))
         known = np.abs(correction + base - held_out)[exact]
-        return Evidence.of(left_out, float(np.quantile(known, 0.95)))
+        return Evidence.of(left_out, float(np.quantile(known, 0.95)), of_known)
+
+    def _shares_of_families(self, rows: Rows) -> np.ndarray:
+        return np.array([self._evidence.share_of_family(family) for family in map(str, rows.family)])
 
     def _calibrated(self, rows: Rows, table, gap) -> tuple[dict[str, int], list[np.ndarray]]:
         """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has

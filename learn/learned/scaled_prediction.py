@@ -43,7 +43,13 @@ class ScaledPrediction:
     def quantile(self, q: float) -> np.ndarray:
         if not 0 < q < 1:
             raise ValueError(f"a quantile lies between 0 and 1, got {q}")
-        return self._at([float(np.quantile(scores, q)) if scores.size else 0.0 for scores in self.scores])
+        asked = set(self.kind.tolist())
+        return self._at(
+            [
+                float(np.quantile(scores, q)) if index in asked and scores.size else 0.0
+                for index, scores in enumerate(self.scores)
+            ]
+        )
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
         n = len(self.centre)

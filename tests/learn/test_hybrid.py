@@ -210,6 +210,26 @@ def test_features_that_this_code_does_not_compute_are_a_refusal(fitted, monkeypa
     assert "net_of_another_time" in said.refusals[0] and np.isnan(said.point[0])
 
 
+def test_where_the_trace_is_nearer_to_a_familys_held_out_rows_it_answers(tmp_path):
+    """MLPs take what was traced, but for every sixth, which anything may have happened to; CNNs take 20 % more."""
+    configs = configs_of(90)
+    of_cnns = np.array([config.family == "cnn" for config in configs])
+    odd = ~of_cnns & (np.arange(len(configs)) % 6 == 1)
+    labels = traced(configs) * np.where(of_cnns, 1.2, np.where(odd, 1.3, 1.0))
+    fit = HybridEstimator(0).fit(make_rows("memory", configs, labels), STEPS)
+    new = [
+        mlp.Config(batch_size=96, input_size=900, classes=10, depth=2),
+        mlp.Config(batch_size=24, input_size=1_500, classes=10, depth=3),
+        cnn.Config(batch_size=96, image_size=32, channels=3, classes=10, base_filters=20, depth=3),
+    ]
+    answer = fit.predict(of_configs(new), STEPS)
+    ratio = answer.point / traced(new)
+    assert ratio[:2] == pytest.approx(1.0) and 1.08 < ratio[2] < 1.25
+    assert answer.unfamiliar == {}
+    fit.save(tmp_path)
+    np.testing.assert_array_equal(HybridEstimator.load(tmp_path).predict(of_configs(new), STEPS).point, answer.point)
+
+
 def of_optimizers(factors):
     """Rows of CNNs with each optimizer, which take so many times what was traced."""
     configs, labels = [], []
