@@ -123,7 +123,8 @@ def time_step(
     if learned is None:
         learned = coming_along = load_efficiencies()
         # An estimate asks twice of a GPU model: for its own figures, and for what fitted models read.
-        key = ("timed kernels", spec, settings.channels_last, settings.cudnn_benchmark, *flags.values())
+        choices = settings.channels_last, settings.cudnn_benchmark, _half_of(settings), *flags.values()
+        key = ("timed kernels", spec, *choices)
         timed = of_trace(trace, key, lambda: timed_kernels(calls, spec, settings, coming_along))
     else:
         timed = timed_kernels(calls, spec, settings, learned)
@@ -150,7 +151,7 @@ def timed_kernels(
     """Return each kernel's time on a GPU model, and what it keeps busy there. Args: as in `time_step`."""
     kernels = kernels_on(
         calls, spec, learned.parameters.names, channels_last=settings.channels_last, searched=settings.cudnn_benchmark,
-        half="bf16" if "bf16" in settings.precision else "fp16",
+        half=_half_of(settings),
     )  # fmt: skip
     occupied = occupied_on(calls, kernels, spec)
     sm_share, occupancy = kernel_activity(occupied, learned.activity)
@@ -163,6 +164,11 @@ def timed_kernels(
         sm_share=sm_share,
         occupancy=occupancy,
     )
+
+
+def _half_of(settings: TrainingSettings) -> str:
+    """Return the type of half precision whose rate counts, as `kernels_on` takes it."""
+    return "bf16" if "bf16" in settings.precision else "fp16"
 
 
 def uses_tf32(settings: TrainingSettings) -> dict[str, bool]:
