@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from featurize.training_settings import uses_tf32
+
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
     from featurize.step_trace import Operator, StepTrace
@@ -52,7 +54,7 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
     """Return how long the step's model FLOPs take at the GPU model's peak rates, in seconds.
 
     Each operator counts at the dense rate of its own type: half precision at that of the tensor cores, fp32 at that of
-    TF32 where `precision` allows it. PyTorch's default, `fp32`, allows it for convolutions and recurrent layers.
+    TF32 where `precision` allows it (`featurize.training_settings.uses_tf32`).
 
     Args:
         trace: One step.
@@ -81,7 +83,7 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
 
 def _rate_tflops(spec: DeviceSpec, precision: str, dtype: str, *, is_convolution: bool) -> float | None:
     rates = spec.peak_tflops
-    if dtype == "float32" and (precision == "tf32" or (precision == "fp32" and is_convolution)):
+    if dtype == "float32" and uses_tf32(precision)["tf32_convolutions" if is_convolution else "tf32_products"]:
         return rates.tf32 or rates.fp32
     name = _RATES.get(dtype)
     return None if name is None else getattr(rates, name)

@@ -38,7 +38,7 @@ from featurize.kernel_model.times import (
 )
 from featurize.step_trace import StepTrace
 from featurize.trace_memo import of_trace
-from featurize.training_settings import TrainingSettings
+from featurize.training_settings import TrainingSettings, uses_tf32
 
 VERSION = 2
 _FILE = "parameters.json"
@@ -119,7 +119,7 @@ def time_step(
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
     learned = learned or load_efficiencies()
-    flags = uses_tf32(settings)
+    flags = uses_tf32(settings.precision)
     calls = of_trace(trace, ("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
     timed = timed_kernels(calls, spec, settings, learned)
     total_ms = calls.count * timed.seconds * 1e3
@@ -157,12 +157,6 @@ def timed_kernels(
         sm_share=sm_share,
         occupancy=occupancy,
     )
-
-
-def uses_tf32(settings: TrainingSettings) -> dict[str, bool]:
-    """Return which operators on fp32 tensors run in TF32, as `kernel_calls` takes it."""
-    precision = settings.precision
-    return {"tf32_products": precision == "tf32", "tf32_convolutions": precision in ("fp32", "tf32")}
 
 
 def overlapped(busy_ms: float, host_ms: float) -> float:

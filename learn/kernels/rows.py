@@ -20,7 +20,7 @@ from featurize.kernel_model.calls import HALF, Calls, kernel_calls
 from featurize.row_config import UnreadableConfig, config_of_row
 from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
-from featurize.training_settings import Training
+from featurize.training_settings import Training, uses_tf32
 from learn.kernels.activity_fit import MeasuredActivity
 from learn.kernels.fitting import KERNELS, MeasuredTime
 from warehouse.imported_rows import DOUBT
@@ -159,17 +159,12 @@ def measured_activity(
         except (TraceError, UsageError) as error:
             left_out[f"cannot be traced: {type(error).__name__}"] += 1
             continue
-        precision = config.precision
         rows.append(
             MeasuredActivity(
                 family=record.family,
                 group=record.group,
                 device=device,
-                calls=kernel_calls(
-                    trace.operators,
-                    tf32_products=precision == "tf32",
-                    tf32_convolutions=precision in ("fp32", "tf32"),
-                ),
+                calls=kernel_calls(trace.operators, **uses_tf32(config.precision)),
                 smact=record.label,
                 smocc=smocc[record.run_id],
                 input_ms=input_ms(trace, config.batch_size) if record.case.training_loop else 0.0,
@@ -310,12 +305,7 @@ def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
         step = trace()
     except (TraceError, UsageError) as error:
         raise _LeftOut(f"cannot be traced: {type(error).__name__}") from error
-    return kernel_calls(
-        step.operators,
-        tf32_products=precision == "tf32",
-        tf32_convolutions=precision in ("fp32", "tf32"),
-        listed=listed,
-    )
+    return kernel_calls(step.operators, **uses_tf32(precision), listed=listed)
 
 
 @contextlib.contextmanager
