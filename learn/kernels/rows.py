@@ -41,6 +41,7 @@ _MPT = {
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
 }  # fmt: skip
 _MPT_TOKENS = 50_368
+_COLUMNS = ("source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")  # of `runs`
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
 
@@ -55,29 +56,18 @@ def measured_times(
         most: Steps of a source, drawn by their ids; None: all.
     """
     rows = connection.execute(
-        "SELECT run_id, source, job_id, family, config, device_name, step_time_ms, torch_version, origin FROM runs "
+        f"SELECT {', '.join(_COLUMNS)} FROM runs "
         "WHERE status = 'ok' AND step_time_ms > 0 AND source IN ('measured', 'imported') "
         f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' "
         "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
         [most],
     ).fetchall()
-    columns = (
-        "run_id",
-        "source",
-        "job_id",
-        "family",
-        "config",
-        "device_name",
-        "step_time_ms",
-        "torch_version",
-        "origin",
-    )
     times: list[MeasuredTime] = []
     left_out: Counter[str] = Counter()
     traces: dict[tuple, Calls] = {}
     for done, values in enumerate(rows):
         progress("tracing", done, len(rows))
-        row = dict(zip(columns, values, strict=True))
+        row = dict(zip(_COLUMNS, values, strict=True))
         try:
             times.append(_measured(row, traces))
         except _LeftOut as reason:
