@@ -102,6 +102,10 @@ class Calls:
     aligned: np.ndarray
     launches: float  # by the host, of the whole step
 
+    def within(self, *groups: str) -> np.ndarray:
+        """Return which kernels are of these of `GROUPS`, as a mask."""
+        return np.isin(self.group, [GROUPS.index(group) for group in groups])
+
 
 def kernel_calls(
     operators: Iterable[Operator], *, tf32_products: bool = False, tf32_convolutions: bool = True, listed: bool = True

@@ -42,7 +42,7 @@ from featurize.training_settings import TrainingSettings, uses_tf32
 
 VERSION = 2
 _FILE = "parameters.json"
-_OVERLAP = 6  # how sharply the longer of GPU and host decides
+OVERLAP = 6  # how sharply the longer of GPU and host decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,11 @@ class LearnedEfficiencies:
     activity: ActivityParameters
     error_quantiles: Mapping[float, float]
     fitted_on: Mapping[str, int]
+
+    @property
+    def latency_s(self) -> float:
+        """The part of each kernel's time that is no work, in seconds."""
+        return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +131,7 @@ def time_step(
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
-    busy_ms, host_ms = float(total_ms.sum()), calls.launches * spec.launch_overhead_us * 1e-3
+    busy_ms, host_ms = float(total_ms.sum()), launch_ms(calls, spec)
     step_ms = input_ms + overlapped(busy_ms, host_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
         step_time_ms=step_ms,
@@ -153,16 +158,21 @@ def timed_kernels(
         on_device=kernels,
         per_sm=occupied.per_sm,
         seconds=call_seconds(kernels, learned.parameters),
-        latency_s=float(np.exp(learned.parameters.single["latency_us"])) * 1e-6,
+        latency_s=learned.latency_s,
         sm_share=sm_share,
         occupancy=occupancy,
     )
 
 
+def launch_ms(calls: Calls, spec: DeviceSpec) -> float:
+    """Return how long the host takes to launch the kernels of a step, in ms."""
+    return calls.launches * spec.launch_overhead_us * 1e-3
+
+
 def overlapped(busy_ms: float, host_ms: float) -> float:
     """Return how long a step takes whose GPU and host work at the same time: a little more than the longer of them."""
     longer = max(busy_ms, host_ms)
-    return longer * (1 + (min(busy_ms, host_ms) / longer) ** _OVERLAP) ** (1 / _OVERLAP) if longer else 0.0
+    return longer * (1 + (min(busy_ms, host_ms) / longer) ** OVERLAP) ** (1 / OVERLAP) if longer else 0.0
 
 
 @functools.cache

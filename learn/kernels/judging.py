@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from featurize.kernel_model.activity import ActivityParameters
-from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED, GROUPS
+from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.peers import Peer
@@ -174,14 +174,14 @@ def _subsets(fit: TimeFit, steps: np.ndarray) -> Iterable[tuple[str, np.ndarray]
 
 
 def _is_depthwise(row: MeasuredTime) -> bool:
-    of_group = [float(row.calls.count[row.calls.group == GROUPS.index(g)].sum()) for g in (CONVOLUTION, GROUPED)]
-    depthwise = float(row.calls.count[row.calls.group == GROUPS.index(DEPTHWISE)].sum())
-    return depthwise > 0 and depthwise >= _DEPTHWISE_SHARE * (depthwise + sum(of_group))
+    calls = row.calls
+    depthwise = float(calls.count[calls.within(DEPTHWISE)].sum())
+    convolutions = float(calls.count[calls.within(DEPTHWISE, CONVOLUTION, GROUPED)].sum())
+    return depthwise > 0 and depthwise >= _DEPTHWISE_SHARE * convolutions
 
 
 def _is_long(row: MeasuredTime) -> bool:
-    attention = row.calls.group == GROUPS.index(ATTENTION)
-    return bool((row.calls.rows[attention] >= _LONG_TOKENS).any())
+    return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
 
 
 def _score(split: str, rows: str, formula: str, ratios: np.ndarray) -> TimeScore:
