@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,9 +28,6 @@ from featurize.kernel_model.times import call_seconds, kernels_on
 from learn.kernels.columns import joined, row_of_kernels
 from learn.kernels.descent import Values, descended, distance, robust
 from learn.kernels.fitting import held_out_by
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _BEGIN: Mapping[str, float] = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3}
 _TRAINING_SHARE = "training_share"  # of the time over which others took means: their set-up is in it
@@ -118,8 +114,8 @@ class ActivityFit:
         self._smocc = torch.tensor([row.smocc for row in rows], dtype=torch.float64)
 
     def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> tuple[ActivityParameters, float]:
-        """Return what explains the rows that the mask `of` names, every family with the same weight; and which share of
-        a whole run they spend in training."""
+        """Return the parameters that explain the rows of the mask `of`, (rows,), and the share of a whole run that is
+        training. Every family has the same weight."""
         begin = _begin()
         weight = np.zeros(len(self.rows))
         for family in np.unique(self.family[of]):
@@ -136,7 +132,7 @@ class ActivityFit:
         return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
 
     def errors(self, learned: ActivityParameters, training_share: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return estimated less measured SM activity and occupancy of each row."""
+        """Return estimated less measured SM activity and occupancy of each row, both (rows,)."""
         of_torch = ActivityParameters(
             by_class={name: torch.as_tensor(value) for name, value in learned.by_class.items()},
             single={name: torch.as_tensor(value) for name, value in learned.single.items()},
@@ -149,18 +145,24 @@ class ActivityFit:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         share, occupancy = kernel_activity(self._occupied, learned, torch)
         active = self._count * (self._seconds - learned.single["gap"] * self._latency_s) * share
-        nothing = torch.zeros(len(self.rows), dtype=torch.float64)
+        zeros = torch.zeros(len(self.rows), dtype=torch.float64)
         shown = (1 - self._whole_run * (1 - training_share)) / self._step_s
         return (
-            nothing.index_add(0, self._row, active) * shown,
-            nothing.index_add(0, self._row, active * occupancy) * shown,
+            zeros.index_add(0, self._row, active) * shown,
+            zeros.index_add(0, self._row, active * occupancy) * shown,
         )
 
 
 def judged_activity(
     fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
 ) -> tuple[list[ActivityScore], ActivityParameters]:
-    """Return the scores of each family, learned from and left out by groups, and what all rows say."""
+    """Return the scores of each family, and the parameters fitted on all rows.
+
+    Args:
+        fit: The rows; each family is judged on rows that were learned from, and on groups that were left out.
+        folds: Parts of the groups that are left out in turn.
+        progress: Called before each fit with a text, the number of fits done and their total.
+    """
     everything = np.ones(len(fit.rows), dtype=bool)
     left_out = np.full((2, len(fit.rows)), np.nan)
     groups = np.array([row.group for row in fit.rows])
@@ -180,21 +182,6 @@ def judged_activity(
         for split, errors in (("learned from", known[:, mine]), ("groups left out", left_out[:, mine]))
     ]
     return scores, learned
-
-
-def activity_table(scores: Iterable[ActivityScore]) -> str:
-    """Return the scores as lines of text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("rows", "judged on", "rows judged", "SM activity off by, median", "p90", "occupancy, median", "p90")
-    for score in scores:
-        figures = (f"{value:.3f}" for value in (*score.smact, *score.smocc))
-        table.add_row(score.split, score.rows, f"{score.count:,}", *figures)
-    console = Console(width=120, no_color=True)
-    with console.capture() as text:
-        console.print(table)
-    return text.get().rstrip("\n")
 
 
 def _begin() -> dict[str, torch.Tensor]:

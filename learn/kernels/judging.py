@@ -5,7 +5,7 @@ Start reading at `judged`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,7 +72,7 @@ def judged(
     Args:
         fit: The rows.
         folds: Parts of the families that are left out in turn.
-        progress: Hears of each fit.
+        progress: Called before each fit with a text, the number of fits done and their total.
         peers: Formulas to judge beside ours, on the same rows, each fitted on the same others.
     """
     formulas: dict[str, Peer] = {OURS: _Ours(fit)} | {name: make(fit) for name, make in (peers or {}).items()}
@@ -117,30 +117,6 @@ def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters)
         error_quantiles={coverage: float(np.exp(np.quantile(longer, coverage))) for coverage in COVERAGES},
         fitted_on=dict(zip(sources.tolist(), counts.tolist(), strict=True)),
     )
-
-
-def table_of(scores: Sequence[TimeScore]) -> str:
-    """Return the scores as lines of text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    several = len({score.formula for score in scores} - {ROOFLINE}) > 1
-    own = ("formula", "no answer") if several else ()
-    table = Table(
-        "rows", "judged on", *own, "rows judged", "factor, median", "p90", "estimated / measured", "mean error"
-    )
-    for score in scores:
-        formula = (score.formula, f"{score.unanswered:,}") if several else ()
-        figures = (
-            (f"{score.median:.3f}", f"{score.p90:.3f}", f"{score.bias:.3f}", f"{score.mean_error:.1%}")
-            if score.count
-            else ("", "", "", "")
-        )
-        table.add_row(score.split, score.rows, *formula, f"{score.count:,}", *figures)
-    console = Console(width=160 if several else 120, no_color=True)
-    with console.capture() as text:
-        console.print(table)
-    return text.get().rstrip("\n")
 
 
 def _splits(fit: TimeFit, steps: np.ndarray, folds: int) -> dict[str, list[np.ndarray]]:
