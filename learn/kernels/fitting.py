@@ -86,7 +86,7 @@ class FittedTimes:
     instrument_ms: Mapping[tuple[str, str], float]
 
     def instrument(self, row: MeasuredTime) -> float:
-        """Return what timing the row's kernel adds; on a GPU model that was left out as on the others."""
+        """Return what timing the row's kernel adds, in ms: on a GPU model that was left out, the others' median."""
         key = row.device.name, row.group
         others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
         return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
@@ -141,7 +141,7 @@ class TimeFit:
             )
 
     def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> FittedTimes:
-        """Return the efficiencies that explain the rows that the mask `of` names."""
+        """Return the efficiencies that explain the rows of the mask `of`, (rows,), and what timing kernels adds."""
         begin = self._begin()
         weights = torch.tensor(self.row_weights(of))
 
@@ -150,12 +150,12 @@ class TimeFit:
             return (weights * robust(off, TOLERANCE)).sum() + _OF_PRIORS * distance(values, begin, _FIRMNESS)
 
         values = descended(begin, error, iterations=iterations, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS)
-        met = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
+        measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
         added_ms = torch.exp(values["instrument"]).tolist()
         return FittedTimes(
             parameters=self._parameters(values, np.asarray),
             instrument_ms={
-                key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in met and key[0]
+                key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in measured and key[0]
             },
         )
 
@@ -169,14 +169,14 @@ class TimeFit:
 
     def roofline(self) -> FittedTimes:
         """Return what the described rates alone say: every kernel reaches them."""
-        nothing = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
-        at_once = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
+        zeros = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
+        no_size = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
         single = {name: -np.inf if name in ("half_head", "latency_us") else 0.0 for name in SINGLE_VALUES}
         parameters = Parameters(
             names=self.names,
             compute=np.zeros(len(self.names[0])),
             bandwidth=np.zeros(len(self.names[1])),
-            by_group={**nothing, **at_once},
+            by_group={**zeros, **no_size},
             by_units={name: np.zeros(len(UNITS)) for name in UNIT_VALUES},
             single=single,
         )
