@@ -21,7 +21,7 @@ _PRODUCTS = (
     "gpufarm::int8_product",
 )  # fmt: skip
 _ATTENTION = "aten::_scaled_dot_product_"
-_PACKAGE = "aten::_flash_attention_"  # heads come after the length
+_FLASH_PACKAGE = "aten::_flash_attention_"  # heads come after the length
 _RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -38,7 +38,7 @@ def model_flops(op: Operator) -> int:
         return 0
     if op.name in _PRODUCTS or op.name in _CONVOLUTIONS:
         return op.flops
-    return _attention_flops(op) if op.name.startswith((_ATTENTION, _PACKAGE)) else 0
+    return _attention_flops(op) if op.name.startswith((_ATTENTION, _FLASH_PACKAGE)) else 0
 
 
 def _attention_flops(op: Operator) -> int:
@@ -46,7 +46,7 @@ def _attention_flops(op: Operator) -> int:
     query, key, value = op.input_shapes[backward : backward + 3]
     if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
         return op.flops * 4 // 5 if backward else op.flops
-    keys = key[1] if op.name.startswith(_PACKAGE) else key[-2]
+    keys = key[1] if op.name.startswith(_FLASH_PACKAGE) else key[-2]
     return (4 if backward else 2) * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
 
 
@@ -61,11 +61,11 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
         spec: The GPU model.
         settings: The trace's own.
 
-    Known limitations:
-        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
-
     Returns:
         None where the description gives no rate for a type that the step uses, as bf16 on GPUs without it.
+
+    Known limitations:
+        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
     """
     flops: dict[tuple[str, bool], int] = {}
     for op in trace.operators:

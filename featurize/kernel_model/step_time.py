@@ -118,7 +118,7 @@ def time_step(
         spec: The GPU model; its `launch_overhead_us` is the host's time for one launch.
         settings: The trace's own.
         input_ms: Of the input pipeline, which overlaps nothing.
-        learned: The efficiencies; None: those that come along.
+        learned: The efficiencies; None: the packaged ones.
 
     Raises:
         EnvironmentProblem: The file of efficiencies is missing or damaged.
@@ -177,7 +177,7 @@ def overlapped(busy_ms: float, host_ms: float) -> float:
 
 @functools.cache
 def load_efficiencies() -> LearnedEfficiencies:
-    """Return the efficiencies that come along. Raises `EnvironmentProblem` for a damaged file."""
+    """Return the packaged efficiencies. Raises `EnvironmentProblem` for a damaged file."""
     return read_efficiencies(resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Other people's formulas for the time of kernels and steps, fitted and judged on the rows that ours is.
+"""Other people's formulas for the time of kernels and steps, fitted to and judged on the same rows as ours.
 
 Start reading at `PEERS`. Each is written from its paper; its docstring says where it differs from it.
 """
