@@ -114,7 +114,8 @@ def load_config(name: str, arguments: Sequence[str | Override]) -> DictConfig:
     from omegaconf import OmegaConf
 
     overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
-    overrides, slice_problems = _with_slices(name, [_with_device(name, override) for override in overrides])
+    overrides = [_with_device(name, _as_table(name, override)) for override in overrides]
+    overrides, slice_problems = _with_slices(name, overrides)
     chosen, problems = _choices(name, overrides)
     problems += slice_problems
     keys = known_keys(name, chosen)
@@ -161,34 +162,38 @@ def _with_device(name: str, override: Override) -> Override:
         return override
 
 
+def _as_table(name: str, override: Override) -> Override:
+    """Return `device=[A,B]` of an estimate as its key `devices`, and any other override as it is."""
+    if name == "estimate" and override.key == DEVICES and override.choice.startswith("["):
+        return Override("", "devices", override.choice)
+    return override
+
+
 def _with_slices(name: str, overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
-    """Return the overrides, and problems: `device=A100-SXM4-40GB:3g.20gb` as the whole GPU and the keys that differ in
-    the slice, `device=[A,B]` of an estimate as `devices=`."""
+    """Return the overrides with those of each MIG slice in place of its name, and the problems of slices."""
     result, problems = [], []
     for override in overrides:
-        if name == "estimate" and override.key == DEVICES and override.choice.startswith("["):
-            result.append(Override("", "devices", override.choice))
-            continue
         parts = split_slice(override.choice) if override.key == DEVICES else None
-        if parts is None:
-            result.append(override)
-            continue
-        parent, profile = parts
         try:
-            parent = resolve_device(parent, command_options(name, DEVICES))
-            flat = choice_values(DEVICES, parent)
-            rates = {key.removeprefix(_RATES): rate for key, rate in flat.items() if key.startswith(_RATES)}
-            values = slice_values({**flat, "peak_tflops": rates}, profile)
+            result += [override] if parts is None else _of_slice(name, override, *parts)
         except UsageError as error:
             problems.append(str(error))
-            continue
-        result.append(replace(override, written=parent))
-        for key, value in values.items():
-            nested = value.items() if isinstance(value, Mapping) else [("", value)]
-            for inner, one in nested:
-                full = f"{DEVICES}.{key}.{inner}" if inner else f"{DEVICES}.{key}"
-                result.append(Override("", full, "null" if one is None else str(one)))
     return result, problems
+
+
+def _of_slice(name: str, override: Override, parent: str, profile: str) -> list[Override]:
+    """Return `device=A100-SXM4-40GB:3g.20gb` as the whole GPU and the keys that differ in the slice.
+
+    Raises:
+        UsageError: An unknown GPU model, or one without such a slice.
+    """
+    parent = resolve_device(parent, command_options(name, DEVICES))
+    flat = choice_values(DEVICES, parent)
+    rates = {key.removeprefix(_RATES): rate for key, rate in flat.items() if key.startswith(_RATES)}
+    values = slice_values({**flat, "peak_tflops": rates}, profile)
+    values |= {f"{_RATES}{rate}": tflops for rate, tflops in values.pop("peak_tflops").items()}
+    keys = [Override("", f"{DEVICES}.{key}", "null" if value is None else str(value)) for key, value in values.items()]
+    return [replace(override, written=parent), *keys]
 
 
 def _unknown_choice(name: str, group: str, choice: str) -> str:

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from featurize.trace_memo import of_trace
+from featurize.training_settings import uses_tf32
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -21,7 +22,7 @@ _PRODUCTS = (
     "gpufarm::int8_product",
 )  # fmt: skip
 _ATTENTION = "aten::_scaled_dot_product_"
-_PACKAGE = "aten::_flash_attention_"  # heads come after the length
+_FLASH_PACKAGE = "aten::_flash_attention_"  # heads come after the length
 _RATES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -38,7 +39,7 @@ def model_flops(op: Operator) -> int:
         return 0
     if op.name in _PRODUCTS or op.name in _CONVOLUTIONS:
         return op.flops
-    return _attention_flops(op) if op.name.startswith((_ATTENTION, _PACKAGE)) else 0
+    return _attention_flops(op) if op.name.startswith((_ATTENTION, _FLASH_PACKAGE)) else 0
 
 
 def _attention_flops(op: Operator) -> int:
@@ -46,7 +47,7 @@ def _attention_flops(op: Operator) -> int:
     query, key, value = op.input_shapes[backward : backward + 3]
     if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
         return op.flops * 4 // 5 if backward else op.flops
-    keys = key[1] if op.name.startswith(_PACKAGE) else key[-2]
+    keys = key[1] if op.name.startswith(_FLASH_PACKAGE) else key[-2]
     return (4 if backward else 2) * math.prod(query[:-1]) * keys * (query[-1] + value[-1])
 
 
@@ -54,19 +55,19 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
     """Return how long the step's model FLOPs take at the GPU model's peak rates, in seconds.
 
     Each operator counts at the dense rate of its own type: half precision at that of the tensor cores, fp32 at that of
-    TF32 where `precision` allows it. PyTorch's default, `fp32`, allows it for convolutions and recurrent layers, which
-    never take it on AMD's GPUs.
+    TF32 where `precision` allows it (`featurize.training_settings.uses_tf32`) and the GPU's libraries have it: on AMD's
+    GPUs, convolutions and recurrent layers never take it.
 
     Args:
         trace: One step.
         spec: The GPU model.
         settings: The trace's own.
 
-    Known limitations:
-        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
-
     Returns:
         None where the description gives no rate for a type that the step uses, as bf16 on GPUs without it.
+
+    Known limitations:
+        Convolutions count the multiplications of the direct algorithm; Winograd's does fewer.
     """
     flops = of_trace(trace, "model FLOPs", lambda: _flops_by_type(trace))
     seconds = []
@@ -90,8 +91,8 @@ def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
 
 def _rate_tflops(spec: DeviceSpec, precision: str, dtype: str, *, is_convolution: bool) -> float | None:
     if dtype == "float32":
-        convolution = is_convolution and precision == "fp32" and spec.architecture.tf32_convolutions
-        products = precision == "tf32" and (not is_convolution or spec.architecture.tf32_convolutions)
-        return spec.tflops("tf32" if convolution or products else "fp32")
+        allowed = uses_tf32(precision)["tf32_convolutions" if is_convolution else "tf32_products"]
+        takes = allowed and (spec.architecture.tf32_convolutions or not is_convolution)
+        return spec.tflops("tf32" if takes else "fp32")
     name = _RATES.get(dtype)
     return None if name is None else getattr(spec.peak_tflops, name)

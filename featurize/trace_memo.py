@@ -1,6 +1,6 @@
-"""What was computed of a trace that does not differ between GPU models, kept for the next GPU model.
+"""Remembers what was computed of a trace and is the same for other GPU models.
 
-Start reading at `of_trace`. Only the last few traces are kept in mind, as long as they live.
+Start reading at `of_trace`. It remembers the last few traces only, and none of them longer than it lives.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def of_trace(trace: StepTrace, key: Hashable, compute: Callable[[], Value]) -> V
     """Return what `compute` gave for this trace and key, or call it now.
 
     Args:
-        trace: Is told apart by its identity.
-        key: All that the value depends on besides the trace; a tuple that begins with the caller's name.
-        compute: Must give a value that nobody changes.
+        trace: Recognized by its identity.
+        key: All that the value depends on besides the trace; a tuple that begins with the value's name.
+        compute: Gives the value, which nobody may change afterwards.
     """
     memo = _memo(trace)
     if key not in memo:

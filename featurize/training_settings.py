@@ -227,3 +227,14 @@ def training_of(settings: TrainingSettings) -> Training:
         cudnn_benchmark=settings.cudnn_benchmark,
         channels_last=settings.channels_last,
     )
+
+
+def uses_tf32(precision: str) -> dict[str, bool]:
+    """Return which operators on fp32 tensors may run in TF32: the keywords of `featurize.kernel_model.calls`.
+
+    `tf32` allows it everywhere; PyTorch's default, `fp32`, for convolutions and recurrent layers only.
+
+    Args:
+        precision: One of `ALL_PRECISIONS`.
+    """
+    return {"tf32_products": precision == "tf32", "tf32_convolutions": precision in ("fp32", "tf32")}

@@ -39,8 +39,8 @@ class FitKernelsSettings:
     says by which factor estimates are off: of rows that were learned from, and of families of models, of sources and of
     GPU models that were left out in turn.
 
-    Jobs with measured SM activity and occupancy (GPUMemNet's rows, your own trials on GPUs with those counters) say
-    what the kernels keep busy. A folder without them keeps what the file that comes along says of it.
+    What the kernels keep busy is fitted to jobs with measured SM activity and occupancy: GPUMemNet's rows, and your own
+    trials on GPUs with those counters. Without such jobs, those parameters stay as they are in the packaged file.
 
     peers=true judges other people's formulas beside ours: the roofline with one share for each kind of kernel,
     Habitat's wave scaling, NeuSight's tiles and waves. Each is fitted on the same rows and judged on the same left-out
@@ -137,12 +137,11 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
     from conf.bars import StepBar
-    from learn.kernels.activity_fit import activity_table
-    from learn.kernels.judging import table_of
+    from learn.kernels.score_tables import activity_table, time_table
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
-    print(table_of(fitted.times))
+    print(time_table(fitted.times))
     if fitted.activity:
         print(activity_table(fitted.activity))
     for reason, number in fitted.left_out.items():

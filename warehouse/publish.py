@@ -47,7 +47,6 @@ from warehouse.snapshot import Snapshot, find_snapshot, snapshots, take_snapshot
 from warehouse.sql_text import sql_text
 
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
-_OWN_SOURCES = ("measured", "simulated")  # `imported` rows are under licences of their own
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
 _ALWAYS = {"runs": ("run_id", "family", "status", "source", "peak_memory_mib"), "telemetry": ("run_id", "t_ms"),
            "kernels": ("kernel_row", "source", "operator", "duration_us", "timing")}  # fmt: skip

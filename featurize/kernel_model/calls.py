@@ -22,9 +22,9 @@ FP32, TF32, TENSOR = PIPES = ("fp32", "tf32", "tensor")
 PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "product", "convolution", "attention", "grouped", "depthwise", "stream",
 )  # fmt: skip
-_DIRECTIONS = ("convolution", "convolution_data", "convolution_weight")
 _MOST_PLACES = 49  # of a depthwise kernel, for which fast ones exist
 _USUAL_WIDTHS = (4, 8, 16, 32)
+_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
 _NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
 
 _KINDS = {
@@ -56,7 +56,6 @@ _WORDS = (
     ("layer_norm", "layer_norm"), ("rms_norm", "layer_norm"), ("softmax", "softmax"), ("pool", "pool"),
     ("upsample", "pool"),
 )  # fmt: skip
-_WITH_BACKWARD = {kind for _, kind in _WORDS}
 _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 
 
@@ -101,6 +100,10 @@ class Calls:
     batch: np.ndarray
     aligned: np.ndarray
     launches: float  # by the host, of the whole step
+
+    def within(self, *groups: str) -> np.ndarray:
+        """Return which kernels are of these of `GROUPS`, as a mask."""
+        return np.isin(self.group, [GROUPS.index(group) for group in groups])
 
 
 def kernel_calls(
@@ -202,7 +205,6 @@ def convolution(
     return KernelCall(kind, CONVOLUTION, pipe, flops, nbytes, rows, columns, depth, 1, aligned)
 
 
-_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies so much less (Lavin and Gray, CVPR 2016)
 _EMPTY = stream("launch", 0.0, 1.0)
 
 

@@ -21,9 +21,9 @@ from featurize.kernel_model.calls import (
     as_calls,
     operator_kernels,
 )
-from featurize.kernel_model.step_time import TimedStep, load_efficiencies, timed_kernels, uses_tf32
+from featurize.kernel_model.step_time import TimedStep, load_efficiencies, timed_kernels
 from featurize.step_trace import StepTrace
-from featurize.training_settings import TrainingSettings
+from featurize.training_settings import TrainingSettings, uses_tf32
 
 KINDS = ("matmul", "convolution", "attention", "elementwise", "reduction", "row", "normalization", "optimizer")
 LAUNCH, COMPUTE, MEMORY = BOUNDS = ("launch", "compute", "memory")
@@ -58,7 +58,7 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
     counts: Counter[KernelCall] = Counter()
     of_operators = []
     for op in trace.operators:
-        run, _ = operator_kernels(op, **uses_tf32(settings))
+        run, _ = operator_kernels(op, **uses_tf32(settings.precision))
         for call, times in run:
             counts[call] += times
         of_operators.append(run)

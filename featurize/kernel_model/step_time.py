@@ -38,11 +38,11 @@ from featurize.kernel_model.times import (
 )
 from featurize.step_trace import StepTrace
 from featurize.trace_memo import of_trace
-from featurize.training_settings import TrainingSettings
+from featurize.training_settings import TrainingSettings, uses_tf32
 
 VERSION = 2
 _FILE = "parameters.json"
-_OVERLAP = 6  # how sharply the longer of GPU and host decides
+OVERLAP = 6  # how sharply the longer of GPU and host decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,11 @@ class LearnedEfficiencies:
     activity: ActivityParameters
     error_quantiles: Mapping[float, float]
     fitted_on: Mapping[str, int]
+
+    @property
+    def latency_s(self) -> float:
+        """The part of each kernel's time that is no work, in seconds."""
+        return float(np.exp(self.parameters.single["latency_us"])) * 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +118,12 @@ def time_step(
         spec: The GPU model; its `launch_overhead_us` is the host's time for one launch.
         settings: The trace's own.
         input_ms: Of the input pipeline, which overlaps nothing.
-        learned: The efficiencies; None: those that come along.
+        learned: The efficiencies; None: the packaged ones.
 
     Raises:
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
-    flags = uses_tf32(settings)
+    flags = uses_tf32(settings.precision)
     calls = of_trace(trace, ("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
     if learned is None:
         learned = coming_along = load_efficiencies()
@@ -132,7 +137,7 @@ def time_step(
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
-    busy_ms, host_ms = float(total_ms.sum()), calls.launches * spec.launch_overhead_us * 1e-3
+    busy_ms, host_ms = float(total_ms.sum()), launch_ms(calls, spec)
     step_ms = input_ms + overlapped(busy_ms, host_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
         step_time_ms=step_ms,
@@ -160,7 +165,7 @@ def timed_kernels(
         on_device=kernels,
         per_sm=occupied.per_sm,
         seconds=call_seconds(kernels, learned.parameters),
-        latency_s=float(np.exp(learned.parameters.single["latency_us"])) * 1e-6,
+        latency_s=learned.latency_s,
         sm_share=sm_share,
         occupancy=occupancy,
     )
@@ -171,21 +176,20 @@ def _half_of(settings: TrainingSettings) -> str:
     return "bf16" if "bf16" in settings.precision else "fp16"
 
 
-def uses_tf32(settings: TrainingSettings) -> dict[str, bool]:
-    """Return which operators on fp32 tensors run in TF32, as `kernel_calls` takes it."""
-    precision = settings.precision
-    return {"tf32_products": precision == "tf32", "tf32_convolutions": precision in ("fp32", "tf32")}
+def launch_ms(calls: Calls, spec: DeviceSpec) -> float:
+    """Return how long the host takes to launch the kernels of a step, in ms."""
+    return calls.launches * spec.launch_overhead_us * 1e-3
 
 
 def overlapped(busy_ms: float, host_ms: float) -> float:
     """Return how long a step takes whose GPU and host work at the same time: a little more than the longer of them."""
     longer = max(busy_ms, host_ms)
-    return longer * (1 + (min(busy_ms, host_ms) / longer) ** _OVERLAP) ** (1 / _OVERLAP) if longer else 0.0
+    return longer * (1 + (min(busy_ms, host_ms) / longer) ** OVERLAP) ** (1 / OVERLAP) if longer else 0.0
 
 
 @functools.cache
 def load_efficiencies() -> LearnedEfficiencies:
-    """Return the efficiencies that come along. Raises `EnvironmentProblem` for a damaged file."""
+    """Return the packaged efficiencies. Raises `EnvironmentProblem` for a damaged file."""
     return read_efficiencies(resources.files("featurize.kernel_model").joinpath(_FILE).read_text(encoding="utf-8"))
 
 

@@ -41,7 +41,7 @@ def notes_of_trace(
         traced: The step, placed on its machine.
         job: What was traced; of a mix of batches, the longest alone.
         device: The GPU model.
-        limit_mib: What the job's figure may reach.
+        limit_mib: What the job may take of the card, in MiB.
         torch_version: The release of PyTorch that was asked for.
     """
     memory, by = traced.memory, gathered.by["memory"]
@@ -70,7 +70,14 @@ def notes_of_trace(
 def notes_of_memory(
     gathered: Gathered, device: DeviceSpec, limit_mib: float, allocator: AllocatorSettings | None
 ) -> tuple[list[str], list[str]]:
-    """Return what is said first, that the job does not fit, and then what bounds its memory."""
+    """Return the notes that come first, that the job does not fit, and those on what bounds its memory.
+
+    Args:
+        gathered: The figures, with the source of each.
+        device: The GPU model.
+        limit_mib: What the job may take of the card, in MiB.
+        allocator: The settings that were asked for.
+    """
     from learn.analytical.trace import NO_BOUND
 
     peak_mib, upper_mib = gathered.values["peak_memory_mib"], gathered.values.get("upper_mib")

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -162,7 +162,7 @@ class Question:
                 limit_mib = _limit_mib(device, self.allocator, traced)
                 _bound_by_causes(gathered, traced, device, on, self.coverage, limit_mib)
         done = _assembled(gathered, alone, device, traced, failure, self.allocator, self.loop, on, self.torch_version)
-        done = self._moved(done, traced, device, on, traces)
+        done = self._moved(done, traced, device, on)
         return replace(done, seconds=(time.monotonic_ns() - began) / 1e9), traced
 
     def _with_longest(
@@ -197,47 +197,55 @@ class Question:
     ) -> TracedStep:
         return placed(
             traced, device, on, cudnn_benchmark=job.settings.cudnn_benchmark, allocator=self.allocator,
-            timeline=timeline, workspaces=workspaces, search=job.search,
-            torch_version=self.torch_version,
+            timeline=timeline, workspaces=workspaces, search=job.search, torch_version=self.torch_version,
         )  # fmt: skip
 
-    def _moved(
-        self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile, traces: Traces | None
-    ) -> Estimate:
-        """Return the estimate moved by the measured runs. Raises `UsageError` for a job that is not traced."""
-        from learn.estimation.known_runs import moved
-        from learn.traced import step_of
-        from learn.workload import of_config
+    def _moved(self, done: Estimate, traced: TracedStep | None, device: DeviceSpec, on: MachineProfile) -> Estimate:
+        """Return the estimate moved by the measured runs: the data folder's own, or else those of `known`.
 
-        known, config, own = tuple(run for run in self.known if run.is_of(device)), self.job.config, self.own_runs
+        Raises:
+            UsageError: There are runs, and the job is not traced.
+        """
+        config, own = self.job.config, self.own_runs
         if own is not None and config is not None and (traced is not None or own.asked_for):
-            known, notes = own.of(config, device)
+            runs, notes = own.of(config, device)
         else:
-            own, notes = None, [f"known: no run was measured on {device.name}"] if self.known and not known else []
-        if not known:
+            own, runs = None, tuple(run for run in self.known if run.is_of(device))
+            notes = [f"known: no run was measured on {device.name}"] if self.known and not runs else []
+        if not runs:
             return replace(done, warnings=(*done.warnings, *notes))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
-        at_hand = traced
-
-        def trace_of(batch_size: int) -> TracedStep:
-            if batch_size == self.job.batch_size:
-                return at_hand
-            job = self.known_jobs[batch_size] if config is None else of_config(replace(config, batch_size=batch_size))
-            if self.loop is not None:
-                job = replace(job, training_loop=self.loop == PIPELINE)
-            step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
-            return self._placed(step, job, device, on, workspaces=self.workspaces)
-
         try:
-            by_runs = moved(done, known, trace_of, self.coverage, uncertainty_of(traced, device, on))
+            by_runs = self._moved_by(runs, done, traced, device, on)
         except CommandError as error:
             if own is None or own.asked_for:
                 raise
             return replace(done, warnings=(*done.warnings, own.left_out(error)))
         if own is None or by_runs.answered_by == done.answered_by:
             return by_runs
-        return replace(by_runs, warnings=(own.note(known), *by_runs.warnings))
+        return replace(by_runs, warnings=(own.note(runs), *by_runs.warnings))
+
+    def _moved_by(
+        self, runs: Sequence[KnownRun], done: Estimate, traced: TracedStep, device: DeviceSpec, on: MachineProfile
+    ) -> Estimate:
+        """Return the estimate moved by runs, each traced at its batch size."""
+        from learn.estimation.known_runs import moved
+        from learn.traced import step_of
+        from learn.workload import of_config
+
+        config = self.job.config
+
+        def trace_of(batch_size: int) -> TracedStep:
+            if batch_size == self.job.batch_size:
+                return traced
+            job = self.known_jobs[batch_size] if config is None else of_config(replace(config, batch_size=batch_size))
+            if self.loop is not None:
+                job = replace(job, training_loop=self.loop == PIPELINE)
+            step = step_of(job, device, allocator=self.allocator, traces=self.known_traces.setdefault(batch_size, {}))
+            return self._placed(step, job, device, on, workspaces=self.workspaces)
+
+        return moved(done, runs, trace_of, self.coverage, uncertainty_of(traced, device, on))
 
     def _case(self, job: Workload, device: DeviceSpec) -> Case:
         """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""

@@ -155,8 +155,7 @@ def estimate(
             "estimator": estimator, "allocator": allocator, "report": report, "loop": loop, "workspaces": workspaces,
             "known": None if leaves_out(known) else known, "torch_version": torch_version, **of_modules,
         }  # fmt: skip
-        if coverage != LEVEL:
-            raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        _require_coverage_of_fast(coverage)
         config = _config_for_fast(model, given, traced_only)
         from learn.estimation.fast_estimates import fast_estimates
 
@@ -225,15 +224,9 @@ def estimate_many(
             raise UsageError("method=fast is an estimator of its own; leave estimator= out")
         if require_loop(loop) is not None:
             raise UsageError("each figure of method=fast is for a fixed loop; leave loop= out")
-        if require_coverage(coverage) != LEVEL:
-            raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")
+        _require_coverage_of_fast(require_coverage(coverage))
         runs = None if leaves_out(known) else known
-        if given_too := [
-            key
-            for key, value in (("workspaces", workspaces), ("known", runs), ("torch_version", torch_version))
-            if value is not None
-        ]:
-            raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
+        _require_config_alone({"workspaces": workspaces, "known": runs, "torch_version": torch_version})
         return fast_estimates(jobs, described, machine_for(machine, described, data))
     estimates = []
     for done, config in enumerate(jobs):
@@ -266,9 +259,19 @@ def _configs(given: object) -> list[TrialConfig]:
 
 
 def _config_for_fast(model: object, given: Mapping[str, Any], traced_only: Mapping[str, Any]) -> TrialConfig:
-    if given_too := [name for name, value in traced_only.items() if value is not None]:
-        raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
+    _require_config_alone(traced_only)
     if not isinstance(model, TrialConfig):
         raise UsageError("method=fast answers from a trial config alone; modules take method=full")
     require_same(model, given)
     return model
+
+
+def _require_config_alone(traced_only: Mapping[str, Any]) -> None:
+    """Raise `UsageError` that names the keywords of a trace that were given to method=fast."""
+    if given_too := [name for name, value in traced_only.items() if value is not None]:
+        raise UsageError(f"method=fast answers from a trial config alone; leave {', '.join(given_too)} out")
+
+
+def _require_coverage_of_fast(coverage: float) -> None:
+    if coverage != LEVEL:
+        raise UsageError(f"the bound of method=fast has a coverage of {LEVEL}; leave coverage= out")

@@ -20,7 +20,7 @@ from learn.estimation.answers import Question, is_of_job
 from learn.estimation.batch_search import largest_fitting
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.on_machine import release_workspaces
-from learn.estimation.questions import checked, question_of, training_settings
+from learn.estimation.questions import checked, question_keywords, question_of, training_settings
 
 if TYPE_CHECKING:
     from featurize.device_spec import DeviceSpec
@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from learn.traced import Traces
 
 BOUND, POINT = BY = ("bound", "point")
-_OF_QUESTION = (
-    "allocator", "batches", "estimator", "data", "input_dtype", "loss", "name", "trust", "loop", "machine",
-    "workspaces", "torch_version", "coverage", "known",
-)  # fmt: skip
-_OF_ESTIMATE = ("method", "report")
+_NOT_HERE = ("method", "report")  # keywords of `estimate` that are of one estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +264,9 @@ def _require_inputs(inputs: Inputs | None) -> Inputs:
 def _question(
     model: Model | TrialConfig, inputs: Inputs | None, target: Tensors | None, options: Mapping[str, Any]
 ) -> Question:
-    if given := [name for name in _OF_ESTIMATE if options.get(name) is not None]:
+    if given := [name for name in _NOT_HERE if options.get(name) is not None]:
         raise UsageError(f"{', '.join(given)}: of one estimate only; leave it out")
     settings = options.get("settings")
-    single = {k: v for k, v in options.items() if k not in (*_OF_QUESTION, *_OF_ESTIMATE, "settings")}
-    others = {name: options[name] for name in _OF_QUESTION if name in options}
+    single = {k: v for k, v in options.items() if k not in (*question_keywords(), *_NOT_HERE, "settings")}
+    others = {name: options[name] for name in question_keywords() if name in options}
     return question_of(model, inputs, target=target, training=training_settings(single, settings), **others)

@@ -120,9 +120,7 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
         given = _from_json(given)
     if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
         advice = "; one run is a list, too: put it in brackets" if isinstance(given, Mapping | KnownRun) else ""
-        raise UsageError(
-            f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}; got {given!r}{advice}"
-        )
+        raise UsageError(f"{_TAKES}; got {given!r}{advice}")
     runs = []
     names = [field.name for field in fields(KnownRun)]
     for at, one in enumerate(given):

@@ -42,7 +42,7 @@ class OwnRuns:
     Args:
         data: The data folder; None is the default one.
         asked_for: Whether the caller named them (`known="runs"`). If not, a folder that cannot be read is a note.
-        remembered: Job -> its rows, from one answer to the next.
+        remembered: Job as JSON -> its rows, kept from one answer to the next.
     """
 
     data: str | os.PathLike[str] | DataFolder | None

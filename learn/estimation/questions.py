@@ -120,12 +120,19 @@ def question_of(
     )  # fmt: skip
 
 
+def question_keywords() -> tuple[str, ...]:
+    """Return the keywords of `question_of` that say how a job is estimated, as `estimate` takes them: all but the model
+    with its tensors and the training settings."""
+    named = inspect.signature(question_of).parameters
+    return tuple(name for name in named if name not in ("model", "inputs", "target", "training"))
+
+
 def training_settings(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
     """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
     names = [one.name for one in fields(Training)]
     for name in given:
         if name not in names:
-            keywords = {*inspect.signature(question_of).parameters, *_OF_ESTIMATE} - {"model", "training"}
+            keywords = {*question_keywords(), "inputs", "target", *_OF_ESTIMATE}
             raise unknown_name("keyword", name, sorted({*keywords, *names}))
     single = {name: value for name, value in given.items() if value is not None}
     if settings is None:

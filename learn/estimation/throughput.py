@@ -29,14 +29,14 @@ class Throughput(TypedDict):
 def throughput_of(
     traced: TracedStep, job: Workload, device: DeviceSpec, *, step_time_ms: float | None, power_w: float
 ) -> Throughput:
-    """Return what a job does in a second, and what a step takes of the GPU's arithmetic and of energy.
+    """Return a job's samples and tokens a second, its model FLOPs utilization in [0, 1], and a step's energy in J.
 
     Args:
         traced: The job's traced step.
         job: With its batch and its settings. All micro-steps of an optimizer step count.
         device: The GPU model.
-        step_time_ms: Of one optimizer step, whoever answered it. None or 0: nothing is known.
-        power_w: The board's mean power in the loop that the step time speaks of.
+        step_time_ms: Of one optimizer step, by any estimator. None or 0: unknown, and so is everything else.
+        power_w: The board's mean power in the loop that the step time is of.
     """
     if not step_time_ms:
         return Throughput(samples_per_s=None, tokens_per_s=None, mfu=None, energy_j=None)

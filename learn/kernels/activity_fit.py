@@ -6,10 +6,8 @@ tensors; the times of the kernels are those that are known before.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,11 +23,11 @@ from featurize.kernel_model.activity import (
     occupied_on,
 )
 from featurize.kernel_model.calls import Calls
-from featurize.kernel_model.step_time import LearnedEfficiencies, overlapped
+from featurize.kernel_model.step_time import LearnedEfficiencies, launch_ms, overlapped
 from featurize.kernel_model.times import call_seconds, kernels_on
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from learn.kernels.columns import joined, row_of_kernels
+from learn.kernels.descent import Values, descended, distance, robust
+from learn.kernels.fitting import held_out_by
 
 _BEGIN: Mapping[str, float] = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3}
 _TRAINING_SHARE = "training_share"  # of the time over which others took means: their set-up is in it
@@ -94,7 +92,7 @@ class ActivityFit:
     def __init__(self, rows: Sequence[MeasuredActivity], learned: LearnedEfficiencies) -> None:
         self.rows = rows
         self.family = np.array([row.family for row in rows])
-        self._latency_s = float(np.exp(learned.parameters.single["latency_us"])) * 1e-6
+        self._latency_s = learned.latency_s
         parts: list[Occupied] = []
         seconds, steps_s = [], []
         for row in rows:
@@ -104,50 +102,37 @@ class ActivityFit:
             )  # fmt: skip
             seconds.append(call_seconds(kernels, learned.parameters))
             busy_ms = float((row.calls.count * seconds[-1]).sum()) * 1e3
-            host_ms = row.calls.launches * row.device.launch_overhead_us * 1e-3
-            steps_s.append((overlapped(busy_ms, host_ms) + row.input_ms) * 1e-3)
+            steps_s.append((overlapped(busy_ms, launch_ms(row.calls, row.device)) + row.input_ms) * 1e-3)
             parts.append(occupied_on(row.calls, kernels, row.device))
-        columns = {name: np.concatenate([getattr(one, name) for one in parts]) for name in vars(parts[0])}
-        self._occupied = Occupied(**columns).converted(torch.as_tensor)
+        self._occupied = joined(parts).converted(torch.as_tensor)
         self._seconds = torch.tensor(np.concatenate(seconds))
         self._count = torch.tensor(np.concatenate([row.calls.count for row in rows]))
-        self._row = torch.repeat_interleave(
-            torch.arange(len(rows)), torch.tensor([len(row.calls.kind) for row in rows])
-        )
+        self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
         self._step_s = torch.tensor(steps_s)
         self._whole_run = torch.tensor([float(row.whole_run) for row in rows], dtype=torch.float64)
         self._smact = torch.tensor([row.smact for row in rows], dtype=torch.float64)
         self._smocc = torch.tensor([row.smocc for row in rows], dtype=torch.float64)
 
     def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> tuple[ActivityParameters, float]:
-        """Return what explains the rows that the mask `of` names, every family with the same weight; and which share of
-        a whole run they spend in training."""
+        """Return the parameters that explain the rows of the mask `of`, (rows,), and the share of a whole run that is
+        training. Every family has the same weight."""
         begin = _begin()
-        values = {name: value.clone().requires_grad_(True) for name, value in begin.items()}
         weight = np.zeros(len(self.rows))
         for family in np.unique(self.family[of]):
             weight[of & (self.family == family)] = 1 / (of & (self.family == family)).sum()
         weights = torch.tensor(weight / weight.sum())
-        optimizer = torch.optim.Adam(values.values(), lr=_RATE)
-        for iteration in range(iterations):
-            if iteration == int(0.7 * iterations):
-                for parameters in optimizer.param_groups:
-                    parameters["lr"] = _LAST_RATE
-            optimizer.zero_grad()
+
+        def error(values: Values) -> torch.Tensor:
             smact, smocc = self._ratios(_parameters(values, lambda value: value), values[_TRAINING_SHARE])
-            error = _beyond(smact - self._smact, _SMACT_TOLERANCE)
-            error = error + _OF_SMOCC * _beyond(smocc - self._smocc, _SMOCC_TOLERANCE)
-            firm = sum(((value - begin[name]) ** 2).sum() for name, value in values.items())
-            ((weights * error).sum() + _OF_PRIORS * firm).backward()
-            optimizer.step()
-            with torch.no_grad():
-                for name, (least, most) in _LIMITS.items():
-                    values[name].clamp_(least, most)
-        values = {name: value.detach() for name, value in values.items()}
+            off = robust(smact - self._smact, _SMACT_TOLERANCE)
+            off = off + _OF_SMOCC * robust(smocc - self._smocc, _SMOCC_TOLERANCE)
+            return (weights * off).sum() + _OF_PRIORS * distance(values, begin)
+
+        values = descended(begin, error, iterations=iterations, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS)
         return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
 
     def errors(self, learned: ActivityParameters, training_share: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return estimated less measured SM activity and occupancy of each row."""
+        """Return estimated less measured SM activity and occupancy of each row, both (rows,)."""
         of_torch = ActivityParameters(
             by_class={name: torch.as_tensor(value) for name, value in learned.by_class.items()},
             single={name: torch.as_tensor(value) for name, value in learned.single.items()},
@@ -160,24 +145,29 @@ class ActivityFit:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         share, occupancy = kernel_activity(self._occupied, learned, torch)
         active = self._count * (self._seconds - learned.single["gap"] * self._latency_s) * share
-        nothing = torch.zeros(len(self.rows), dtype=torch.float64)
+        zeros = torch.zeros(len(self.rows), dtype=torch.float64)
         shown = (1 - self._whole_run * (1 - training_share)) / self._step_s
         return (
-            nothing.index_add(0, self._row, active) * shown,
-            nothing.index_add(0, self._row, active * occupancy) * shown,
+            zeros.index_add(0, self._row, active) * shown,
+            zeros.index_add(0, self._row, active * occupancy) * shown,
         )
 
 
 def judged_activity(
     fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
 ) -> tuple[list[ActivityScore], ActivityParameters]:
-    """Return the scores of each family, learned from and left out by groups, and what all rows say."""
-    part = np.array([zlib.crc32(row.group.encode()) % folds for row in fit.rows])
+    """Return the scores of each family, and the parameters fitted on all rows.
+
+    Args:
+        fit: The rows; each family is judged on rows that were learned from, and on groups that were left out.
+        folds: Parts of the groups that are left out in turn.
+        progress: Called before each fit with a text, the number of fits done and their total.
+    """
     everything = np.ones(len(fit.rows), dtype=bool)
     left_out = np.full((2, len(fit.rows)), np.nan)
-    for fold in range(folds):
-        progress("fitting activity", fold, folds + 1)
-        mask = part == fold
+    groups = np.array([row.group for row in fit.rows])
+    for done, (_, mask) in enumerate(held_out_by(groups, folds)):
+        progress("fitting activity", done, folds + 1)
         if mask.any() and not mask.all():
             left_out[:, mask] = np.array(fit.errors(*fit.fitted(~mask)))[:, mask]
     progress("fitting activity", folds, folds + 1)
@@ -194,21 +184,6 @@ def judged_activity(
     return scores, learned
 
 
-def activity_table(scores: Iterable[ActivityScore]) -> str:
-    """Return the scores as lines of text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("rows", "judged on", "rows judged", "SM activity off by, median", "p90", "occupancy, median", "p90")
-    for score in scores:
-        figures = (f"{value:.3f}" for value in (*score.smact, *score.smocc))
-        table.add_row(score.split, score.rows, f"{score.count:,}", *figures)
-    console = Console(width=120, no_color=True)
-    with console.capture() as text:
-        console.print(table)
-    return text.get().rstrip("\n")
-
-
 def _begin() -> dict[str, torch.Tensor]:
     classes = CLASSES.values()
     by_class = {
@@ -219,16 +194,11 @@ def _begin() -> dict[str, torch.Tensor]:
     return by_class | {name: torch.tensor(value, dtype=torch.float64) for name, value in begin.items()}
 
 
-def _parameters(values: Mapping[str, torch.Tensor], convert: Callable) -> ActivityParameters:
+def _parameters(values: Values, convert: Callable) -> ActivityParameters:
     return ActivityParameters(
         by_class={name: convert(values[name]) for name in CLASS_VALUES},
         single={name: convert(values[name]) for name in STEP_VALUES},
     )
-
-
-def _beyond(off: torch.Tensor, tolerance: float) -> torch.Tensor:
-    zero = torch.zeros_like(off)
-    return torch.nn.functional.huber_loss(off, zero, delta=tolerance, reduction="none") / tolerance
 
 
 def _spread(errors: np.ndarray) -> tuple[float, float]:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from featurize.device_spec import DeviceSpec
-from featurize.kernel_model.calls import GROUPS, Calls
-from featurize.kernel_model.step_time import overlapped
+from featurize.kernel_model.calls import GROUPS, STREAM, Calls
+from featurize.kernel_model.step_time import OVERLAP, launch_ms, overlapped
 from featurize.kernel_model.times import (
     GROUP_VALUES,
     OTHER,
@@ -27,6 +27,8 @@ from featurize.kernel_model.times import (
     call_seconds,
     kernels_on,
 )
+from learn.kernels.columns import joined, row_of_kernels
+from learn.kernels.descent import Values, descended, distance, robust
 
 KERNELS = "kernels"  # source of rows that are one kernel each
 # Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
@@ -36,21 +38,15 @@ _COMPUTE_OF = {"depthwise_large": math.log(0.03), "depthwise": math.log(0.15), "
 _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rate": 0.15, "wave": 0.7}
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
-_INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
+INSTRUMENT_MS = 0.035  # what timing one kernel adds, by device and kind of measurement
 _HOST_FACTOR = 2.0  # of the described time for a launch: hosts differ
 # How firmly: a value's squared distance from where it began costs so much.
 _FIRMNESS = {"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0}
 _OF_PRIORS = 2e-4
 # What physics says of the exponents: a share never rises with what an SM computes or with idle blocks.
-_LIMITS = {
-    "by_group/sm_rate": (0.0, 1.0),
-    "by_group/wave": (0.0, 1.0),
-    "by_units/power": (0.0, 1.5),
-    "by_units/searched": (0.0, 0.7),
-}
-_TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
+_LIMITS = {"sm_rate": (0.0, 1.0), "wave": (0.0, 1.0), "power": (0.0, 1.5), "searched": (0.0, 0.7)}
+TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
 _ITERATIONS, _RATE, _LAST_RATE = 250, 0.03, 0.008
-_OVERLAP = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +86,10 @@ class FittedTimes:
     instrument_ms: Mapping[tuple[str, str], float]
 
     def instrument(self, row: MeasuredTime) -> float:
-        """Return what timing the row's kernel adds; on a GPU model that was left out as on the others."""
+        """Return what timing the row's kernel adds, in ms: on a GPU model that was left out, the others' median."""
         key = row.device.name, row.group
         others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
-        return self.instrument_ms.get(key) or (float(np.median(others)) if others else _INSTRUMENT_MS)
+        return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
 
 
 @dataclass(frozen=True)
@@ -120,9 +116,7 @@ class TimeFit:
         self.groups = np.array([f"{row.source}/{row.group}" for row in rows])
         self.devices = np.array([row.device.name for row in rows])
         self.measured_ms = torch.tensor([row.measured_ms for row in rows], dtype=torch.float64)
-        self.host_ms = torch.tensor(
-            [row.calls.launches * row.device.launch_overhead_us * 1e-3 for row in rows], dtype=torch.float64
-        )
+        self.host_ms = torch.tensor([launch_ms(row.calls, row.device) for row in rows], dtype=torch.float64)
         self.one_kernel = torch.tensor([row.source == KERNELS for row in rows])
         instruments = [(row.device.name, row.group) if row.source == KERNELS else ("", "") for row in rows]
         self.instruments = list(dict.fromkeys(instruments))
@@ -137,44 +131,31 @@ class TimeFit:
         for at, row in enumerate(self.rows):
             alike.setdefault((row.device, row.channels_last, row.searched), []).append(at)
         for (device, channels_last, searched), members in alike.items():
-            calls = _joined([self.rows[at].calls for at in members])
+            parts = [self.rows[at].calls for at in members]
+            calls = joined(parts)
             kernels = kernels_on(calls, device, self.names, channels_last=channels_last, searched=searched)
-            lengths = [len(self.rows[at].calls.kind) for at in members]
             yield _Batch(
                 kernels.converted(torch.as_tensor),
                 torch.as_tensor(calls.count),
-                torch.repeat_interleave(torch.tensor(members), torch.tensor(lengths)),
+                row_of_kernels(members, parts),
             )
 
     def fitted(self, of: np.ndarray, *, iterations: int = _ITERATIONS) -> FittedTimes:
-        """Return the efficiencies that explain the rows that the mask `of` names."""
+        """Return the efficiencies that explain the rows of the mask `of`, (rows,), and what timing kernels adds."""
         begin = self._begin()
-        values = {name: value.clone().requires_grad_(True) for name, value in begin.items()}
         weights = torch.tensor(self.row_weights(of))
-        optimizer = torch.optim.Adam(values.values(), lr=_RATE)
-        for iteration in range(iterations):
-            if iteration == int(0.7 * iterations):
-                for parameters in optimizer.param_groups:
-                    parameters["lr"] = _LAST_RATE
-            optimizer.zero_grad()
+
+        def error(values: Values) -> torch.Tensor:
             off = torch.log(self._milliseconds(values) / self.measured_ms)
-            error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_TOLERANCE, reduction="none")
-            firm = sum(
-                _FIRMNESS.get(name.rpartition("/")[2], 1.0) * ((value - begin[name]) ** 2).sum()
-                for name, value in values.items()
-            )
-            ((weights * error).sum() / _TOLERANCE + _OF_PRIORS * firm).backward()
-            optimizer.step()
-            with torch.no_grad():
-                for name, (least, most) in _LIMITS.items():
-                    values[name].clamp_(least, most)
-        values = {name: value.detach() for name, value in values.items()}
-        met = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
+            return (weights * robust(off, TOLERANCE)).sum() + _OF_PRIORS * distance(values, begin, _FIRMNESS)
+
+        values = descended(begin, error, iterations=iterations, rate=_RATE, last_rate=_LAST_RATE, limits=_LIMITS)
+        measured = {self.instruments[at] for at in self.instrument[torch.tensor(of)].tolist()}
         added_ms = torch.exp(values["instrument"]).tolist()
         return FittedTimes(
             parameters=self._parameters(values, np.asarray),
             instrument_ms={
-                key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in met and key[0]
+                key: ms for key, ms in zip(self.instruments, added_ms, strict=True) if key in measured and key[0]
             },
         )
 
@@ -188,14 +169,14 @@ class TimeFit:
 
     def roofline(self) -> FittedTimes:
         """Return what the described rates alone say: every kernel reaches them."""
-        nothing = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
-        at_once = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
+        zeros = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
+        no_size = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
         single = {name: -np.inf if name in ("half_head", "latency_us") else 0.0 for name in SINGLE_VALUES}
         parameters = Parameters(
             names=self.names,
             compute=np.zeros(len(self.names[0])),
             bandwidth=np.zeros(len(self.names[1])),
-            by_group={**nothing, **at_once},
+            by_group={**zeros, **no_size},
             by_units={name: np.zeros(len(UNITS)) for name in UNIT_VALUES},
             single=single,
         )
@@ -220,35 +201,37 @@ class TimeFit:
         return {
             "compute": torch.tensor([_compute_of(name) for name in self.names[0]], dtype=torch.float64),
             "bandwidth": full([len(self.names[1])], _BANDWIDTH),
-            **{f"by_group/{name}": full([len(GROUPS), len(UNITS)], _BY_GROUP[name]) for name in GROUP_VALUES},
-            **{f"by_units/{name}": full([len(UNITS)], _BY_UNITS[name]) for name in UNIT_VALUES},
-            **{f"single/{name}": full([], _SINGLE[name]) for name in SINGLE_VALUES},
-            "instrument": full([len(self.instruments)], math.log(_INSTRUMENT_MS)),
+            **{name: full([len(GROUPS), len(UNITS)], _BY_GROUP[name]) for name in GROUP_VALUES},
+            **{name: full([len(UNITS)], _BY_UNITS[name]) for name in UNIT_VALUES},
+            **{name: full([], _SINGLE[name]) for name in SINGLE_VALUES},
+            "instrument": full([len(self.instruments)], math.log(INSTRUMENT_MS)),
             "host": full([len(self.hosts)], math.log(_HOST_FACTOR)),
         }
 
-    def _milliseconds(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _milliseconds(self, values: Values) -> torch.Tensor:
         learned = self._parameters(values, lambda value: value)
         busy = torch.zeros(len(self.rows), dtype=torch.float64)
         for batch in self.batches:
             busy = busy.index_add(0, batch.row, batch.count * call_seconds(batch.kernels, learned, torch))
         busy = busy * 1e3
         host = self.host_ms * torch.exp(values["host"])[self.host]
-        step = (busy**_OVERLAP + host**_OVERLAP + 1e-30) ** (1 / _OVERLAP)
-        return torch.where(self.one_kernel, busy + torch.exp(values["instrument"])[self.instrument], step)
+        one_kernel = busy + torch.exp(values["instrument"])[self.instrument]
+        return torch.where(self.one_kernel, one_kernel, overlapped_ms(busy, host))
 
-    def _parameters(self, values: Mapping[str, torch.Tensor], convert: Callable) -> Parameters:
-        def part(prefix: str, names: Sequence[str]) -> dict:
-            return {name: convert(values[f"{prefix}/{name}"]) for name in names}
-
+    def _parameters(self, values: Values, convert: Callable) -> Parameters:
         return Parameters(
             names=self.names,
             compute=convert(values["compute"]),
             bandwidth=convert(values["bandwidth"]),
-            by_group=part("by_group", GROUP_VALUES),
-            by_units=part("by_units", UNIT_VALUES),
-            single=part("single", SINGLE_VALUES),
+            by_group={name: convert(values[name]) for name in GROUP_VALUES},
+            by_units={name: convert(values[name]) for name in UNIT_VALUES},
+            single={name: convert(values[name]) for name in SINGLE_VALUES},
         )
+
+
+def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
+    """Return what `featurize.kernel_model.step_time.overlapped` does, of many steps; both at 0 have a gradient."""
+    return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
 
 
 def held_out_by(labels: np.ndarray, folds: int | None = None) -> Iterable[tuple[str, np.ndarray]]:
@@ -272,7 +255,7 @@ def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ..
         for kind, group, pipe in zip(row.calls.kind, row.calls.group.tolist(), row.calls.pipe.tolist(), strict=True):
             in_layout = layout if _in_layouts(kind) else ""
             bandwidth.add(f"{kind}{in_layout}")
-            if GROUPS[group] != "stream":
+            if GROUPS[group] != STREAM:
                 compute.add(f"{kind}{in_layout}/{UNITS[has[pipe]]}")
     return tuple(sorted(compute)), tuple(sorted(bandwidth))
 
@@ -283,23 +266,3 @@ def _in_layouts(kind: str) -> bool:
 
 def _compute_of(name: str) -> float:
     return next((share for kind, share in _COMPUTE_OF.items() if name.startswith(kind)), _COMPUTE)
-
-
-def _joined(many: Sequence[Calls]) -> Calls:
-    def column(name: str) -> np.ndarray:
-        return np.concatenate([getattr(calls, name) for calls in many])
-
-    return Calls(
-        count=column("count"),
-        kind=tuple(kind for calls in many for kind in calls.kind),
-        group=column("group"),
-        pipe=column("pipe"),
-        flops=column("flops"),
-        nbytes=column("nbytes"),
-        rows=column("rows"),
-        columns=column("columns"),
-        depth=column("depth"),
-        batch=column("batch"),
-        aligned=column("aligned"),
-        launches=sum(calls.launches for calls in many),
-    )

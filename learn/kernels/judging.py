@@ -5,13 +5,13 @@ Start reading at `judged`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from featurize.kernel_model.activity import ActivityParameters
-from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED, GROUPS
+from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, DEPTHWISE, GROUPED
 from featurize.kernel_model.step_time import LearnedEfficiencies
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit, held_out_by
 from learn.kernels.peers import Peer
@@ -72,7 +72,7 @@ def judged(
     Args:
         fit: The rows.
         folds: Parts of the families that are left out in turn.
-        progress: Hears of each fit.
+        progress: Called before each fit with a text, the number of fits done and their total.
         peers: Formulas to judge beside ours, on the same rows, each fitted on the same others.
     """
     formulas: dict[str, Peer] = {OURS: _Ours(fit)} | {name: make(fit) for name, make in (peers or {}).items()}
@@ -119,30 +119,6 @@ def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters)
     )
 
 
-def table_of(scores: Sequence[TimeScore]) -> str:
-    """Return the scores as lines of text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    several = len({score.formula for score in scores} - {ROOFLINE}) > 1
-    own = ("formula", "no answer") if several else ()
-    table = Table(
-        "rows", "judged on", *own, "rows judged", "factor, median", "p90", "estimated / measured", "mean error"
-    )
-    for score in scores:
-        formula = (score.formula, f"{score.unanswered:,}") if several else ()
-        figures = (
-            (f"{score.median:.3f}", f"{score.p90:.3f}", f"{score.bias:.3f}", f"{score.mean_error:.1%}")
-            if score.count
-            else ("", "", "", "")
-        )
-        table.add_row(score.split, score.rows, *formula, f"{score.count:,}", *figures)
-    console = Console(width=160 if several else 120, no_color=True)
-    with console.capture() as text:
-        console.print(table)
-    return text.get().rstrip("\n")
-
-
 def _splits(fit: TimeFit, steps: np.ndarray, folds: int) -> dict[str, list[np.ndarray]]:
     """Return for each split the masks of the rows that are left out in turn."""
 
@@ -174,14 +150,14 @@ def _subsets(fit: TimeFit, steps: np.ndarray) -> Iterable[tuple[str, np.ndarray]
 
 
 def _is_depthwise(row: MeasuredTime) -> bool:
-    of_group = [float(row.calls.count[row.calls.group == GROUPS.index(g)].sum()) for g in (CONVOLUTION, GROUPED)]
-    depthwise = float(row.calls.count[row.calls.group == GROUPS.index(DEPTHWISE)].sum())
-    return depthwise > 0 and depthwise >= _DEPTHWISE_SHARE * (depthwise + sum(of_group))
+    calls = row.calls
+    depthwise = float(calls.count[calls.within(DEPTHWISE)].sum())
+    convolutions = float(calls.count[calls.within(DEPTHWISE, CONVOLUTION, GROUPED)].sum())
+    return depthwise > 0 and depthwise >= _DEPTHWISE_SHARE * convolutions
 
 
 def _is_long(row: MeasuredTime) -> bool:
-    attention = row.calls.group == GROUPS.index(ATTENTION)
-    return bool((row.calls.rows[attention] >= _LONG_TOKENS).any())
+    return bool((row.calls.rows[row.calls.within(ATTENTION)] >= _LONG_TOKENS).any())
 
 
 def _score(split: str, rows: str, formula: str, ratios: np.ndarray) -> TimeScore:

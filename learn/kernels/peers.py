@@ -1,4 +1,4 @@
-"""Other people's formulas for the time of kernels and steps, fitted and judged on the rows that ours is.
+"""Other people's formulas for the time of kernels and steps, fitted to and judged on the same rows as ours.
 
 Start reading at `PEERS`. Each is written from its paper; its docstring says where it differs from it.
 """
@@ -18,15 +18,14 @@ from conf.units import MIB
 from featurize.device_spec import DeviceSpec
 from featurize.kernel_model.calls import ATTENTION, CONVOLUTION, GROUPED, GROUPS, PRODUCT, STREAM, Calls
 from featurize.kernel_model.times import clock_ghz
-from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit
+from learn.kernels.columns import joined
+from learn.kernels.descent import Values, descended, distance, robust
+from learn.kernels.fitting import INSTRUMENT_MS, KERNELS, TOLERANCE, MeasuredTime, TimeFit, overlapped_ms
 
 _TILE_SIDE = {False: 64.0, True: 128.0}  # of a product's tile, on tensor cores and not
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
 _BLOCK_BYTES = 8192.0  # of a kernel that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
-_TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion, not squared
-_OVERLAP = 6
 _USUAL_SHARE = 0.6
-_USUAL_INSTRUMENT_MS = 0.035
 
 
 class Peer(Protocol):
@@ -42,12 +41,11 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class _Sizes:
-    """All kernels of all rows, an entry a kernel; `kind` is an index into `kinds`.
+    """All kernels of all rows, an entry a kernel; `kind` numbers the kinds in the order of their first kernel.
 
     `math_s` and `memory_s` are at the data sheet's rates, `ridge` is the FLOP per byte of the units that compute.
     """
 
-    kinds: tuple[str, ...]
     kind: np.ndarray
     row: np.ndarray
     count: np.ndarray
@@ -62,6 +60,11 @@ class _Sizes:
     memory_bytes: np.ndarray
 
     @property
+    def kinds(self) -> int:
+        """Number of kinds."""
+        return int(self.kind.max()) + 1
+
+    @property
     def roofline_s(self) -> np.ndarray:
         return np.maximum(self.math_s, self.memory_s)
 
@@ -72,38 +75,37 @@ class RooflineByKind:
     A share is at most 1. Time of a step: the longer of GPU and host, as ours. A kind that no row holds has 0.6.
     """
 
-    _ITERATIONS, _RATE = 300, 0.03
+    _ITERATIONS, _RATE, _OF_PRIORS = 300, 0.03, 1e-4
 
     def __init__(self, fit: TimeFit) -> None:
         self.fit = fit
         sizes = _sizes(fit.rows)
-        busy_ms = np.zeros((len(fit.rows), len(sizes.kinds)))
+        busy_ms = np.zeros((len(fit.rows), sizes.kinds))
         np.add.at(busy_ms, (sizes.row, sizes.kind), sizes.count * sizes.roofline_s * 1e3)
         self.busy_ms = torch.tensor(busy_ms)
         self.instruments = _instruments(fit.rows)
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
         """As `Peer.log_ratios`."""
-        begin = math.log(_USUAL_SHARE)
-        share = torch.full((self.busy_ms.shape[1],), begin, dtype=torch.float64, requires_grad=True)
-        added = self.instruments.begin()
+        usual = torch.full((self.busy_ms.shape[1],), math.log(_USUAL_SHARE), dtype=torch.float64)
+        begin = {"share": usual, "instrument": self.instruments.begin()}
         weights = torch.tensor(self.fit.row_weights(of))
-        optimizer = torch.optim.Adam([share, added], lr=self._RATE)
-        for _ in range(self._ITERATIONS):
-            optimizer.zero_grad()
-            off = torch.log(self._milliseconds(share, added) / self.fit.measured_ms)
-            error = torch.nn.functional.huber_loss(off, torch.zeros_like(off), delta=_TOLERANCE, reduction="none")
-            ((weights * error).sum() / _TOLERANCE + 1e-4 * ((share - begin) ** 2).sum()).backward()
-            optimizer.step()
-            with torch.no_grad():
-                share.clamp_(max=0.0)
-        with torch.no_grad():
-            return torch.log(self._milliseconds(share, added) / self.fit.measured_ms).numpy()
 
-    def _milliseconds(self, share: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        busy_ms = self.busy_ms @ torch.exp(-share)
-        steps = (busy_ms**_OVERLAP + self.fit.host_ms**_OVERLAP + 1e-30) ** (1 / _OVERLAP)
-        return torch.where(self.fit.one_kernel, busy_ms + self.instruments.milliseconds(added), steps)
+        def error(values: Values) -> torch.Tensor:
+            off = robust(self._log_ratios(values), TOLERANCE)
+            return (weights * off).sum() + self._OF_PRIORS * distance(values, begin, {"instrument": 0.0})
+
+        values = descended(
+            begin, error, iterations=self._ITERATIONS, rate=self._RATE, last_rate=self._RATE,
+            limits={"share": (-math.inf, 0.0)},
+        )  # fmt: skip
+        return self._log_ratios(values).numpy()
+
+    def _log_ratios(self, values: Values) -> torch.Tensor:
+        busy_ms = self.busy_ms @ torch.exp(-values["share"])
+        one_kernel_ms = busy_ms + self.instruments.milliseconds(values["instrument"])
+        steps_ms = overlapped_ms(busy_ms, self.fit.host_ms)
+        return torch.log(torch.where(self.fit.one_kernel, one_kernel_ms, steps_ms) / self.fit.measured_ms)
 
 
 class WaveScaling:
@@ -127,7 +129,7 @@ class WaveScaling:
     def __init__(self, fit: TimeFit) -> None:
         self.fit = fit
         self.sizes = _sizes(fit.rows)
-        self.ends = np.concatenate([[0], np.cumsum([len(row.calls.kind) for row in fit.rows])])
+        self.ends = _ends(fit.rows)
         self.alike: dict[tuple, list[int]] = defaultdict(list)
         for at, row in enumerate(fit.rows):
             self.alike[_job_of(row)].append(at)
@@ -195,8 +197,8 @@ class TilesAndWaves:
     def __init__(self, fit: TimeFit, epochs: int = _EPOCHS) -> None:
         self.fit, self.epochs = fit, epochs
         sizes = _sizes(fit.rows)
-        self.ends = np.concatenate([[0], np.cumsum([len(row.calls.kind) for row in fit.rows])])
-        self.kinds = len(sizes.kinds)
+        self.ends = _ends(fit.rows)
+        self.kinds = sizes.kinds
         self.kind = torch.tensor(sizes.kind)
         waves = np.ceil(sizes.blocks / sizes.sm_count)
         of_sm = sizes.sm_count / sizes.blocks  # one tile of all, at one SM's share of the GPU
@@ -227,7 +229,7 @@ class TilesAndWaves:
                 torch.nn.Linear(self._HIDDEN, self._HIDDEN), torch.nn.ReLU(),
                 torch.nn.Linear(self._HIDDEN, 2),
             )  # fmt: skip
-        added = self.instruments.begin()
+        added = self.instruments.begin().requires_grad_(True)
         learned = [*network.parameters(), *kind.parameters(), added]
         optimizer = torch.optim.AdamW(learned, lr=self._RATE, weight_decay=1e-4)
         weights = torch.tensor(self.fit.row_weights(of)).float()
@@ -277,9 +279,7 @@ class _Instruments:
     operator: torch.Tensor  # of each row
 
     def begin(self) -> torch.Tensor:
-        return torch.full(
-            (len(self.operators),), math.log(_USUAL_INSTRUMENT_MS), dtype=torch.float64, requires_grad=True
-        )
+        return torch.full((len(self.operators),), math.log(INSTRUMENT_MS), dtype=torch.float64)
 
     def milliseconds(self, added: torch.Tensor) -> torch.Tensor:
         return torch.exp(added)[self.operator]
@@ -300,35 +300,41 @@ def _job_of(row: MeasuredTime) -> tuple:
     )  # fmt: skip
 
 
+def _ends(rows: Sequence[MeasuredTime]) -> np.ndarray:
+    """Return where each row's kernels begin among those of all rows, and where the last one's end, (rows + 1,)."""
+    return np.concatenate([[0], np.cumsum([len(row.calls.kind) for row in rows])])
+
+
 def _sizes(rows: Sequence[MeasuredTime]) -> _Sizes:
     kinds: dict[str, int] = {}
-    columns: dict[str, list[np.ndarray]] = defaultdict(list)
-    for at, row in enumerate(rows):
-        calls, device = row.calls, row.device
-        tensor, rate = _units(calls, device)
-        names = [
-            kind if GROUPS[group] == STREAM else f"{kind}/{'tensor' if on else 'fp32'}"
-            for kind, group, on in zip(calls.kind, calls.group.tolist(), tensor.tolist(), strict=True)
-        ]
-        same = np.ones(len(names))
-        computes = calls.group != GROUPS.index(STREAM)
-        bandwidth = device.bandwidth_gb_s * 1e9
-        for name, column in (
-            ("kind", np.array([kinds.setdefault(name, len(kinds)) for name in names], dtype=int)),
-            ("row", np.full(len(names), at)),
-            ("count", calls.count),
-            ("math_s", np.where(computes, calls.flops / rate, 0.0)),
-            ("memory_s", np.maximum(calls.nbytes, 1.0) / bandwidth),
-            ("nbytes", calls.nbytes),
-            ("intensity", np.where(computes, calls.flops, 0.0) / np.maximum(calls.nbytes, 1.0)),
-            ("ridge", rate / bandwidth),
-            ("blocks", _blocks(calls, tensor, device.sm_count)),
-            ("sm_count", device.sm_count * same),
-            ("l2_bytes", device.l2_mib * MIB * same),
-            ("memory_bytes", device.memory_mib * MIB * same),
-        ):
-            columns[name].append(column)
-    return _Sizes(kinds=tuple(kinds), **{name: np.concatenate(parts) for name, parts in columns.items()})
+    return joined([_sizes_of(row, at, kinds) for at, row in enumerate(rows)])
+
+
+def _sizes_of(row: MeasuredTime, at: int, kinds: dict[str, int]) -> _Sizes:
+    """Return the kernels of one row, the `at`-th one; new kinds are added to `kinds`."""
+    calls, device = row.calls, row.device
+    tensor, rate = _units(calls, device)
+    names = [
+        kind if GROUPS[group] == STREAM else f"{kind}/{'tensor' if on else 'fp32'}"
+        for kind, group, on in zip(calls.kind, calls.group.tolist(), tensor.tolist(), strict=True)
+    ]
+    same = np.ones(len(names))
+    flops = np.where(calls.within(STREAM), 0.0, calls.flops)
+    nbytes, bandwidth = np.maximum(calls.nbytes, 1.0), device.bandwidth_gb_s * 1e9
+    return _Sizes(
+        kind=np.array([kinds.setdefault(name, len(kinds)) for name in names], dtype=int),
+        row=np.full(len(names), at),
+        count=calls.count,
+        math_s=flops / rate,
+        memory_s=nbytes / bandwidth,
+        nbytes=calls.nbytes,
+        intensity=flops / nbytes,
+        ridge=rate / bandwidth,
+        blocks=_blocks(calls, tensor, device.sm_count),
+        sm_count=device.sm_count * same,
+        l2_bytes=device.l2_mib * MIB * same,
+        memory_bytes=device.memory_mib * MIB * same,
+    )
 
 
 def _units(calls: Calls, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -342,10 +348,9 @@ def _units(calls: Calls, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
 def _blocks(calls: Calls, tensor: np.ndarray, sm_count: int) -> np.ndarray:
     """Return how many tiles each kernel's work has: of its output, split along the depth while SMs are idle."""
     side = np.where(tensor, _TILE_SIDE[True], _TILE_SIDE[False])
-    tiled = np.isin(calls.group, [GROUPS.index(group) for group in (PRODUCT, CONVOLUTION, GROUPED)])
+    tiled = calls.within(PRODUCT, CONVOLUTION, GROUPED)
     tiles = np.maximum(np.ceil(calls.rows / side) * np.ceil(calls.columns / side) * calls.batch, 1.0)
     splits = np.maximum(np.minimum(np.floor(sm_count / tiles), np.floor(calls.depth / _SPLIT_DEPTH)), 1.0)
     queries = np.ceil(calls.rows / side) * calls.batch
     streamed = np.ceil(calls.nbytes / _BLOCK_BYTES)
-    of_attention = calls.group == GROUPS.index(ATTENTION)
-    return np.maximum(np.where(tiled, tiles * splits, np.where(of_attention, queries, streamed)), 1.0)
+    return np.maximum(np.where(tiled, tiles * splits, np.where(calls.within(ATTENTION), queries, streamed)), 1.0)

@@ -10,8 +10,8 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.errors import UsageError
 from featurize.device_spec import DeviceSpec, load_device
@@ -20,7 +20,7 @@ from featurize.kernel_model.calls import HALF, Calls, kernel_calls
 from featurize.row_config import UnreadableConfig, config_of_row
 from featurize.step_trace import Operator
 from featurize.trace import TraceError, trace_config, trace_step
-from featurize.training_settings import Training
+from featurize.training_settings import Training, uses_tf32
 from learn.kernels.activity_fit import MeasuredActivity
 from learn.kernels.fitting import KERNELS, MeasuredTime
 from warehouse.imported_rows import DOUBT
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from featurize.trial_config import TrialConfig
+    from learn.data import LabelledRow
     from warehouse.reader import WarehouseConnection
 
 Progress = Callable[[str, int, int], None]
+Row = TypeVar("Row")
 _SOURCES = ("measured", "imported")
 FARM = "farm"  # source of what this folder's own trials measured
 _LLM_FOUNDRY = "llm_foundry"
@@ -41,7 +43,15 @@ _MPT = {
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
 }  # fmt: skip
 _MPT_TOKENS = 50_368
+_COLUMNS = ("source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")  # of `runs`
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
+
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # of timm's models, before the family's name
+# Operators whose output has the shape of their first input.
+_POINTWISE = tuple(
+    f"aten::{name}"
+    for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
+)
 
 
 def measured_times(
@@ -50,39 +60,19 @@ def measured_times(
     """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
 
     Args:
-        connection: Of the data folder.
-        progress: Hears of each traced row.
+        connection: To the data folder.
+        progress: Called before each row is traced with a text, the number of rows done and their total.
         most: Steps of a source, drawn by their ids; None: all.
     """
     rows = connection.execute(
-        "SELECT run_id, source, job_id, family, config, device_name, step_time_ms, torch_version, origin FROM runs "
+        f"SELECT {', '.join(_COLUMNS)} FROM runs "
         "WHERE status = 'ok' AND step_time_ms > 0 AND source IN ('measured', 'imported') "
         f"AND coalesce(quality, 'trusted') = 'trusted' AND coalesce(error_type, '') <> '{DOUBT}' "
         "QUALIFY row_number() OVER (PARTITION BY job_id ORDER BY md5(run_id)) <= coalesce(?, 1e9) ORDER BY run_id",
         [most],
     ).fetchall()
-    columns = (
-        "run_id",
-        "source",
-        "job_id",
-        "family",
-        "config",
-        "device_name",
-        "step_time_ms",
-        "torch_version",
-        "origin",
-    )
-    times: list[MeasuredTime] = []
-    left_out: Counter[str] = Counter()
     traces: dict[tuple, Calls] = {}
-    for done, values in enumerate(rows):
-        progress("tracing", done, len(rows))
-        row = dict(zip(columns, values, strict=True))
-        try:
-            times.append(_measured(row, traces))
-        except _LeftOut as reason:
-            left_out[str(reason)] += 1
-    return times, dict(left_out)
+    return _read_each(rows, lambda values: _measured(dict(zip(_COLUMNS, values, strict=True)), traces), progress)
 
 
 def kernel_times(
@@ -91,7 +81,7 @@ def kernel_times(
     """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
 
     Args:
-        connection: Of the data folder.
+        connection: To the data folder.
         most: Rows of an operator on a GPU model, drawn by their ids.
         same_shapes: Draw by shapes instead: the same ones on every GPU model, as far as they were measured there.
     """
@@ -103,30 +93,7 @@ def kernel_times(
         "ORDER BY operator, device_name, kernel_row",
         [most],
     ).fetchall()
-    times: list[MeasuredTime] = []
-    left_out: Counter[str] = Counter()
-    for name, device_name, dims, dtype, duration_us in rows:
-        try:
-            device = load_device(device_name or "")
-        except UsageError:
-            left_out[f"no description of {device_name}"] += 1
-            continue
-        operator = _operator(name, json.loads(dims), dtype)
-        if operator is None:
-            left_out[f"kernels of {name}"] += 1
-            continue
-        times.append(
-            MeasuredTime(
-                name=name,
-                source=KERNELS,
-                group=name,
-                device=device,
-                calls=kernel_calls([operator], tf32_convolutions=False),
-                measured_ms=duration_us / 1e3,
-                searched=True,
-            )
-        )
-    return times, dict(left_out)
+    return _read_each(rows, lambda values: _measured_kernel(*values))
 
 
 def measured_activity(
@@ -136,49 +103,83 @@ def measured_activity(
 
     Args:
         data: The data folder; None: the default one.
-        progress: Hears of each traced job.
+        progress: Called before each job is traced with a text, the number of jobs done and their total.
     """
     from learn.data import load_rows
 
-    left_out: Counter[str] = Counter()
     try:
         of_smact, of_smocc = (load_rows(data, target, source=_SOURCES).trusted for target in ("smact", "smocc"))
     except UsageError:  # too few rows of either
         return [], {}
     smocc = dict(zip(of_smocc.run_ids, of_smocc.label.tolist(), strict=True))
-    rows = []
-    for done, record in enumerate(of_smact.records):
-        progress("tracing", done, len(of_smact))
-        config = record.case.config
-        if record.run_id not in smocc or config is None:
-            left_out["no occupancy"] += 1
-            continue
+    return _read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
+
+
+class _LeftOut(Exception):
+    """Why a row is not learned from."""
+
+
+def _read_each(
+    rows: Sequence[Any], read: Callable[[Any], Row], progress: Progress | None = None
+) -> tuple[list[Row], dict[str, int]]:
+    """Return what `read` makes of each row, and for each reason of its `_LeftOut` the number of rows."""
+    kept: list[Row] = []
+    left_out: Counter[str] = Counter()
+    for done, row in enumerate(rows):
+        if progress is not None:
+            progress("tracing", done, len(rows))
         try:
-            device = load_device(record.device)
-            trace = trace_config(config, device=device)
-        except (TraceError, UsageError) as error:
-            left_out[f"cannot be traced: {type(error).__name__}"] += 1
-            continue
-        precision = config.precision
-        rows.append(
-            MeasuredActivity(
-                family=record.family,
-                group=record.group,
-                device=device,
-                calls=kernel_calls(
-                    trace.operators,
-                    tf32_products=precision == "tf32",
-                    tf32_convolutions=precision in ("fp32", "tf32"),
-                ),
-                smact=record.label,
-                smocc=smocc[record.run_id],
-                input_ms=input_ms(trace, config.batch_size) if record.case.training_loop else 0.0,
-                whole_run=record.source == "imported",
-                channels_last=config.channels_last,
-                searched=config.cudnn_benchmark,
-            )
-        )
-    return rows, dict(left_out)
+            kept.append(read(row))
+        except _LeftOut as reason:
+            left_out[str(reason)] += 1
+    return kept, dict(left_out)
+
+
+def _described(name: str | None) -> DeviceSpec:
+    try:
+        return load_device(name or "")
+    except UsageError as error:
+        raise _LeftOut(f"no description of {name}") from error
+
+
+def _measured_kernel(name: str, device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredTime:
+    device = _described(device_name)
+    operator = _operator(name, json.loads(dims), dtype)
+    if operator is None:
+        raise _LeftOut(f"kernels of {name}")
+    return MeasuredTime(
+        name=name,
+        source=KERNELS,
+        group=name,
+        device=device,
+        calls=kernel_calls([operator], tf32_convolutions=False),
+        measured_ms=duration_us / 1e3,
+        searched=True,
+    )
+
+
+def _measured_activity(record: LabelledRow, smocc: Mapping[str, float]) -> MeasuredActivity:
+    """Return a job with its SM activity, and its occupancy by run id."""
+    config = record.case.config
+    if record.run_id not in smocc or config is None:
+        raise _LeftOut("no occupancy")
+    try:
+        device = load_device(record.device)
+        trace = trace_config(config, device=device)
+    except (TraceError, UsageError) as error:
+        raise _LeftOut(f"cannot be traced: {type(error).__name__}") from error
+    return MeasuredActivity(
+        family=record.family,
+        group=record.group,
+        device=device,
+        calls=kernel_calls(trace.operators, **uses_tf32(config.precision)),
+        smact=record.label,
+        smocc=smocc[record.run_id],
+        input_ms=input_ms(trace, config.batch_size) if record.case.training_loop else 0.0,
+        whole_run=record.source == "imported",
+        channels_last=config.channels_last,
+        searched=config.cudnn_benchmark,
+    )
 
 
 def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None:
@@ -220,23 +221,9 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
     )
 
 
-# Operators whose output has the shape of their first input.
-_POINTWISE = tuple(
-    f"aten::{name}"
-    for name in ("native_layer_norm", "_softmax", "relu", "gelu", "tanh", "add", "mul", "div", "pow", "sub", "silu")
-)
-
-
-class _LeftOut(Exception):
-    """Why a row is not learned from."""
-
-
 def _measured(row: Mapping[str, Any], traces: dict[tuple, Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
-    try:
-        device = load_device(row["device_name"] or "")
-    except UsageError as error:
-        raise _LeftOut(f"no description of {row['device_name']}") from error
+    device = _described(row["device_name"])
     release = _release(row["torch_version"])
     if source == _LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
@@ -310,12 +297,7 @@ def _traced(trace: Callable, precision: str, *, listed: bool) -> Calls:
         step = trace()
     except (TraceError, UsageError) as error:
         raise _LeftOut(f"cannot be traced: {type(error).__name__}") from error
-    return kernel_calls(
-        step.operators,
-        tf32_products=precision == "tf32",
-        tf32_convolutions=precision in ("fp32", "tf32"),
-        listed=listed,
-    )
+    return kernel_calls(step.operators, **uses_tf32(precision), listed=listed)
 
 
 @contextlib.contextmanager
@@ -342,9 +324,6 @@ def _group(config: TrialConfig) -> str:
         return config.family
     word = next((part for part in model.split("_") if part not in _PREFIXES), model)
     return "".join(letter for letter in word if letter.isalpha()) or word
-
-
-_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")
 
 
 def _release(version: str | None) -> tuple[int, int] | None:

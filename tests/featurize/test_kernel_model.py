@@ -18,6 +18,7 @@ from featurize.kernel_model.calls import (
     DEPTHWISE,
     FP32,
     GROUPS,
+    PIPES,
     STREAM,
     TENSOR,
     TF32,
@@ -73,7 +74,7 @@ def test_the_units_follow_the_type_and_the_settings(small_cnn):
     def pipes(trace, **given):
         calls = kernel_calls(trace.operators, **given)
         at = calls.kind.index("convolution")
-        return ("fp32", "tf32", "tensor")[calls.pipe[at]]
+        return PIPES[calls.pipe[at]]
 
     assert pipes(small_cnn) == TF32
     assert pipes(small_cnn, tf32_convolutions=False) == FP32
@@ -210,15 +211,21 @@ def test_an_input_pipeline_and_a_slow_host_thin_every_ratio():
 
 
 def test_tensor_cores_are_busy_where_the_precision_uses_them():
-    plain, half = (
+    plain, tf32, half = (
         time_step(
             traced(nn.Sequential(nn.Linear(2048, 2048)), 4096, 2048, precision=precision), A100,
             Training(precision=precision),
         ).activity
-        for precision in ("fp32", "bf16")
+        for precision in ("fp32", "tf32", "bf16")
     )  # fmt: skip
-    assert plain.tensor == 0 < half.tensor
-    assert half.fp32a < plain.fp32a
+    assert plain.tensor == 0 < min(tf32.tensor, half.tensor)
+    assert max(tf32.fp32a, half.fp32a) < plain.fp32a
+
+
+def test_by_default_convolutions_run_in_tf32_and_products_do_not(small_cnn):
+    calls = time_step(small_cnn, A100, Training()).kernels.calls
+    pipes = {kind: PIPES[pipe] for kind, pipe in zip(calls.kind, calls.pipe, strict=True)}
+    assert (pipes["convolution"], pipes["product"]) == (TF32, FP32)
 
 
 def test_a_step_without_kernels_takes_a_launch_and_keeps_nothing_busy(small_cnn):

@@ -10,8 +10,9 @@ from featurize.device_spec import load_device
 from featurize.kernel_model.calls import kernel_calls
 from featurize.kernel_model.step_time import load_efficiencies, time_step
 from featurize.trace import trace_config
-from learn.kernels.activity_fit import ActivityFit, MeasuredActivity, activity_table, judged_activity
+from learn.kernels.activity_fit import ActivityFit, MeasuredActivity, judged_activity
 from learn.kernels.rows import measured_activity
+from learn.kernels.score_tables import activity_table
 
 A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()

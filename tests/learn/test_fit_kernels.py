@@ -19,9 +19,10 @@ from featurize.kernel_model.step_time import efficiencies_text, read_efficiencie
 from featurize.trace import trace_config
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.kernels.fitting import MeasuredTime, TimeFit, held_out_by
-from learn.kernels.judging import judged, table_of
+from learn.kernels.judging import judged
 from learn.kernels.peers import PEERS
 from learn.kernels.rows import kernel_times, measured_times
+from learn.kernels.score_tables import time_table
 from warehouse.ingest import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
@@ -84,7 +85,7 @@ def test_every_split_is_judged_and_printed(fit):
     }  # fmt: skip
     assert {"one", "two", *DEVICES} == {score.rows for score in scores}
     assert np.isfinite(held_out).all() and len(held_out) == 12
-    assert "families left out" in table_of(scores)
+    assert "families left out" in time_table(scores)
 
 
 @pytest.fixture(scope="module")

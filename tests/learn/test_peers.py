@@ -11,8 +11,9 @@ from featurize.device_spec import load_device
 from featurize.kernel_model.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.kernel_model.times import clock_ghz
 from learn.kernels.fitting import KERNELS, MeasuredTime, TimeFit
-from learn.kernels.judging import OURS, judged, table_of
+from learn.kernels.judging import OURS, judged
 from learn.kernels.peers import PEERS, RooflineByKind, TilesAndWaves, WaveScaling
+from learn.kernels.score_tables import time_table
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
 MIB = 2**20
@@ -127,4 +128,4 @@ def test_peers_are_judged_beside_ours_and_rows_without_an_answer_are_counted(mon
     assert {score.formula for score in of_split} == {OURS, *PEERS}
     (scaled,) = (score for score in of_split if score.formula == "Habitat's wave scaling")
     assert (scaled.count, scaled.unanswered) == (1, 3)
-    assert "no answer" in table_of(scores) and "mean error" in table_of(scores)
+    assert "no answer" in time_table(scores) and "mean error" in time_table(scores)
