@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from featurize.step_trace import StepTrace
+if TYPE_CHECKING:
+    from featurize.step_trace import StepTrace
 
 Value = TypeVar("Value")
 _MOST = 4  # a job's trace, and the one in a plain loop, of the job and of a neighbour
