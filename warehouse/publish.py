@@ -48,8 +48,11 @@ from warehouse.sql_text import sql_text
 CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
 _OWN_SOURCES = ("measured", "simulated")  # `imported` rows are under licences of their own
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
-_ALWAYS = {"runs": ("run_id", "family", "status", "source", "device_name", "peak_memory_mib"), "telemetry": ("run_id", "t_ms"),
-           "kernels": ("run_id", "kernel_row", "source", "operator", "duration_us", "count", "timing")}  # fmt: skip
+_ALWAYS = {
+    "runs": ("run_id", "family", "status", "source", "device_name", "peak_memory_mib"),
+    "telemetry": ("run_id", "t_ms"),
+    "kernels": ("run_id", "kernel_row", "source", "operator", "duration_us", "count", "timing"),
+}
 _CHUNK_RUNS = 2_000
 _FILE_ROWS = {"runs": 500_000, "telemetry": 2_000_000, "kernels": 2_000_000, "jobs": 500_000}
 _TOKEN_CHARACTERS = 8  # of the name of a folder that is being built

@@ -1,15 +1,15 @@
 """Other people's formulas for the time of kernels and steps, fitted and judged on the rows that ours is.
 
-Start reading at `PEERS`. Each is written from its paper; its docstring says where it differs from it.
+Start reading at `RooflineByKind`; `learn.kernels.formulas.Formula` is what each class keeps. Each is written from its
+paper; its docstring says where it differs from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,17 +27,6 @@ _TOLERANCE = 0.15  # of the logarithm; what is further off counts in proportion,
 _OVERLAP = 6
 _USUAL_SHARE = 0.6
 _USUAL_INSTRUMENT_MS = 0.035
-
-
-class Peer(Protocol):
-    """A formula, made ready for the rows of a `TimeFit`."""
-
-    def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """Return the logarithm of estimated over measured time of every row, learned from the rows that `of` names.
-
-        NaN where the formula has no answer. Rows outside `of` have no part in what is learned.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ class RooflineByKind:
         self.instruments = _instruments(fit.rows)
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Peer.log_ratios`."""
+        """As `Formula.log_ratios`."""
         begin = math.log(_USUAL_SHARE)
         share = torch.full((self.busy_ms.shape[1],), begin, dtype=torch.float64, requires_grad=True)
         added = self.instruments.begin()
@@ -133,7 +122,7 @@ class WaveScaling:
             self.alike[_job_of(row)].append(at)
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Peer.log_ratios`; NaN without a measurement of the same kernels on another GPU model among `of`."""
+        """As `Formula.log_ratios`; NaN without a measurement of the same kernels on another GPU model among `of`."""
         ratios = np.full(len(self.fit.rows), np.nan)
         measured_ms = self.fit.measured_ms.numpy()
         for members in self.alike.values():
@@ -218,7 +207,7 @@ class TilesAndWaves:
         self.measured_ms = fit.measured_ms.float()
 
     def log_ratios(self, of: np.ndarray) -> np.ndarray:
-        """As `Peer.log_ratios`."""
+        """As `Formula.log_ratios`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             kind = torch.nn.Embedding(self.kinds, self._OF_KIND)
@@ -260,13 +249,6 @@ class TilesAndWaves:
         return busy_ms + torch.where(
             self.fit.one_kernel[rows], self.instruments.milliseconds(added)[rows].float(), torch.zeros(len(rows))
         )
-
-
-PEERS: Mapping[str, Callable[[TimeFit], Peer]] = {
-    "roofline, share by kind": RooflineByKind,
-    "Habitat's wave scaling": WaveScaling,
-    "NeuSight's tiles and waves": TilesAndWaves,
-}
 
 
 @dataclass(frozen=True)
