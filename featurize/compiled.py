@@ -258,6 +258,7 @@ class _Capture:
             partition,
             dict(select_decomp_table()),
             num_params_buffers=len(names),
+            keep_inference_input_mutations=True,  # as Inductor's: running statistics are written by the graph's kernels
             enable_log=False,  # which prints the graphs, also where no one reads them
         )
 

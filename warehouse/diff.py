@@ -126,7 +126,7 @@ def diff(data: DataFolder, before: str, after: str = NOW, *, tolerance: float = 
             changed=_counts(joined, "after", "was AND is_there AND NOT same"),
             changed_columns=_changed_columns(joined, sides),
             shifts=tuple(_shifts(joined, tolerance)),
-            kernel_shifts=kernel_shifts(*sides, tolerance),
+            kernel_shifts=kernel_shifts(sides[0], sides[1], tolerance),
             tolerance=tolerance,
             schema=tuple(_schema_changes(*(_columns(data, name) for name in (before, after)))),
         )

@@ -5,8 +5,9 @@ Start reading at `judged`; `left_out_ratios` and `subsets` serve `learn.benchmar
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,9 +67,8 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         "learned from": ours.log_ratios(np.ones(len(fit.rows), dtype=bool)),
     }
     for split, masks in splits.items():
-        ratios[split] = left_out_ratios(
-            ours, masks, lambda split=split: progress(f"fitting, {split}", next(fits), number)
-        )
+        heard = functools.partial(_heard, progress, f"fitting, {split}", fits, number)
+        ratios[split] = left_out_ratios(ours, masks, heard)
     of_subsets = dict(subsets(fit))
     kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & steps).any()}
     scores = [
@@ -78,6 +78,10 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
         if rows not in kernels_alone or split in _OF_KERNELS
     ]
     return [score for score in scores if score.count], ratios["families left out"][steps]
+
+
+def _heard(progress: Callable[[str, int, int], None], label: str, done: Iterator[int], of: int) -> None:
+    progress(label, next(done), of)
 
 
 def left_out_ratios(formula: Formula, masks: Iterable[np.ndarray], heard: Callable[[], None]) -> np.ndarray:

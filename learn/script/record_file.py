@@ -154,8 +154,8 @@ def _events(rows: list, blocks: tuple[Block, ...]) -> tuple[Event, ...]:
 
 
 def _block(row: Any) -> Block:
-    nbytes, kind, operator, module, call = row
-    return Block(_count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call))
+    nbytes, kind, operator, module, call, pooled = row
+    return Block(_count(nbytes), _one_of(kind, BLOCK_KINDS), _text(operator), _text(module), _call(call), bool(pooled))
 
 
 def _call(row: Any) -> LibraryCall | None:
@@ -179,11 +179,12 @@ def _convolution(row: Any) -> ConvolutionSignature:
 
 
 def _operator(row: Any) -> Operator:
-    name, phase, dtype, inputs, outputs, flops, read, written, launches, module, sources, recomputed = row
+    name, phase, dtype, inputs, outputs, flops, read, written, launches, module, sources, *flags = row
+    recomputed, graphed = flags
     return Operator(
         _text(name), _one_of(phase, PHASES), _text(dtype), _shapes(inputs), _shapes(outputs), _count(flops),
         _integer(read), _integer(written), _count(launches), _text(module), tuple(map(_integer, sources)),
-        bool(recomputed),
+        bool(recomputed), bool(graphed),
     )  # fmt: skip
 
 
