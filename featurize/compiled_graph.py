@@ -160,10 +160,10 @@ class GraphReplay:
             self._roles[base] = _KERNEL
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        recorder = self._regions.recorder_now()
-        if recorder is None or recorder.graphs is None:
+        recorder, graphs = self._regions.recorder_now(), self._regions.graphs
+        if recorder is None or graphs is None:
             return self._run(args)
-        with recorder.graphs.replay(self, recorder, args):
+        with graphs.replay(self, recorder, args):
             return self._run(args)
 
     def _run(self, args: list[Any]) -> list[Any]:
@@ -223,14 +223,14 @@ class GraphReplay:
         if (recorder := self._regions.recorder_now()) is not None:
             assert isinstance(node.target, torch._ops.OpOverload)  # `_role` calls nothing else a kernel
             kernel = noted.setdefault(self._group[node], _Noted())
-            new = [values[base] for base in sources if base not in kernel.buffers]
+            again = [values[base] for base in sources if base in kernel.buffers]
             results = made if isinstance(made, tuple) else (made,)
             kernel.operator = recorder.fused(
-                node.target, (first,), new, results, into=kernel.operator, kept=node not in self._local,
+                node.target, (first,), inputs, results, into=kernel.operator, again=again, kept=node not in self._local,
                 leads=_name(node) in _REDUCTIONS,
             )  # fmt: skip
             kernel.buffers.update(sources, self._made(node))
-            del new, results
+            del again, results
         del inputs, first, made
         self._end(self._ends[node], values)
 

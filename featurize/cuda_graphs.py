@@ -21,7 +21,7 @@ GRAPHED = (
     "the compiled model runs as CUDA graphs: the host launches each graph once, loss and optimizer stay eager; their "
     "memory pool is not shared with what runs eagerly, which the figure leaves out and the bound holds"
 )
-AUTOTUNED = "compile=max-autotune: kernels are estimated as those of compile=default; the search is not modelled"
+AUTOTUNED = "torch.compile: kernels of max-autotune are estimated as those of the default mode; no search is modelled"
 
 
 @dataclass

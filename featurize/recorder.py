@@ -257,16 +257,17 @@ class Recorder(TorchDispatchMode):
 
     def fused(
         self, func: OpOverload, args: Sequence, inputs: list[Tensor], outputs: Sequence, *,
-        into: int | None = None, kept: bool = True, leads: bool = False,
+        into: int | None = None, again: Sequence[Tensor] = (), kept: bool = True, leads: bool = False,
     ) -> int | None:  # fmt: skip
         """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way.
 
         Args:
             func: The operator.
             args: Its first argument.
-            inputs: What the kernel reads that it has not read yet.
+            inputs: What it is computed from.
             outputs: What it makes.
             into: Place of the operator whose kernel computes this one, too.
+            again: Of the inputs, what that kernel has read or made already.
             kept: It writes its outputs; False: nothing but the kernel itself reads them.
             leads: The kernel is named after this operator.
 
@@ -284,8 +285,11 @@ class Recorder(TorchDispatchMode):
             return into
         self._note(traits, maker[1], args, _meta_tensors(inputs), made)
         place, own = len(self.operators) - 1, self.operators[-1]
-        if not kept:
-            self.operators[-1] = own = own._replace(bytes_written=0)
+        own = own._replace(
+            bytes_read=max(0, own.bytes_read - sum(map(_nbytes, again))),
+            bytes_written=own.bytes_written if kept else 0,
+        )
+        self.operators[-1] = own
         if into is None:
             return place
         self.operators.pop()

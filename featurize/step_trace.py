@@ -22,6 +22,7 @@ BLOCK_KINDS = (
 )  # fmt: skip
 
 
+_LOOKUP = "aten::embedding"
 BATCH = -2  # the source of an input that is the step's batch
 
 
@@ -50,14 +51,16 @@ def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operat
         kernel: The operator so far, at `place` among all.
         other: What its kernel computes, too; `bytes_read` is what the kernel has not read yet.
         place: Of the operator.
-        leads: It is named after `other`.
+        leads: It is named after `other`, unless it looks up rows, which says how many there are.
     """
+    looks_up = _LOOKUP in (kernel.name, other.name)
+    first, second = (other, kernel) if other.name == _LOOKUP != kernel.name else (kernel, other)
     return kernel._replace(
-        name=other.name if leads else kernel.name,
-        input_shapes=kernel.input_shapes + other.input_shapes,
+        name=_LOOKUP if looks_up else other.name if leads else kernel.name,
+        input_shapes=first.input_shapes + second.input_shapes,
         output_shapes=kernel.output_shapes + other.output_shapes,
         flops=kernel.flops + other.flops,
-        bytes_read=kernel.bytes_read + max(0, other.bytes_read),
+        bytes_read=kernel.bytes_read + other.bytes_read,
         bytes_written=kernel.bytes_written + other.bytes_written,
         # What a later operator made is left out: an operator comes after all of its sources.
         sources=kernel.sources + tuple(source for source in other.sources if source < place),

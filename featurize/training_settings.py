@@ -29,7 +29,7 @@ IMPLEMENTATIONS_OF = {
 }
 # `mode` of torch.compile, and those that run the model as CUDA graphs (torch/_inductor/__init__.py: list_mode_options).
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINTING = ("full", "selective")
 ZERO_GRADS = ("before_forward", "after_forward")
 _ON_HOST = (*OPTIMIZERS, "nesterov", "adagrad")  # optimizers with an implementation for the CPU
@@ -135,7 +135,7 @@ class Training:
     @property
     def runs_graphs(self) -> bool:
         """Whether the compiled model runs as CUDA graphs."""
-        return self.compile_mode in _GRAPH_MODES
+        return self.compile_mode in GRAPH_MODES
 
     @property
     def autotunes(self) -> bool:

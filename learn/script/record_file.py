@@ -106,6 +106,7 @@ def _trace_to_json(trace: StepTrace) -> dict[str, Any]:
         "compute_capability": trace.compute_capability,
         "assumed": trace.assumed,
         "notes": trace.notes,
+        "graph_input_bytes": trace.graph_input_bytes,
     }
 
 
@@ -116,6 +117,7 @@ def _trace_of_json(content: Mapping[str, Any]) -> StepTrace:
         if not all(-2 <= source < place for source in operator.sources):
             raise BadRecord("an operator reads what a later one makes")
     major, minor = content["compute_capability"]
+    graph_input_bytes = content["graph_input_bytes"]
     return StepTrace(
         operators=operators,
         events=_events(_fields(content["events"], list), blocks),
@@ -125,6 +127,7 @@ def _trace_of_json(content: Mapping[str, Any]) -> StepTrace:
         compute_capability=(_count(major), _count(minor)),
         assumed=tuple(map(_text, _fields(content["assumed"], list))),
         notes=tuple(map(_text, _fields(content["notes"], list))),
+        graph_input_bytes=None if graph_input_bytes is None else _count(graph_input_bytes),
     )
 
 
