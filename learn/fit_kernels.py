@@ -38,7 +38,7 @@ class FitKernelsSettings:
     Jobs with measured SM activity and occupancy (GPUMemNet's rows, your own trials on GPUs with those counters) say
     what the kernels keep busy. A folder without them keeps what the file that comes along says of it.
 
-    `python -m learn.benchmark target=step_time` judges other people's formulas on the same rows.
+    `python -m learn.benchmark target=step_time data=steps` judges other people's formulas on the same rows.
     """
 
     data: str | None = data_key()
